@@ -1,0 +1,1 @@
+"""Prefix caching for hybrid language models."""

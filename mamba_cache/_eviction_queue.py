@@ -1,0 +1,65 @@
+"""A priority queue of eviction candidates, shared by KV blocks and slots.
+
+It stands on the first floor because ``blocks/`` and ``slots/`` may not import each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+__all__ = ["EvictionQueue"]
+
+
+class EvictionQueue:
+    """Items ordered by priority, lowest first; ties go to the item with the lower id.
+
+    A heap with lazy deletion: an item's entry goes stale when the item is removed or pushed anew,
+    and stale entries are dropped when they surface, or all at once when they outnumber the live
+    ones. So ``push``, ``discard`` and ``pop`` are O(log n) amortised, and memory is O(live items).
+    """
+
+    __slots__ = ("_heap", "_priorities")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._priorities: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    def __contains__(self, item: int) -> bool:
+        return item in self._priorities
+
+    def push(self, item: int, priority: float) -> None:
+        """Add ``item``, or move it to ``priority`` if it is there."""
+        if self._priorities.get(item) == priority:
+            return
+        self._priorities[item] = priority
+        heapq.heappush(self._heap, (priority, item))
+        if len(self._heap) > 2 * len(self._priorities) + 16:
+            self._rebuild()
+
+    def discard(self, item: int) -> None:
+        """Remove ``item`` if it is there."""
+        self._priorities.pop(item, None)
+
+    def pop(self) -> tuple[int, float]:
+        """Remove and return the item of lowest priority, as (item, priority).
+
+        Raises:
+            IndexError: The queue is empty.
+        """
+        while True:
+            priority, item = heapq.heappop(self._heap)
+            if self._priorities.get(item) == priority:
+                del self._priorities[item]
+                return item, priority
+
+    def clear(self) -> None:
+        """Remove every item."""
+        self._heap.clear()
+        self._priorities.clear()
+
+    def _rebuild(self) -> None:
+        self._heap = [(priority, item) for item, priority in self._priorities.items()]
+        heapq.heapify(self._heap)

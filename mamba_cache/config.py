@@ -1,0 +1,160 @@
+"""Settings of the cache, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
+
+HashAlgorithm = Literal["xxh3_128", "sha256"]
+
+
+class EvictionPolicy(str, Enum):
+    """When cached KV blocks, and the slots that belong to them, are given up.
+
+    The members compare equal to their string values, so an engine's own enum of the same values
+    works in their place.
+    """
+
+    LRU = "lru"
+    """Keep unreferenced blocks, and evict the least recently used when room is needed."""
+
+    REF_ZERO = "ref_zero"
+    """Forget a block as soon as no request refers to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Everything about the cache that does not depend on the model's layers.
+
+    Attributes:
+        block_size_tokens: Tokens of one KV block; a multiple of ``ssm_chunk_alignment``.
+        max_requests: Requests that can run at once: rows of live state.
+        max_tokens: Tokens computed in one step, over all requests.
+        max_sequence_length: Prompt and generated tokens of one request.
+        kv_cache_gb: Budget for KV blocks in GiB (2**30 bytes). Ignored if ``num_kv_blocks`` is set.
+        num_kv_blocks: KV blocks that requests can use, the dummy block not counted.
+        mamba_cache_gb: Budget for slots in GiB. Ignored if ``max_slots`` is set.
+        max_slots: Slots for saved states. 0 means that no state is ever saved.
+        ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
+        ssm_chunk_alignment: Checkpoints lie on multiples of this many tokens; a multiple of
+            ``ssm_chunk_size``, which is its default.
+        enable_prefix_caching: If False, nothing is matched and nothing is saved.
+        eviction_policy: What becomes of KV blocks that no request refers to.
+        min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels
+            that cannot start from the last token alone need more than one.
+        max_checkpoints_per_step: Checkpoints inside the prefill chunks of one step; more are
+            skipped and counted. Default: three for each request.
+        save_decode_states: Save a state when decoding crosses a block boundary, so that the next
+            turn of a conversation reuses the answer.
+        hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
+        hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
+            bytes to processes that must agree.
+
+    Raises:
+        InvalidArgumentError: A value is out of range, or two do not fit each other.
+    """
+
+    block_size_tokens: int = 256
+    max_requests: int = 64
+    max_tokens: int = 8192
+    max_sequence_length: int = 32768
+    kv_cache_gb: float | None = None
+    num_kv_blocks: int | None = None
+    mamba_cache_gb: float | None = None
+    max_slots: int | None = None
+    ssm_chunk_size: int = 256
+    ssm_chunk_alignment: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: EvictionPolicy = EvictionPolicy.LRU
+    min_computed_tokens: int = 1
+    max_checkpoints_per_step: int | None = None
+    save_decode_states: bool = True
+    hash_algorithm: HashAlgorithm = "xxh3_128"
+    hash_secret: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.ssm_chunk_alignment is None:
+            object.__setattr__(self, "ssm_chunk_alignment", self.ssm_chunk_size)
+        if self.max_checkpoints_per_step is None:
+            object.__setattr__(self, "max_checkpoints_per_step", 3 * self.max_requests)
+        self._check_counts()
+        self._check_budgets()
+        self._check_alignment()
+        self._check_choices()
+
+    @property
+    def chunk_alignment(self) -> int:
+        """``ssm_chunk_alignment`` with its default applied, in tokens."""
+        assert self.ssm_chunk_alignment is not None
+        return self.ssm_chunk_alignment
+
+    @property
+    def checkpoints_per_step(self) -> int:
+        """``max_checkpoints_per_step`` with its default applied."""
+        assert self.max_checkpoints_per_step is not None
+        return self.max_checkpoints_per_step
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """KV blocks that the longest allowed sequence fills."""
+        return -(-self.max_sequence_length // self.block_size_tokens)
+
+    def _check_counts(self) -> None:
+        at_least_one = (
+            "block_size_tokens", "max_requests", "max_tokens", "max_sequence_length",
+            "ssm_chunk_size", "ssm_chunk_alignment", "min_computed_tokens",
+        )  # fmt: skip
+        for name in at_least_one:
+            _check_int(name, getattr(self, name), minimum=1)
+        _check_int("max_checkpoints_per_step", self.max_checkpoints_per_step, minimum=0)
+        if self.num_kv_blocks is not None:
+            _check_int("num_kv_blocks", self.num_kv_blocks, minimum=1)
+        if self.max_slots is not None:
+            _check_int("max_slots", self.max_slots, minimum=0)
+
+    def _check_budgets(self) -> None:
+        for size, count in (("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")):
+            gb = getattr(self, size)
+            if gb is None and getattr(self, count) is None:
+                raise InvalidArgumentError(f"give {size} (GiB) or {count}; both are None")
+            if gb is not None and not 0 <= gb < float("inf"):
+                raise InvalidArgumentError(f"{size} must be a finite number >= 0, got {gb!r}")
+
+    def _check_alignment(self) -> None:
+        if self.chunk_alignment % self.ssm_chunk_size:
+            raise InvalidArgumentError(
+                f"ssm_chunk_alignment must be a multiple of ssm_chunk_size "
+                f"({self.ssm_chunk_size}), got {self.ssm_chunk_alignment}"
+            )
+        if self.block_size_tokens % self.chunk_alignment:
+            raise InvalidArgumentError(
+                f"block_size_tokens must be a multiple of ssm_chunk_alignment "
+                f"({self.ssm_chunk_alignment}), got {self.block_size_tokens}: a checkpoint at a "
+                f"block boundary would fall inside a chunk, and a hit would differ from a miss"
+            )
+
+    def _check_choices(self) -> None:
+        policies = [policy.value for policy in EvictionPolicy]
+        if self.eviction_policy not in policies:
+            raise InvalidArgumentError(
+                f"eviction_policy must be one of {policies}, got {self.eviction_policy!r}"
+            )
+        object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
+        if self.hash_algorithm not in ("xxh3_128", "sha256"):
+            raise InvalidArgumentError(
+                f"hash_algorithm must be 'xxh3_128' or 'sha256', got {self.hash_algorithm!r}"
+            )
+        if self.hash_secret is not None and not isinstance(self.hash_secret, bytes):
+            raise InvalidArgumentError(
+                f"hash_secret must be bytes or None, got {type(self.hash_secret).__name__}"
+            )
+
+
+def _check_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")

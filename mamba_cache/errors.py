@@ -1,0 +1,123 @@
+"""Every exception that the package raises on purpose.
+
+``MambaCacheError`` is the root. Each leaf also derives from the built-in that a caller who does not
+know this package would expect (``ValueError`` for bad input, ``RuntimeError`` for exhausted
+resources). A call that raises one of them has changed nothing.
+"""
+
+__all__ = [
+    "BlockCapacityError",
+    "BudgetError",
+    "CapacityError",
+    "DoubleFreeError",
+    "HashConflictError",
+    "InvalidArgumentError",
+    "InvariantError",
+    "MambaCacheError",
+    "MambaSlotCapacityError",
+    "MissingExtraError",
+    "MissingStateError",
+    "RequestCapacityError",
+    "SequenceLengthError",
+    "StepOrderError",
+    "TokenCapacityError",
+    "UnknownBlockError",
+    "UnknownRequestError",
+]
+
+
+class MambaCacheError(Exception):
+    """Root of the package's exceptions."""
+
+
+class InvalidArgumentError(MambaCacheError, ValueError):
+    """An argument is outside what the call accepts; the message says what was given and allowed."""
+
+
+class BudgetError(InvalidArgumentError):
+    """A memory budget is too small to hold the least that the cache needs."""
+
+
+class SequenceLengthError(InvalidArgumentError):
+    """A request is longer than the configured maximum sequence length."""
+
+
+class UnknownBlockError(InvalidArgumentError):
+    """A block id is negative, past the pool's end, or names a block that is not allocated."""
+
+
+class UnknownRequestError(InvalidArgumentError):
+    """A request id was never added, or its request is already finished."""
+
+
+class DoubleFreeError(InvalidArgumentError):
+    """A block or slot was given back more often than it was taken."""
+
+
+class HashConflictError(InvalidArgumentError):
+    """A block that carries one hash was registered under another."""
+
+
+class MissingStateError(MambaCacheError, LookupError):
+    """A block has no slot, so no state can be written to it or read from it."""
+
+
+class StepOrderError(MambaCacheError, RuntimeError):
+    """A call came out of order, such as ``commit_step`` without ``begin_step``."""
+
+
+class InvariantError(MambaCacheError, AssertionError):
+    """``check_invariants`` found bookkeeping that contradicts itself: a bug, never bad input."""
+
+
+class MissingExtraError(MambaCacheError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class CapacityError(MambaCacheError, RuntimeError):
+    """Something that the call needs is used up.
+
+    Attributes:
+        required: How many the call needed.
+        available: How many it could have had.
+    """
+
+    #: What is short, as the message names it.
+    resource = "units"
+
+    def __init__(self, required: int, available: int, detail: str = "") -> None:
+        self.required = required
+        self.available = available
+        message = f"{required} {self.resource} are required, but only {available} are available"
+        super().__init__(f"{message}: {detail}" if detail else message)
+
+
+class BlockCapacityError(CapacityError):
+    """Free and evictable KV blocks do not suffice."""
+
+    resource = "KV blocks"
+
+
+class RequestCapacityError(CapacityError):
+    """Every request row is taken."""
+
+    resource = "request rows"
+
+
+class TokenCapacityError(CapacityError):
+    """A step would compute more tokens than its buffers hold."""
+
+    resource = "tokens in one step"
+
+
+class MambaSlotCapacityError(CapacityError):
+    """Free and evictable slots do not suffice."""
+
+    resource = "slots"
+
+    def __init__(self, required: int, available: int) -> None:
+        super().__init__(required, available)
+        self.args = (
+            f"{required} Mamba slots are required, but only {available} "
+            "free or evictable slots are available",
+        )

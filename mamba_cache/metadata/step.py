@@ -1,0 +1,101 @@
+"""The tensors that a step's kernels read, at addresses that never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["PAD_SLOT_ID", "StepMetadata"]
+
+PAD_SLOT_ID = -1
+"""An index that means: nothing here, skip it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What the model's layers need to know of one step.
+
+    The batch is packed without padding: one token for each decoding request, then the prefill
+    chunks, one after the other. Row ``i`` of every per-request tensor is the batch's ``i``-th
+    request; rows past ``num_requests`` are padding. Every tensor keeps its address and its size
+    from step to step, so that a captured CUDA graph can read it.
+
+    Attributes:
+        num_decodes: Requests that decode one token each; they come first in the batch.
+        num_prefills: Requests that compute a chunk of their prompt; they come last.
+        num_tokens: Tokens of the whole batch.
+        num_chunks: SSM chunks of the prefill part.
+        num_checkpoints: Checkpoints inside this step's prefill chunks.
+        token_ids: [max_tokens] int64. Input tokens; padding is 0.
+        positions: [max_tokens] int64. Position of each token in its sequence; padding is 0.
+        kv_slot_mapping: [max_tokens] int64. Where a token's key and value go, as block id *
+            block size + offset; ``PAD_SLOT_ID``: not written, because the block is shared and
+            filled already, or the row is padding.
+        query_start_loc: [max_requests + 1] int32. First packed token of each request; padding
+            repeats ``num_tokens``.
+        num_computed_tokens: [max_requests] int32. Tokens whose effect is in the live state before
+            this step; padding is 0.
+        seq_lens: [max_requests] int32. ``num_computed_tokens`` plus this step's tokens.
+        state_rows: [max_requests] int32. Row of each request in the live states; padding is
+            ``PAD_SLOT_ID``.
+        cu_chunk_seqlens: [max_chunks + 1] int32. First token of each SSM chunk, counted from the
+            prefill part's first token; padding repeats the number of prefill tokens.
+        chunk_seq_idx: [max_chunks] int32. Which prefill request (0 = the first) a chunk belongs
+            to; padding is -1.
+        last_chunk_indices: [max_requests] int32. Last chunk of each prefill request; padding is -1.
+        checkpoint_chunks: [max_checkpoints] int32. The chunk at whose end the state is saved;
+            padding is -1.
+        checkpoint_conv_ends: [max_checkpoints] int32. The packed prefill token after the
+            checkpoint: the conv window saved is the inputs before it; padding is -1.
+        checkpoint_seq_starts: [max_checkpoints] int32. The first packed prefill token of the same
+            request; inputs before it come from the live conv state. Padding is -1.
+        checkpoint_rows: [max_checkpoints] int32. The request's row in the live states; padding
+            is ``PAD_SLOT_ID``.
+        checkpoint_slots: [max_checkpoints] int32. The reserved slot; padding is ``PAD_SLOT_ID``.
+        restore_sources: [max_requests] int32. Slots to restore from in this step; ``ZERO_SOURCE``
+            of ``mamba_cache.states`` clears instead; padding is ``PAD_SLOT_ID``.
+        restore_rows: [max_requests] int32. Live-state rows to restore into; padding likewise.
+        boundary_rows: [max_requests] int32. Live-state rows that are saved at commit; padding is
+            ``PAD_SLOT_ID``.
+        boundary_slots: [max_requests] int32. The reserved slots that they are saved to.
+        block_tables: [max_requests, max_blocks] int32. KV block ids of each request; entries past
+            a request's last block are the dummy block. Rows past ``num_requests`` are not
+            written anew, so a kernel must skip them by ``state_rows`` or ``seq_lens``.
+    """
+
+    num_decodes: int
+    num_prefills: int
+    num_tokens: int
+    num_chunks: int
+    num_checkpoints: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_computed_tokens: torch.Tensor
+    seq_lens: torch.Tensor
+    state_rows: torch.Tensor
+    cu_chunk_seqlens: torch.Tensor
+    chunk_seq_idx: torch.Tensor
+    last_chunk_indices: torch.Tensor
+    checkpoint_chunks: torch.Tensor
+    checkpoint_conv_ends: torch.Tensor
+    checkpoint_seq_starts: torch.Tensor
+    checkpoint_rows: torch.Tensor
+    checkpoint_slots: torch.Tensor
+    restore_sources: torch.Tensor
+    restore_rows: torch.Tensor
+    boundary_rows: torch.Tensor
+    boundary_slots: torch.Tensor
+    block_tables: torch.Tensor
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch."""
+        return self.num_decodes + self.num_prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the prefill part."""
+        return self.num_tokens - self.num_decodes

@@ -1,0 +1,86 @@
+"""What an embedder supplies, as Protocols: each lists just what is read of its objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+__all__ = ["BatchDimensions", "KVBlockView", "MambaMetadata", "PrefillRequest", "SlotContext"]
+
+# `Any` stands for a CPU torch tensor or a numpy array: this floor imports neither.
+
+
+class KVBlockView(Protocol):
+    """What slots read of a KV block allocator.
+
+    The embedder owns the arrays and writes into them at any time; what they say is never cached.
+    Megatron Core before the rename calls ``pool_size`` ``total_count``, which is understood too.
+    """
+
+    pool_size: int
+    """KV blocks in the pool, the dummy block included."""
+
+    block_ref_counts: Any
+    """[pool_size] int32, CPU: requests that refer to each block."""
+
+    block_timestamps: Any
+    """[pool_size] int64, CPU: larger means used more recently. Read under LRU alone."""
+
+    block_hashes: Any
+    """[pool_size] int64, CPU: each block's hash id, -1 if it has none."""
+
+
+class MambaMetadata(Protocol):
+    """What slots read of the metadata of Mamba layers."""
+
+    request_to_mamba_state_idx: Any
+    """[max_requests] int32, CPU: the live-state row of each request row."""
+
+    intermediate_count: int
+    """States that the forward wrote into the scratch, over all requests of the batch."""
+
+    per_request_intermediate_counts: Sequence[int]
+    """The same for each prefill request of the batch, in batch order."""
+
+
+class BatchDimensions(Protocol):
+    """How many requests of each kind are in the batch."""
+
+    prefill_req_count: int
+    decode_req_count: int
+
+
+class PrefillRequest(Protocol):
+    """What checkpoint placement reads of a request."""
+
+    prompt_tokens: Any
+    """[prompt length] token ids; only its length is read."""
+
+    finished_chunk_token_count: int
+    """Prompt tokens of earlier prefill chunks."""
+
+
+class SlotContext(Protocol):
+    """What ``MambaSlotAllocator`` reads of the inference context that embeds it, and nothing more.
+
+    Fields are read when a call needs them, so an object with fewer will do for fewer calls.
+    """
+
+    max_requests: int
+    block_size_tokens: int
+    prefix_caching_eviction_policy: Any
+    """A str enum of value "lru" or "ref_zero"; compared by value."""
+    mamba_chunk_size: int
+    ssm_chunk_alignment: int
+    max_mamba_intermediate_states_per_step: int
+    """Rows of the scratch that the forward writes checkpoint states to; 0: no scratch."""
+    kv_block_allocator: KVBlockView
+    request_to_kv_block_ids: Any
+    """[max_requests, max blocks of a request] int, CPU."""
+    mamba_metadata: MambaMetadata
+    mamba_conv_states: Any
+    """Live conv states, [num_mamba_layers, max_requests, *conv], on the device."""
+    mamba_ssm_states: Any
+    """Live SSM states, [num_mamba_layers, max_requests, *ssm], on the device."""
+    batch_dimensions: BatchDimensions
+    paused_request_count: int
