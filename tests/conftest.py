@@ -1,0 +1,69 @@
+"""What every test shares: where kernels run, how data is drawn, and which tests need a GPU.
+
+Triton decides when a kernel is defined whether it runs in the interpreter, so the environment
+variable is set here, before any test imports the package.
+"""
+
+import os
+import random
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(1)
+
+# Timing is no property of the code under test, so no profile fails on it.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("ci", max_examples=50, derandomize=True, **_UNTIMED)
+settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_UNTIMED)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="seed of the run's random data, to repeat a failure")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random data: --seed={config.option.seed}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of the test's own: the run's seed and the test's name decide it, not the order.
+
+    It is printed, so that pytest shows it beside a failure.
+    """
+    run_seed: int = request.config.option.seed
+    print(f"repeat with: pytest '{request.node.nodeid}' --seed={run_seed}")
+    return zlib.crc32(f"{run_seed} {request.node.nodeid}".encode())
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Fresh random data in numpy."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    """Fresh random data in torch, on the CPU."""
+    return torch.Generator().manual_seed(seed)
