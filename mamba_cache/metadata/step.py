@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PAD_SLOT_ID", "StepMetadata"]
+from mamba_cache._indices import PAD_SLOT_ID
 
-PAD_SLOT_ID = -1
-"""An index that means: nothing here, skip it."""
+__all__ = ["PAD_SLOT_ID", "StepMetadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class StepMetadata:
         num_tokens: Tokens of the whole batch.
         num_chunks: SSM chunks of the prefill part.
         num_checkpoints: Checkpoints inside this step's prefill chunks.
+        max_seq_len: The largest of ``seq_lens``: how far attention looks back at most.
         token_ids: [max_tokens] int64. Input tokens; padding is 0.
         positions: [max_tokens] int64. Position of each token in its sequence; padding is 0.
         kv_slot_mapping: [max_tokens] int64. Where a token's key and value go, as block id *
@@ -69,6 +69,7 @@ class StepMetadata:
     num_tokens: int
     num_chunks: int
     num_checkpoints: int
+    max_seq_len: int
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slot_mapping: torch.Tensor
