@@ -1,0 +1,165 @@
+"""Batched copies of whole states: checked here, done by a kernel or its PyTorch twin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.states._rows import RowIndices, check_device_rows, check_host_rows, is_on_host
+from mamba_cache.states.kernels import copy_torch
+from mamba_cache.states.kernels.plan import CopyPlan, plan_copy
+
+__all__ = ["CopyBackend", "StateCopier"]
+
+CopyBackend = Literal["auto", "torch", "triton"]
+"""What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
+
+
+class _CopyFunction(Protocol):
+    def __call__(
+        self, plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor
+    ) -> None: ...
+
+
+class StateCopier:
+    """Copies rows between two sets of tensors, all layers of all tensors in one launch.
+
+    The addresses are read once, here: the tensors must keep their storage. Sources and destinations
+    may be the same tensors, as long as no row is both read and written in one call. Views of one
+    storage that share bytes in any other way are the caller's to avoid.
+
+    Args:
+        sources: At least one, each [num_layers, source rows, *inner], inner axes contiguous, layers
+            and rows at any distance. All have equally many rows and are on one device.
+        destinations: As many, each of its source's dtype, number of layers and inner shape, on the
+            same device; all have equally many rows.
+        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+
+    Raises:
+        InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
+            for their device.
+        MissingExtraError: The kernel is asked for and Triton is not installed.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        destinations: Sequence[torch.Tensor],
+        *,
+        backend: CopyBackend = "auto",
+    ) -> None:
+        _check_tensors(sources, destinations)
+        self._device = sources[0].device
+        self._num_source_rows = sources[0].shape[1]
+        self._num_destination_rows = destinations[0].shape[1]
+        read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
+        self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
+        self._copy_states = _copy_function(backend, self._device)
+        self._plan = plan_copy(sources, destinations)
+
+    def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
+        """Copies ``source_rows[i]`` to ``destination_rows[i]`` for every i.
+
+        ``PAD_SLOT_ID`` in either skips the pair; the source ``ZERO_SOURCE`` clears the destination.
+        Rows on the host are checked, then sent without waiting for the device. Rows on a CUDA
+        device cannot be read without waiting for it, so there only their number and dtype are
+        checked: a row past the end is foreign memory, and of duplicate destinations any may win.
+
+        Args:
+            source_rows: [n] ints: a sequence, numpy, or a tensor on the CPU or on the copier's
+                device; int32 or int64.
+            destination_rows: The same, on the host or on the device as ``source_rows`` are.
+
+        Raises:
+            InvalidArgumentError: The lengths, dtypes or devices do not fit, or, on the host, a row
+                is out of range, a destination is listed twice, or a row of the same tensors is
+                both read and written. Nothing was copied.
+        """
+        if is_on_host(source_rows) and is_on_host(destination_rows):
+            sources, destinations = self._send(source_rows, destination_rows)
+        else:
+            sources = check_device_rows("source_rows", source_rows, self._device)
+            destinations = check_device_rows("destination_rows", destination_rows, self._device)
+            if len(sources) != len(destinations):
+                raise InvalidArgumentError(
+                    f"source_rows and destination_rows must be equally many, "
+                    f"got {len(sources)} and {len(destinations)}"
+                )
+        self._copy_states(self._plan, sources, destinations)
+
+    def _send(
+        self, source_rows: RowIndices, destination_rows: RowIndices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Checks rows on the host and brings them to the device in one transfer."""
+        rows = torch.from_numpy(
+            check_host_rows(
+                source_rows,
+                destination_rows,
+                num_source_rows=self._num_source_rows,
+                num_destination_rows=self._num_destination_rows,
+                in_place=self._in_place,
+            )
+        )
+        if self._device.type == "cuda":
+            # From pageable memory the transfer would wait for the work queued before it.
+            rows = rows.pin_memory().to(self._device, non_blocking=True)
+        return rows[0], rows[1]
+
+
+def _check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    if not sources or len(sources) != len(destinations):
+        raise InvalidArgumentError(
+            f"give at least one source, and as many destinations, "
+            f"got {len(sources)} and {len(destinations)}"
+        )
+    for side, tensors in (("sources", sources), ("destinations", destinations)):
+        for tensor in tensors:
+            _check_layout(side, tensor)
+        if len({tensor.shape[1] for tensor in tensors}) > 1:
+            rows = [tensor.shape[1] for tensor in tensors]
+            raise InvalidArgumentError(f"all {side} must have equally many rows, got {rows}")
+    devices = {str(tensor.device) for tensor in (*sources, *destinations)}
+    if len(devices) > 1:
+        raise InvalidArgumentError(f"all tensors must be on one device, got {sorted(devices)}")
+    for source, destination in zip(sources, destinations, strict=True):
+        if _kind(source) != _kind(destination):
+            raise InvalidArgumentError(
+                f"paired tensors must agree in dtype, layers and inner shape, "
+                f"got {_kind(source)} and {_kind(destination)}"
+            )
+
+
+def _check_layout(side: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() < 2 or (tensor.numel() and not tensor[0, 0].is_contiguous()):
+        raise InvalidArgumentError(
+            f"{side} must be [num_layers, rows, *inner] with contiguous inner axes, "
+            f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, int, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape[0], tuple(tensor.shape[2:])
+
+
+def _copy_function(backend: CopyBackend, device: torch.device) -> _CopyFunction:
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return copy_torch.copy_states
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidArgumentError(
+            f"backend 'triton' needs tensors on a CUDA device, got {device} "
+            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
+        )
+    try:
+        from mamba_cache.states.kernels import copy  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingExtraError(
+            "the copy kernel needs triton, which is not installed: pip install triton (Linux "
+            "only), or choose backend='torch'"
+        ) from error
+    return copy.copy_states

@@ -1,0 +1,32 @@
+"""The batched state copy in PyTorch: what the kernel of ``copy`` must equal, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache.states.kernels.plan import CopyPlan
+
+__all__ = ["copy_states"]
+
+
+def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor) -> None:
+    """Copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+
+    It waits for the device if the rows are on one, so it serves the CPU and as a reference.
+
+    Args:
+        plan: Where to read and write.
+        source_rows: [n] int32 or int64, on the plan's device.
+        destination_rows: [n] int32 or int64, on the plan's device.
+    """
+    for source_row, destination_row in zip(
+        source_rows.tolist(), destination_rows.tolist(), strict=True
+    ):
+        if destination_row < 0:
+            continue
+        for source, destination in zip(plan.sources, plan.destinations, strict=True):
+            if source_row >= 0:
+                destination[:, destination_row].copy_(source[:, source_row])
+            elif source_row == ZERO_SOURCE:
+                destination[:, destination_row].zero_()

@@ -1,0 +1,69 @@
+"""Room for many states: tensors only, no bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states.spec import StateSpec
+
+__all__ = ["StatePool"]
+
+
+class StatePool:
+    """Tensors for ``num_rows`` states, cleared when made.
+
+    Live states and slots are both kept in such pools. Which row belongs to whom is for others to
+    know.
+
+    Attributes:
+        spec: What one state holds.
+        num_rows: How many states there is room for.
+        device: Where the tensors are.
+        tensors: By name, [num_layers, num_rows, *shape] of the tensor's dtype. They keep their
+            addresses for the pool's life.
+
+    Raises:
+        InvalidArgumentError: ``num_rows`` is not an int >= 0.
+    """
+
+    def __init__(self, spec: StateSpec, num_rows: int, *, device: torch.device | str) -> None:
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0:
+            raise InvalidArgumentError(f"num_rows must be an int >= 0, got {num_rows!r}")
+        self.spec = spec
+        self.num_rows = num_rows
+        self.tensors: dict[str, torch.Tensor] = {
+            tensor.name: torch.zeros(
+                (tensor.num_layers, num_rows, *tensor.shape), dtype=tensor.dtype, device=device
+            )
+            for tensor in spec.tensors
+        }
+        self.device = next(iter(self.tensors.values())).device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Returns the tensor called ``name``, [num_layers, num_rows, *shape].
+
+        Raises:
+            InvalidArgumentError: The spec has no such tensor.
+        """
+        if name not in self.tensors:
+            raise InvalidArgumentError(f"a state has the tensors {[*self.tensors]}, got {name!r}")
+        return self.tensors[name]
+
+    def zero_(self, rows: Sequence[int] | None = None) -> None:
+        """Clears the states in ``rows``, or all of them if None.
+
+        Raises:
+            InvalidArgumentError: A row is outside [0, num_rows); nothing was cleared.
+        """
+        if rows is None:
+            for tensor in self.tensors.values():
+                tensor.zero_()
+            return
+        outside = [row for row in rows if not 0 <= row < self.num_rows]
+        if outside:
+            raise InvalidArgumentError(f"rows must be in [0, {self.num_rows}), got {outside}")
+        for tensor in self.tensors.values():
+            tensor[:, list(rows)] = 0

@@ -1,0 +1,242 @@
+"""What one state and one KV block are made of, and how many of them a memory budget holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mamba_cache.errors import BudgetError, InvalidArgumentError
+
+__all__ = [
+    "KVCacheSpec",
+    "StateSpec",
+    "StateTensorSpec",
+    "blocks_in_budget",
+    "scratch_slots",
+    "slots_in_budget",
+]
+
+_GIB = 2**30
+_INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CHECKPOINTS_PER_REQUEST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensorSpec:
+    """One tensor of a state, the same in each of its layers.
+
+    Attributes:
+        name: What the tensor is called in a ``StatePool``.
+        num_layers: Layers that have it; 0 where a pipeline stage has none.
+        shape: Shape of one layer's part of one state.
+        dtype: A floating-point or integer dtype. It must be the one that the model's kernel keeps
+            the state in: a state rounded on the way into the cache is not the same state.
+
+    Raises:
+        InvalidArgumentError: The name is empty, a size is out of range or the dtype is neither.
+    """
+
+    name: str
+    num_layers: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidArgumentError(f"name must be a string that is not empty: {self.name!r}")
+        _check_int("num_layers", self.num_layers, minimum=0)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        for size in self.shape:
+            _check_int(f"each size in the shape of {self.name!r}", size, minimum=1)
+        _check_dtype(self.dtype)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's part of one state."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The tensors that make up a state.
+
+    Attributes:
+        tensors: At least one, each of a different name.
+
+    Raises:
+        InvalidArgumentError: There is none, or two share a name.
+    """
+
+    tensors: tuple[StateTensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        names = [tensor.name for tensor in self.tensors]
+        if not names or len(set(names)) < len(names):
+            raise InvalidArgumentError(f"a state needs tensors of different names, got {names}")
+
+    @classmethod
+    def mamba(
+        cls,
+        num_layers: int,
+        conv_shape: Sequence[int],
+        ssm_shape: Sequence[int],
+        conv_dtype: torch.dtype,
+        ssm_dtype: torch.dtype,
+    ) -> StateSpec:
+        """Describes Mamba layers: a convolution window "conv" and an SSM state "ssm" in each.
+
+        Args:
+            num_layers: Mamba layers of the model, or of this pipeline stage.
+            conv_shape: Usually [conv_dim, window].
+            ssm_shape: Usually [heads, head_dim, state_dim].
+            conv_dtype: Dtype of the convolution window.
+            ssm_dtype: Dtype that the SSM kernel keeps its state in.
+
+        Raises:
+            InvalidArgumentError: As in ``StateTensorSpec``.
+        """
+        conv = StateTensorSpec("conv", num_layers, tuple(conv_shape), conv_dtype)
+        ssm = StateTensorSpec("ssm", num_layers, tuple(ssm_shape), ssm_dtype)
+        return cls((conv, ssm))
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one whole state: all tensors, all layers."""
+        return sum(tensor.num_layers * tensor.layer_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What the attention layers keep of each token.
+
+    Attributes:
+        num_layers: Attention layers of the model; 0 if it has none.
+        num_kv_heads: Heads of keys and of values.
+        head_dim: Size of one head.
+        dtype: Floating-point or integer dtype of keys and values.
+
+    Raises:
+        InvalidArgumentError: A size is out of range or the dtype is neither.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        _check_int("num_layers", self.num_layers, minimum=0)
+        _check_int("num_kv_heads", self.num_kv_heads, minimum=1)
+        _check_int("head_dim", self.head_dim, minimum=1)
+        _check_dtype(self.dtype)
+
+    def bytes_per_block(self, block_size_tokens: int) -> int:
+        """Bytes of the keys and values of ``block_size_tokens`` tokens, over all layers.
+
+        Raises:
+            InvalidArgumentError: ``block_size_tokens`` is not a positive int.
+        """
+        _check_int("block_size_tokens", block_size_tokens, minimum=1)
+        token_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return token_values * block_size_tokens * self.dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size_tokens: int, device: torch.device | str
+    ) -> torch.Tensor:
+        """Makes a KV cache, cleared.
+
+        Returns:
+            [num_layers, 2, num_blocks, block_size_tokens, num_kv_heads, head_dim] of the spec's
+            dtype on ``device``; index 0 of the second axis holds keys, index 1 values.
+
+        Raises:
+            InvalidArgumentError: A count is not a positive int.
+        """
+        _check_int("num_blocks", num_blocks, minimum=1)
+        _check_int("block_size_tokens", block_size_tokens, minimum=1)
+        token_shape = (self.num_kv_heads, self.head_dim)
+        shape = (self.num_layers, 2, num_blocks, block_size_tokens, *token_shape)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) -> int:
+    """Counts the checkpoints that one step can write, where an embedder collects them in a scratch.
+
+    Args:
+        max_tokens: Tokens computed in one step.
+        block_size_tokens: Tokens of one block.
+        max_requests: Requests that run at once; each has at most three checkpoints in a step.
+
+    Raises:
+        InvalidArgumentError: An argument is not a positive int.
+    """
+    _check_int("max_tokens", max_tokens, minimum=1)
+    _check_int("block_size_tokens", block_size_tokens, minimum=1)
+    _check_int("max_requests", max_requests, minimum=1)
+    return min(-(-max_tokens // block_size_tokens), _CHECKPOINTS_PER_REQUEST * max_requests)
+
+
+def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0) -> int:
+    """Counts the slots that a budget holds beside the scratch.
+
+    Args:
+        budget_gb: Budget in GiB (2**30 bytes).
+        spec: What one slot holds.
+        scratch_slots: States of scratch that the same budget pays for.
+
+    Returns:
+        At least 1, or 0 if the spec has no layers, because then there is nothing to save.
+
+    Raises:
+        BudgetError: The budget holds no slot beside the scratch.
+        InvalidArgumentError: The budget is no finite number >= 0, or ``scratch_slots`` is negative.
+    """
+    _check_int("scratch_slots", scratch_slots, minimum=0)
+    needed_for = f"1 slot and {scratch_slots} states of scratch" if scratch_slots else "1 slot"
+    num_states = _units_in_budget(budget_gb, spec.bytes_per_slot, scratch_slots + 1, needed_for)
+    return max(num_states - scratch_slots, 0)
+
+
+def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: int) -> int:
+    """Counts the KV blocks that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
+
+    Returns:
+        At least 1, or 0 if the spec has no layers, because then a block takes no memory.
+
+    Raises:
+        BudgetError: The budget holds no block.
+        InvalidArgumentError: The budget is no finite number >= 0, or the block size is not a
+            positive int.
+    """
+    block_bytes = kv_spec.bytes_per_block(block_size_tokens)
+    return _units_in_budget(budget_gb, block_bytes, 1, "1 KV block")
+
+
+def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: str) -> int:
+    """Counts units of ``unit_bytes``; raises if there are fewer than ``least``."""
+    if not 0 <= budget_gb < math.inf:
+        raise InvalidArgumentError(f"a budget must be a finite number >= 0, got {budget_gb!r}")
+    if not unit_bytes:
+        return 0
+    num_units = int(budget_gb * _GIB) // unit_bytes
+    if num_units < least:
+        raise BudgetError(
+            f"a budget of {budget_gb} GiB is too small: it must be at least "
+            f"{least * unit_bytes / _GIB} GiB to hold {needed_for} of {unit_bytes} bytes each"
+        )
+    return num_units
+
+
+def _check_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    is_dtype = isinstance(dtype, torch.dtype)
+    if not is_dtype or not (dtype.is_floating_point or dtype in _INT_DTYPES):
+        raise InvalidArgumentError(f"dtype must be floating-point or integer, got {dtype!r}")
