@@ -1,0 +1,399 @@
+"""Which slot belongs to which block: bookkeeping without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
+from mamba_cache.slots._invariants import check_slot_pool
+from mamba_cache.slots._ids import as_block_ids, as_ints, check_same_length
+
+__all__ = ["SlotLease", "SlotPool"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """A reader's claim on what a slot held when it was pinned.
+
+    Attributes:
+        slot: The pinned slot.
+        block_id: The block whose state the slot held.
+        generation: Which of the slot's tenants that was; each new tenant has a higher number.
+    """
+
+    slot: int
+    block_id: int
+    generation: int
+
+
+class SlotPool:
+    """Books of ``max_slots`` slots over ``num_blocks`` KV blocks.
+
+    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it) or
+    cached (the state of the block that ``slot_to_block`` names). A block has at most one slot, and
+    a slot at most one block. A cached slot that is pinned is being read and is never evicted.
+
+    Every method checks its arguments before it changes anything. The arrays may also be written
+    by index from outside: no copy of what they say is kept.
+
+    Args:
+        max_slots: Slots in the pool, 0 or more.
+        num_blocks: KV blocks that can have a slot.
+        block_hashes: Returns the hash ids of all blocks as the KV blocks' owner has them,
+            [num_blocks] int64, -1 for none. When a block loses its slot, the hash found there is
+            dropped as well as the one registered here.
+
+    Attributes:
+        free_slots: [max_slots] int32. A stack: the entries below ``free_count`` are free.
+        free_count: Free slots.
+        block_to_slot: [num_blocks] int32. The slot that caches each block, -1 for none.
+        slot_to_block: [max_slots] int32. The block that each slot caches; -1 if it is free or
+            reserved.
+        pin_counts: [max_slots] int32. Readers of each cached slot.
+        generations: [max_slots] int64. How many tenants each slot has had.
+        reserved: Block for which each reserved slot was taken.
+        hash_to_block_id: Block whose state a hash id finds.
+        evicted_slots_total: Slots taken from cached blocks because others needed them.
+
+    Raises:
+        InvalidArgumentError: A count is not an int, or is too small.
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        num_blocks: int,
+        *,
+        block_hashes: Callable[[], npt.NDArray[Any]] | None = None,
+    ) -> None:
+        for name, count in (("max_slots", max_slots), ("num_blocks", num_blocks)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise InvalidArgumentError(f"{name} must be an int >= 0, got {count!r}")
+        self.max_slots = max_slots
+        self.num_blocks = num_blocks
+        self._block_hashes = block_hashes
+        self.free_slots = np.empty(max_slots, np.int32)
+        self.block_to_slot = np.empty(num_blocks, np.int32)
+        self.slot_to_block = np.empty(max_slots, np.int32)
+        self.pin_counts = np.empty(max_slots, np.int32)
+        self.generations = np.zeros(max_slots, np.int64)
+        self.reserved: dict[int, int] = {}
+        self.hash_to_block_id: dict[int, int] = {}
+        self._hash_of_block: dict[int, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees every slot and forgets every hash; leases given out before are no longer current."""
+        self.free_slots[:] = np.arange(self.max_slots)
+        self.free_count = self.max_slots
+        self.block_to_slot.fill(-1)
+        self.slot_to_block.fill(-1)
+        self.pin_counts.fill(0)
+        self.reserved.clear()
+        self.hash_to_block_id.clear()
+        self._hash_of_block.clear()
+        self.evicted_slots_total = 0
+
+    @property
+    def num_reserved_slots(self) -> int:
+        """Slots that are reserved."""
+        return len(self.reserved)
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots that hold a findable state."""
+        return int(np.count_nonzero(self.slot_to_block >= 0))
+
+    def slots_of(self, block_ids: Iterable[int]) -> list[int]:
+        """Returns the slot that caches each block, -1 where there is none.
+
+        Raises:
+            UnknownBlockError: An id is outside the pool.
+        """
+        ids = as_block_ids(block_ids, self.num_blocks)
+        return self.block_to_slot[ids].tolist() if ids else []
+
+    def evictable_slots(
+        self, ref_counts: npt.NDArray[Any], protected_blocks: Sequence[int] = ()
+    ) -> npt.NDArray[np.int64]:
+        """Finds the cached slots that may be evicted now.
+
+        Args:
+            ref_counts: [num_blocks] int. Only blocks with the count 0 can lose their slot.
+            protected_blocks: Blocks that keep their slots in any case.
+
+        Returns:
+            [evictable] int64, ascending: slots that are cached, not pinned and not protected.
+        """
+        blocks = self.slot_to_block
+        evictable = blocks >= 0
+        evictable &= self.pin_counts == 0
+        # A slot without a block has -1 there and reads some block's count: it is out already.
+        evictable &= ref_counts[blocks] == 0
+        if protected_blocks:
+            kept = self.block_to_slot[list(protected_blocks)]
+            evictable[kept[kept >= 0]] = False
+        return np.flatnonzero(evictable)
+
+    def store(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
+        """Gives each block a cached slot.
+
+        Args:
+            block_ids: Different blocks without a slot.
+            victims: Cached slots to evict for them, as many as the free slots fall short by.
+
+        Returns:
+            The slot of each block: free slots first, then the victims.
+
+        Raises:
+            UnknownBlockError: An id is outside the pool.
+            InvalidArgumentError: A block has a slot or comes twice, or the victims are not as
+                described, or one of them is pinned.
+        """
+        ids = self._new_tenants(block_ids)
+        slots = self._take(len(ids), victims)
+        self.block_to_slot[ids] = slots
+        self.slot_to_block[slots] = ids
+        return slots
+
+    def reserve(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
+        """Reserves a slot for each block, which nobody can find until it is committed.
+
+        Args:
+            block_ids: Different blocks without a slot or a reservation.
+            victims: As in ``store``.
+
+        Returns:
+            The reserved slot of each block.
+
+        Raises:
+            UnknownBlockError: An id is outside the pool.
+            InvalidArgumentError: As in ``store``, or a block has a reservation.
+        """
+        ids = self._new_tenants(block_ids)
+        twice = set(ids).intersection(self.reserved.values())
+        if twice:
+            raise InvalidArgumentError(f"blocks {sorted(twice)} have a reserved slot already")
+        slots = self._take(len(ids), victims)
+        self.reserved.update(zip(slots, ids, strict=True))
+        return slots
+
+    def commit(
+        self, slots: Sequence[int], block_ids: Sequence[int], hashes: Sequence[int]
+    ) -> list[int]:
+        """Turns reserved slots into cached ones and makes them findable.
+
+        A block that has a slot by now keeps it, and the reserved slot becomes free.
+
+        Args:
+            slots: Different reserved slots.
+            block_ids: The block of each; it need not be the one that the slot was reserved for.
+            hashes: The hash id of each block; one that is not positive is not registered.
+
+        Returns:
+            The slot that caches each block now.
+
+        Raises:
+            UnknownBlockError: A block id is outside the pool.
+            InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
+                twice.
+        """
+        ids = as_block_ids(block_ids, self.num_blocks)
+        check_same_length(slots=list(slots), block_ids=ids, hashes=list(hashes))
+        self._check_reserved(slots, InvalidArgumentError)
+        for slot, block_id in zip(slots, ids, strict=True):
+            del self.reserved[slot]
+            if self.block_to_slot[block_id] >= 0:
+                self._push([slot])
+            else:
+                self.block_to_slot[block_id] = slot
+                self.slot_to_block[slot] = block_id
+        self.register_hashes(ids, hashes)
+        return self.slots_of(ids)
+
+    def cancel(self, slots: Sequence[int]) -> None:
+        """Gives reserved slots back.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+            DoubleFreeError: A slot is not reserved, or comes twice.
+        """
+        self._check_reserved(slots, DoubleFreeError)
+        for slot in slots:
+            del self.reserved[slot]
+        self._push(slots)
+
+    def evict(self, slots: Sequence[int]) -> None:
+        """Takes cached slots from their blocks, and gives them to the caller.
+
+        They are in none of the three states until the caller pushes them onto ``free_slots`` or
+        enters them in ``block_to_slot`` and ``slot_to_block``.
+
+        Raises:
+            InvalidArgumentError: A slot is not cached, is pinned, or comes twice.
+        """
+        self._check_victims(slots)
+        self._vacate(list(slots))
+        self.evicted_slots_total += len(slots)
+
+    def free_blocks(self, block_ids: Iterable[int]) -> list[int]:
+        """Frees the slots of blocks, pinned or not, and forgets the blocks' hashes.
+
+        Blocks without a slot are passed over.
+
+        Returns:
+            The slots that became free.
+
+        Raises:
+            UnknownBlockError: An id is outside the pool; nothing was freed.
+        """
+        slots = [slot for slot in dict.fromkeys(self.slots_of(block_ids)) if slot >= 0]
+        self._vacate(slots)
+        self._push(slots)
+        return slots
+
+    def register_hashes(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """Makes the blocks' states findable by hash; one that is not positive is passed over.
+
+        A block has one hash: an earlier one is forgotten. A hash finds one block: the last.
+
+        Raises:
+            UnknownBlockError: A block id is outside the pool.
+            InvalidArgumentError: The lists differ in length.
+        """
+        ids = as_block_ids(block_ids, self.num_blocks)
+        hash_ids = as_ints("hashes", hashes)
+        check_same_length(block_ids=ids, hashes=hash_ids)
+        for block_id, hash_id in zip(ids, hash_ids, strict=True):
+            if hash_id > 0:
+                if self._hash_of_block.get(block_id) != hash_id:
+                    self._forget_hash(block_id)
+                self._hash_of_block[block_id] = hash_id
+                self.hash_to_block_id[hash_id] = block_id
+
+    def pin(self, slots: Sequence[int]) -> list[SlotLease]:
+        """Keeps cached slots from being evicted until the leases are given to ``unpin``.
+
+        The owner of a block can still free it. Then the lease is no longer current.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+            MissingStateError: A slot is free or reserved, so it holds no state to read.
+        """
+        self._check_slots(slots)
+        empty = [slot for slot in slots if self.slot_to_block[slot] < 0]
+        if empty:
+            raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
+        for slot in slots:
+            self.pin_counts[slot] += 1
+        return [
+            SlotLease(slot, int(self.slot_to_block[slot]), int(self.generations[slot]))
+            for slot in slots
+        ]
+
+    def unpin(self, leases: Sequence[SlotLease]) -> None:
+        """Ends leases. One whose slot was freed or reused meanwhile is passed over.
+
+        Raises:
+            DoubleFreeError: A lease was given back more often than it was taken.
+        """
+        current = [lease.slot for lease in leases if self.is_current(lease)]
+        for slot in set(current):
+            if current.count(slot) > self.pin_counts[slot]:
+                raise DoubleFreeError(
+                    f"slot {slot} has {self.pin_counts[slot]} pins, "
+                    f"but {current.count(slot)} were given back"
+                )
+        for slot in current:
+            self.pin_counts[slot] -= 1
+
+    def is_current(self, lease: SlotLease) -> bool:
+        """Says whether the lease's slot still holds what it held when it was pinned."""
+        return bool(
+            self.slot_to_block[lease.slot] == lease.block_id
+            and self.generations[lease.slot] == lease.generation
+        )
+
+    def check_invariants(self) -> None:
+        """Checks the books against themselves.
+
+        Raises:
+            InvariantError: They contradict each other; the message says where.
+        """
+        check_slot_pool(self)
+
+    def _new_tenants(self, block_ids: Sequence[int]) -> list[int]:
+        ids = as_block_ids(block_ids, self.num_blocks)
+        if len(set(ids)) < len(ids):
+            raise InvalidArgumentError(f"blocks must be different, got {ids}")
+        housed = [
+            block_id for block_id, slot in zip(ids, self.slots_of(ids), strict=True) if slot >= 0
+        ]
+        if housed:
+            raise InvalidArgumentError(f"blocks {housed} have a slot already")
+        return ids
+
+    def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
+        """Takes slots off the free stack and, if it is empty then, from the victims' blocks."""
+        short = max(num_slots - self.free_count, 0)
+        if len(victims) != short:
+            raise InvalidArgumentError(
+                f"{num_slots} slots are needed and {self.free_count} are free, so there must be "
+                f"{short} victims, got {len(victims)}"
+            )
+        if victims:
+            self.evict(victims)
+        start = self.free_count - (num_slots - short)
+        slots: list[int] = self.free_slots[start : self.free_count].tolist()
+        slots.extend(victims)
+        self.free_count = start
+        self.generations[slots] += 1
+        self.pin_counts[slots] = 0
+        return slots
+
+    def _push(self, slots: Sequence[int]) -> None:
+        end = self.free_count + len(slots)
+        self.free_slots[self.free_count : end] = slots
+        self.free_count = end
+
+    def _vacate(self, slots: list[int]) -> None:
+        """Ends the cached slots' tie to their blocks, and the blocks' hashes with it."""
+        blocks = self.slot_to_block[slots]
+        self.block_to_slot[blocks] = -1
+        self.slot_to_block[slots] = -1
+        known = self._block_hashes()[blocks].tolist() if self._block_hashes else [-1] * len(slots)
+        for block_id, hash_id in zip(blocks.tolist(), known, strict=True):
+            self._forget_hash(block_id)
+            self._unlink(block_id, hash_id)
+
+    def _forget_hash(self, block_id: int) -> None:
+        self._unlink(block_id, self._hash_of_block.pop(block_id, -1))
+
+    def _unlink(self, block_id: int, hash_id: int) -> None:
+        if self.hash_to_block_id.get(hash_id) == block_id:
+            del self.hash_to_block_id[hash_id]
+
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        outside = [slot for slot in slots if not 0 <= slot < self.max_slots]
+        if outside:
+            raise InvalidArgumentError(f"slots must be in [0, {self.max_slots}), got {outside}")
+
+    def _check_victims(self, slots: Sequence[int]) -> None:
+        self._check_slots(slots)
+        rows = list(slots)
+        kept = (self.slot_to_block[rows] < 0) | (self.pin_counts[rows] > 0)
+        if kept.any() or len(set(rows)) < len(rows):
+            raise InvalidArgumentError(
+                f"slots to evict must be different, cached and not pinned, got {rows}"
+            )
+
+    def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> None:
+        self._check_slots(slots)
+        loose = [slot for slot in slots if slot not in self.reserved]
+        if loose or len(set(slots)) < len(slots):
+            raise error(f"slots must be different and reserved, got {list(slots)}")
