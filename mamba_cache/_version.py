@@ -1,3 +1,5 @@
-"""The package's version, read by the build."""
+"""The version, where the build backend reads it without importing the package."""
+
+__all__ = ["__version__"]
 
 __version__ = "0.1.0"

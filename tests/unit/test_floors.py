@@ -1,0 +1,147 @@
+"""Each room of the package imports only from rooms below its own floor."""
+
+import ast
+import sys
+
+import pytest
+from sources import PACKAGE, Source, sources
+
+# A room is a module or package right below `mamba_cache`. docs/explanation/architecture.md says
+# what each holds; `mamba_cache/__init__.py` is the front door on top, which no room goes through.
+FLOORS = {
+    "__init__": 7,
+    "cli": 6,
+    "__main__": 6,
+    "bench": 6,
+    "engine": 5,
+    "models": 5,
+    "integrations": 5,
+    "context": 4,
+    "align": 4,
+    "slots": 3,
+    "states": 2,
+    "blocks": 2,
+    "metadata": 2,
+    "protocols": 1,
+    "config": 1,
+    "_eviction_queue": 1,
+    "_indices": 1,
+    "errors": 0,
+    "_version": 0,
+}
+
+# Rooms below that a room leaves alone all the same: blocks and slots can be used one without
+# the other.
+FORBIDDEN = {"slots": {"blocks", "metadata"}}
+
+EXTRAS = {"rich", "transformers", "megatron"}
+UPPER_FLOORS = {"numpy", "torch", *EXTRAS}
+THIRD_PARTY = {
+    **dict.fromkeys(("bench", "cli", "__main__", "engine", "models", "integrations"), UPPER_FLOORS),
+    "context": {"numpy", "torch"},
+    "align": {"numpy", "torch", "triton"},
+    "slots": {"numpy", "torch"},
+    "states": {"numpy", "torch", "triton"},
+    "blocks": {"numpy", "xxhash"},
+    "metadata": {"numpy", "torch"},
+}
+
+SOURCES = sources(PACKAGE)
+every_module = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+
+
+def room_of(module: str) -> str:
+    """`mamba_cache.slots.pool` is in the room `slots`; `mamba_cache` is its own front door."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported_modules(source: Source, node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Absolute names that an import statement reaches."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        package = source.module.split(".")
+        if source.path.name != "__init__.py":
+            package.pop()
+        package = package[: len(package) - node.level + 1]
+        base = ".".join([*package, *base.split(".")]).strip(".")
+    if base == PACKAGE:  # `from mamba_cache import slots` reaches the room, not the front door
+        return [f"{PACKAGE}.{a.name}" if a.name in FLOORS else PACKAGE for a in node.names]
+    return [base]
+
+
+def imports(source: Source, tree: ast.AST) -> list[str]:
+    nodes = (n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)))
+    return [module for node in nodes for module in imported_modules(source, node)]
+
+
+def own(modules: list[str]) -> list[str]:
+    return [module for module in modules if module.split(".")[0] == PACKAGE]
+
+
+def foreign(modules: list[str]) -> set[str]:
+    tops = {module.split(".")[0] for module in modules}
+    return tops - set(sys.stdlib_module_names) - {PACKAGE}
+
+
+@every_module
+def test_every_room_has_a_floor(source: Source) -> None:
+    assert room_of(source.module) in FLOORS
+
+
+@every_module
+def test_imports_go_down(source: Source) -> None:
+    room = room_of(source.module)
+    for module in own(imports(source, source.tree)):
+        target = room_of(module)
+        if target == room:
+            continue
+        assert FLOORS[target] < FLOORS[room], f"{room} imports {module}, which is not below it"
+        assert target not in FORBIDDEN.get(room, ()), f"{room} must not know {module}"
+
+
+@every_module
+def test_third_party_imports_are_those_of_the_room(source: Source) -> None:
+    allowed = THIRD_PARTY.get(room_of(source.module), set())
+    assert foreign(imports(source, source.tree)) <= allowed
+
+
+def may_fail(tree: ast.AST) -> set[ast.AST]:
+    """Everything inside a `try` that catches ImportError."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = {ast.unparse(handler.type) for handler in node.handlers if handler.type}
+            if "ImportError" in caught:
+                found.update(child for statement in node.body for child in ast.walk(statement))
+    return found
+
+
+@every_module
+def test_imports_inside_functions_are_those_that_may_fail(source: Source) -> None:
+    """Any other would hide a cycle."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside = {n for f in ast.walk(source.tree) if isinstance(f, functions) for n in ast.walk(f)}
+    hidden = {n.lineno for n in inside if isinstance(n, (ast.Import, ast.ImportFrom))}
+    excused = {n.lineno for n in may_fail(source.tree) if isinstance(n, ast.stmt)}
+    assert not hidden - excused, "lines that import inside a function, without `try`"
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "expected"),
+    [
+        ("mamba_cache/slots/pool.py", "import torch.nn", ["torch.nn"]),
+        ("mamba_cache/slots/pool.py", "from ..blocks import pool", ["mamba_cache.blocks"]),
+        ("mamba_cache/slots/pool.py", "from . import policy", ["mamba_cache.slots"]),
+        ("mamba_cache/slots/__init__.py", "from .pool import P", ["mamba_cache.slots.pool"]),
+        ("mamba_cache/slots/pool.py", "from mamba_cache import blocks", ["mamba_cache.blocks"]),
+        ("mamba_cache/slots/pool.py", "from mamba_cache import Request", ["mamba_cache"]),
+        ("mamba_cache/slots/pool.py", "from .. import blocks", ["mamba_cache.blocks"]),
+    ],
+)
+def test_reading_of_imports(module: str, statement: str, expected: list[str]) -> None:
+    """The walk itself: relative and absolute imports name what they reach."""
+    source = Source(SOURCES[0].path.parent.parent / module)
+    assert imports(source, ast.parse(statement)) == expected

@@ -1,0 +1,112 @@
+"""The package from outside: its front door, its version, and what it needs to be imported."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from sources import PACKAGE, ROOT, Source, is_public, sources
+
+import mamba_cache
+from mamba_cache import errors
+
+FRONT_DOOR = {
+    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "BlockHasher",
+    "BlockHashes",
+    "CacheConfig",
+    "DynamicInferenceContext",
+    "EvictionPolicy",
+    "KVBlockAllocator",
+    "KVCacheSpec",
+    "MambaSlotAllocator",
+    "Request",
+    "StateSpec",
+    "StepMetadata",
+    "__version__",
+    "compute_block_hashes",
+    "compute_varlen_chunk_metadata",
+    *errors.__all__,
+}
+
+NOT_ALWAYS_INSTALLED = ("triton", "rich", "transformers", "megatron")
+
+every_module = pytest.mark.parametrize("source", sources(PACKAGE), ids=lambda source: source.name)
+
+
+def export_order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then the rest, each by name."""
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, name
+
+
+def defined_names(source: Source) -> set[str]:
+    """Public names that a module's own top-level statements bind, imports left out."""
+    names: set[str] = set()
+    for node in source.tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if is_public(name)}
+
+
+def test_front_door() -> None:
+    assert set(mamba_cache.__all__) == FRONT_DOOR
+
+
+@every_module
+def test_all_is_sorted_and_complete(source: Source) -> None:
+    """`__all__` names what exists, and leaves nothing public out."""
+    module = importlib.import_module(source.module)
+    exported = module.__all__
+    assert exported == sorted(set(exported), key=export_order)
+    assert [name for name in exported if not hasattr(module, name)] == []
+    assert defined_names(source) <= set(exported)
+
+
+@every_module
+def test_other_rooms_import_only_what_is_exported(source: Source) -> None:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            origin = importlib.import_module(node.module or "")
+            submodules = {s.module for s in sources(PACKAGE)}
+            for alias in node.names:
+                full_name = f"{node.module}.{alias.name}"
+                assert full_name in submodules or alias.name in origin.__all__, full_name
+
+
+def test_version() -> None:
+    """The installed metadata, the package and the newest entry of the changelog agree."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## ([0-9][\w.]*)", changelog, flags=re.MULTILINE)
+    assert newest is not None
+    assert mamba_cache.__version__ == metadata.version("mamba-cache") == newest[1]
+
+
+def test_types_are_shipped() -> None:
+    assert (ROOT / PACKAGE / "py.typed").exists()
+
+
+def test_import_needs_no_triton_and_no_extra() -> None:
+    """Where there is no GPU there may be no Triton; a name set to None fails to be imported."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({NOT_ALWAYS_INSTALLED}))\n"
+        f"import {PACKAGE}\n"
+        f"for name in {PACKAGE}.__all__: getattr({PACKAGE}, name)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_import_loads_no_extra() -> None:
+    """Importing the package does not pay for what only some of its users need."""
+    program = f"import sys, {PACKAGE}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert not set(NOT_ALWAYS_INSTALLED[1:]) & set(result.stdout.split())
