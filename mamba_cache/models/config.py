@@ -1,0 +1,112 @@
+"""The shape of the reference hybrid model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+__all__ = ["HybridModelConfig", "state_dtype_of"]
+
+
+def state_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a model with weights of ``dtype`` sums: at least float32.
+
+    SSM states are kept in it too: a state rounded on its way into a slot would make a hit differ
+    from a miss.
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridModelConfig:
+    """Sizes of a hybrid model of Mamba-2, attention and MLP layers.
+
+    Attributes:
+        layer_pattern: One character a layer: "M" Mamba-2, "*" attention, "-" MLP.
+        hidden_size: Width of the residual stream.
+        num_attention_heads: Query heads; a multiple of ``num_kv_heads``.
+        num_kv_heads: Key and value heads.
+        attention_head_dim: Width of one attention head.
+        mamba_num_heads: Heads of a Mamba-2 layer; a multiple of ``num_groups``.
+        mamba_head_dim: Width of one Mamba-2 head.
+        ssm_state_size: State of one channel of a Mamba-2 head.
+        num_groups: Groups of Mamba-2 heads that share B and C.
+        conv_kernel: Taps of the causal convolution; a conv state keeps the last
+            ``conv_kernel - 1`` inputs.
+        ssm_chunk_size: Tokens of one chunk of the SSM scan.
+        mlp_size: Width of an MLP's hidden layer.
+        vocab_size: Token ids; 256 for bytes.
+        norm_eps: Added to the mean square in every RMSNorm.
+
+    Raises:
+        InvalidArgumentError: A size is out of range, or two do not fit each other.
+    """
+
+    layer_pattern: str = "M*M-"
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    num_kv_heads: int = 2
+    attention_head_dim: int = 16
+    mamba_num_heads: int = 8
+    mamba_head_dim: int = 16
+    ssm_state_size: int = 16
+    num_groups: int = 2
+    conv_kernel: int = 4
+    ssm_chunk_size: int = 64
+    mlp_size: int = 128
+    vocab_size: int = 256
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.layer_pattern) - set("M*-"))
+        if unknown or not self.layer_pattern:
+            raise InvalidArgumentError(
+                f"layer_pattern must be one or more of 'M', '*' and '-', got {self.layer_pattern!r}"
+            )
+        for field in fields(self):
+            if field.type == "int":
+                _check_int(field.name, getattr(self, field.name), 1 + (field.name == "conv_kernel"))
+        self._check_multiple("num_attention_heads", "num_kv_heads")
+        self._check_multiple("mamba_num_heads", "num_groups")
+        if not 0 < self.norm_eps < float("inf"):
+            raise InvalidArgumentError(f"norm_eps must be finite and > 0, got {self.norm_eps!r}")
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """Channels of a Mamba-2 layer, over all its heads."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of a Mamba-2 layer's convolution: x, B and C together."""
+        return self.mamba_inner_size + 2 * self.num_groups * self.ssm_state_size
+
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        """What one slot holds for a model whose weights have ``dtype``."""
+        return StateSpec.mamba(
+            self.layer_pattern.count("M"),
+            (self.conv_dim, self.conv_kernel - 1),
+            (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size),
+            dtype,
+            state_dtype_of(dtype),
+        )
+
+    def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """What one KV block holds for a model whose weights have ``dtype``."""
+        return KVCacheSpec(
+            self.layer_pattern.count("*"), self.num_kv_heads, self.attention_head_dim, dtype
+        )
+
+    def _check_multiple(self, name: str, of: str) -> None:
+        value, unit = getattr(self, name), getattr(self, of)
+        if value % unit:
+            raise InvalidArgumentError(f"{name} must be a multiple of {of} ({unit}), got {value}")
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")

@@ -1,0 +1,130 @@
+"""A small hybrid model in plain PyTorch: the proof that the cache fits around real layers.
+
+Each layer of the pattern is residual, hidden + layer(RMSNorm(hidden)), between an embedding and a
+head. Mamba-2 and attention layers have modules of their own; an MLP is the squared ReLU of
+So et al., 2021 (arXiv:2109.08668).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.metadata.step import StepMetadata
+from mamba_cache.models.attention import AttentionLayer
+from mamba_cache.models.batch import ModelCaches, PackedBatch
+from mamba_cache.models.config import HybridModelConfig, state_dtype_of
+from mamba_cache.models.mamba import Mamba2Layer
+from mamba_cache.models.weights import WeightMaker, rms_norm
+
+__all__ = ["HybridModel"]
+
+
+class MLPLayer:
+    """Two projections around a squared ReLU; it keeps nothing between tokens."""
+
+    def __init__(self, config: HybridModelConfig, weights: WeightMaker) -> None:
+        self.up_proj = weights.linear(config.mlp_size, config.hidden_size)
+        self.down_proj = weights.linear(config.hidden_size, config.mlp_size)
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
+        return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
+
+
+class HybridModel:
+    """A language model of random weights, in the dtype given.
+
+    Args:
+        config: Its shape.
+        dtype: Of weights, keys, values and conv states. SSM states have at least float32.
+        device: Where it runs.
+        seed: Of the weights: the same for every dtype and device.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is not a floating-point type.
+    """
+
+    def __init__(
+        self,
+        config: HybridModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        if not dtype.is_floating_point:
+            raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        weights = WeightMaker(seed, dtype, self.device)
+        self.embedding = weights.normal(config.vocab_size, config.hidden_size)
+        self.head = weights.linear(config.vocab_size, config.hidden_size)
+        self.norm_weight = torch.ones_like(self.embedding[0])
+        self.layers = [
+            _make_layer(config, index, weights) for index in range(len(config.layer_pattern))
+        ]
+
+    @torch.no_grad()
+    def forward(self, metadata: StepMetadata, caches: ModelCaches) -> Tensor:
+        """Compute one step: advance the live states, fill the KV cache, save the checkpoints.
+
+        Nothing is read back from the device, so the host runs ahead of it.
+
+        Args:
+            metadata: The step; its live states are restored or zeroed already.
+            caches: Written by the layers.
+
+        Returns:
+            Logits [num_requests, vocab_size] of each request's last token, in batch order and in
+            at least float32.
+
+        Raises:
+            InvalidArgumentError: The caches were not made for this model, or the step is empty.
+        """
+        self._check(metadata, caches)
+        batch = PackedBatch.build(metadata, self.config)
+        hidden = self.embedding[metadata.token_ids[: metadata.num_tokens]]
+        for layer in self.layers:
+            normed = rms_norm(hidden, self.norm_weight, self.config.norm_eps)
+            hidden = hidden + layer(normed, batch, caches)
+        last = metadata.query_start_loc[1 : metadata.num_requests + 1].long() - 1
+        final = rms_norm(hidden[last], self.norm_weight, self.config.norm_eps)
+        return F.linear(final, self.head).to(state_dtype_of(self.dtype))
+
+    def _check(self, metadata: StepMetadata, caches: ModelCaches) -> None:
+        if not metadata.num_requests:
+            raise InvalidArgumentError("the step has no request; forward needs at least one")
+        spec = self.config.state_spec(self.dtype)
+        if caches.live_states.spec != spec:
+            raise InvalidArgumentError(
+                f"live_states must be made for {spec}, got {caches.live_states.spec}"
+            )
+        kv_spec, kv_cache = self.config.kv_spec(self.dtype), caches.kv_cache
+        shape = (
+            kv_spec.num_layers,
+            2,
+            *kv_cache.shape[2:4],
+            kv_spec.num_kv_heads,
+            kv_spec.head_dim,
+        )
+        if tuple(kv_cache.shape) != shape or kv_cache.dtype != self.dtype:
+            raise InvalidArgumentError(
+                f"kv_cache must be {self.dtype} of shape [{kv_spec.num_layers}, 2, blocks, "
+                f"block_size_tokens, {kv_spec.num_kv_heads}, {kv_spec.head_dim}], got "
+                f"{kv_cache.dtype} of shape {list(kv_cache.shape)}"
+            )
+
+
+def _make_layer(
+    config: HybridModelConfig, index: int, weights: WeightMaker
+) -> Mamba2Layer | AttentionLayer | MLPLayer:
+    kind = config.layer_pattern[index]
+    of_this_kind = config.layer_pattern[:index].count(kind)
+    if kind == "M":
+        return Mamba2Layer(config, of_this_kind, weights)
+    if kind == "*":
+        return AttentionLayer(config, of_this_kind, weights)
+    return MLPLayer(config, weights)
