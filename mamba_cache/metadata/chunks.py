@@ -1,0 +1,144 @@
+"""Chunk metadata of Mamba2 (SSD) kernels over a packed batch of sequences.
+
+A *chunk* is at most ``chunk_size`` tokens of one sequence. Chunks are numbered over the whole
+packed batch, in its order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata"]
+
+_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+
+_INT32_MAX = 2**31 - 1
+_INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def compute_chunk_metadata(
+    query_start_loc: _IntArray, num_computed_tokens: _IntArray, chunk_size: int
+) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
+    """Cuts sequences at multiples of ``chunk_size`` counted from each sequence's own start.
+
+    A sequence that resumes inside a chunk finishes it first, so that the chunks do not depend on
+    where earlier steps stopped.
+
+    Args:
+        query_start_loc: [B + 1] int. First packed token of each sequence, then their number; starts
+            at 0, non-decreasing.
+        num_computed_tokens: [B] int. Tokens of each sequence that precede its packed ones.
+        chunk_size: Most tokens of one chunk.
+
+    Returns:
+        ``cu_chunk_seqlens`` [num_chunks + 1] int32, the packed position at which each chunk starts,
+        then the number of tokens; ``chunk_seq_idx`` [num_chunks] int32, the sequence of each chunk;
+        ``last_chunk_indices`` [B] int32, the last chunk of each sequence, -1 if it has no tokens.
+
+    Raises:
+        InvalidArgumentError: An argument is not as described.
+    """
+    starts = _check_query_start_loc(query_start_loc)
+    computed = _check_int_array("num_computed_tokens", num_computed_tokens)
+    if len(computed) != len(starts) - 1 or (computed < 0).any():
+        raise InvalidArgumentError(
+            f"num_computed_tokens must be {len(starts) - 1} ints >= 0, one for each sequence, "
+            f"got {len(computed)}, the least {computed.min(initial=0)}"
+        )
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise InvalidArgumentError(f"chunk_size must be an int >= 1, got {chunk_size!r}")
+    return _cut(starts, computed % chunk_size, chunk_size)
+
+
+def compute_varlen_chunk_metadata(
+    query_start_loc: torch.Tensor, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cuts sequences at multiples of ``chunk_size`` of the packed position.
+
+    A tensor on a device is waited for, because the number of chunks depends on it; one on the CPU
+    is not.
+
+    Args:
+        query_start_loc: [B + 1] int. First packed token of each sequence, then their number; starts
+            at 0, non-decreasing.
+        chunk_size: Most tokens of one chunk.
+
+    Returns:
+        All int32 on the same device: ``cu_chunk_seqlens`` [num_chunks + 1], exclusive prefix sums
+        of the chunks' lengths, the last being the number of tokens; ``last_chunk_indices`` [B],
+        -1 for an empty sequence; ``seq_idx_chunks`` [num_chunks], the sequence of each chunk.
+
+    Raises:
+        InvalidArgumentError: An argument is not as described.
+    """
+    starts = _to_host(query_start_loc)
+    # The packed position of a sequence's first token takes the place of the tokens before it.
+    cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = compute_chunk_metadata(
+        starts, starts[:-1], chunk_size
+    )
+    device = query_start_loc.device
+    return (
+        torch.from_numpy(cu_chunk_seqlens).to(device),
+        torch.from_numpy(last_chunk_indices).to(device),
+        torch.from_numpy(chunk_seq_idx).to(device),
+    )
+
+
+def _cut(
+    starts: _IntArray, phases: _IntArray, chunk_size: int
+) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
+    """Cuts sequences whose first chunks have ``phases`` tokens behind them already."""
+    lengths = np.diff(starts)
+    num_chunks = np.where(lengths > 0, -(-(phases + lengths) // chunk_size), 0)
+    chunks_through = np.cumsum(num_chunks)
+    chunk_seq_idx = np.repeat(np.arange(len(lengths)), num_chunks)
+    # Where each chunk lies in its sequence: 0 for the first, which may be started already.
+    ordinals = np.arange(len(chunk_seq_idx)) - (chunks_through - num_chunks)[chunk_seq_idx]
+    offsets = np.maximum(ordinals * chunk_size - phases[chunk_seq_idx], 0)
+    cu_chunk_seqlens = np.append(starts[chunk_seq_idx] + offsets, starts[-1])
+    last_chunk_indices = np.where(num_chunks > 0, chunks_through - 1, -1)
+    return (
+        cu_chunk_seqlens.astype(np.int32),
+        chunk_seq_idx.astype(np.int32),
+        last_chunk_indices.astype(np.int32),
+    )
+
+
+def _to_host(query_start_loc: torch.Tensor) -> _IntArray:
+    is_tensor = isinstance(query_start_loc, torch.Tensor)
+    if not is_tensor or query_start_loc.dim() != 1 or query_start_loc.dtype not in _INT_DTYPES:
+        dtype = getattr(query_start_loc, "dtype", type(query_start_loc).__name__)
+        shape = tuple(getattr(query_start_loc, "shape", ()))
+        raise InvalidArgumentError(
+            f"query_start_loc must be a 1-D tensor of ints, got {dtype}, shape {shape}"
+        )
+    return query_start_loc.cpu().numpy()
+
+
+def _check_query_start_loc(query_start_loc: _IntArray) -> _IntArray:
+    starts = _check_int_array("query_start_loc", query_start_loc)
+    if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+        raise InvalidArgumentError(
+            f"query_start_loc must start at 0 and not decrease, got {query_start_loc}"
+        )
+    if starts[-1] > _INT32_MAX:
+        raise InvalidArgumentError(
+            f"a batch may have at most {_INT32_MAX} tokens, got {int(starts[-1])}"
+        )
+    return starts
+
+
+def _check_int_array(name: str, array: _IntArray) -> _IntArray:
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        dtype = getattr(array, "dtype", type(array).__name__)
+        shape = tuple(getattr(array, "shape", ()))
+        raise InvalidArgumentError(
+            f"{name} must be a 1-D numpy array of ints, got {dtype}, shape {shape}"
+        )
+    return array.astype(np.int64)

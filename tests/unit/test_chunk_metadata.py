@@ -1,0 +1,138 @@
+"""Chunk metadata: worked examples, bad input, and the time it takes."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.metadata import compute_chunk_metadata, compute_varlen_chunk_metadata
+
+
+def cut(query_start_loc, num_computed_tokens, chunk_size):
+    starts, computed = np.array(query_start_loc), np.array(num_computed_tokens, dtype=np.int32)
+    return [part.tolist() for part in compute_chunk_metadata(starts, computed, chunk_size)]
+
+
+def test_resumed_sequence_finishes_its_started_chunk_first():
+    # 3 tokens are behind it: one more ends the chunk, then 4, then the rest.
+    assert cut([0, 7], [3], 4) == [[0, 1, 5, 7], [0, 0, 0], [2]]
+
+
+def test_started_chunk_may_stay_unfinished():
+    assert cut([0, 2], [1], 8) == [[0, 2], [0], [0]]
+
+
+def test_fresh_sequence_is_cut_from_its_own_start():
+    assert cut([0, 3, 9], [0, 0], 4) == [[0, 3, 7, 9], [0, 1, 1], [0, 2]]
+
+
+def test_chunks_are_numbered_over_the_packed_batch_not_per_request():
+    _, chunk_seq_idx, last = cut([0, 8, 16, 21], [0, 4, 2], 4)
+    assert last == [1, 3, 5]
+    assert [chunk_seq_idx[index] for index in last] == [0, 1, 2]
+
+
+def test_empty_sequence_has_no_chunk():
+    assert cut([0, 0, 5, 5], [2, 0, 9], 4) == [[0, 4, 5], [1, 1], [-1, 1, -1]]
+
+
+def test_no_sequences():
+    assert cut([0], [], 4) == [[0], [], []]
+
+
+def test_varlen_cuts_at_packed_positions():
+    cu_chunk_seqlens, last_chunk_indices, seq_idx_chunks = compute_varlen_chunk_metadata(
+        torch.tensor([0, 3, 3, 10]), 4
+    )
+    assert cu_chunk_seqlens.tolist() == [0, 3, 4, 8, 10]
+    assert last_chunk_indices.tolist() == [0, -1, 3]
+    assert seq_idx_chunks.tolist() == [0, 2, 2, 2]
+
+
+def test_varlen_of_no_tokens():
+    parts = compute_varlen_chunk_metadata(torch.tensor([0]), 4)
+    assert [part.tolist() for part in parts] == [[0], [], []]
+
+
+def test_results_are_int32():
+    starts = np.array([0, 5, 9])
+    assert {p.dtype.name for p in compute_chunk_metadata(starts, starts[:2], 4)} == {"int32"}
+    parts = compute_varlen_chunk_metadata(torch.from_numpy(starts), 4)
+    assert {(part.dtype, part.device.type) for part in parts} == {(torch.int32, "cpu")}
+
+
+def test_inputs_are_not_changed():
+    starts, computed = np.array([0, 5, 9]), np.array([3, 1])
+    compute_chunk_metadata(starts, computed, 4)
+    assert (starts.tolist(), computed.tolist()) == ([0, 5, 9], [3, 1])
+
+
+def test_positions_past_int32_within_a_sequence():
+    # The batch is small, but tokens before it may be many and num_computed_tokens is int32.
+    far = 2**31 - 3
+    assert cut([0, 9], [far], 8) == [[0, 3, 9], [0, 0], [1]]
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        np.array([], dtype=np.int64),
+        np.array([1, 4]),
+        np.array([0, 4, 3]),
+        np.array([0.0, 4.0]),
+        np.array([[0, 4]]),
+        np.array([0, 2**31]),
+        np.array([False, True]),
+        [0, 4],
+    ],
+)
+def test_bad_query_start_loc(starts):
+    with pytest.raises(InvalidArgumentError):
+        compute_chunk_metadata(starts, np.zeros(max(len(starts) - 1, 0), dtype=np.int64), 4)
+
+
+@pytest.mark.parametrize(
+    "computed", [np.array([]), np.array([1, 2]), np.array([-1]), np.array([0.5]), [1]]
+)
+def test_bad_num_computed_tokens(computed):
+    with pytest.raises(InvalidArgumentError, match="num_computed_tokens"):
+        compute_chunk_metadata(np.array([0, 4]), computed, 4)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None])
+def test_bad_chunk_size(chunk_size):
+    with pytest.raises(InvalidArgumentError, match=r"chunk_size must be an int >= 1, got"):
+        compute_chunk_metadata(np.array([0, 4]), np.array([0]), chunk_size)
+    with pytest.raises(InvalidArgumentError, match=r"chunk_size must be an int >= 1, got"):
+        compute_varlen_chunk_metadata(torch.tensor([0, 4]), chunk_size)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        torch.tensor([1, 4]),
+        torch.tensor([0, 4, 3]),
+        torch.tensor([0.0, 4.0], dtype=torch.bfloat16),
+        torch.tensor([False, True]),
+        torch.tensor(0),
+        torch.tensor([], dtype=torch.int32),
+        np.array([0, 4]),
+        [0, 4],
+    ],
+)
+def test_bad_varlen_query_start_loc(starts):
+    with pytest.raises(InvalidArgumentError, match="query_start_loc"):
+        compute_varlen_chunk_metadata(starts, 4)
+
+
+def test_1024_sequences_of_32768_tokens_within_20_ms(rng):
+    starts = np.arange(1025) * 32768
+    computed = rng.integers(0, 10_000, 1024)
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        compute_chunk_metadata(starts, computed, 256)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.020
