@@ -1,0 +1,72 @@
+"""The pool of state tensors."""
+
+import pytest
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states import StatePool, StateSpec
+
+SPEC = StateSpec.mamba(3, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def pool(generator):
+    pool = StatePool(SPEC, 6, device="cpu")
+    for tensor in pool.tensors.values():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+    return pool
+
+
+def test_tensors_have_a_row_for_each_state():
+    pool = StatePool(SPEC, 6, device="cpu")
+    assert {name: (t.shape, t.dtype) for name, t in pool.tensors.items()} == {
+        "conv": ((3, 6, 10, 4), torch.bfloat16),
+        "ssm": ((3, 6, 2, 5, 7), torch.float32),
+    }
+    assert (pool.num_rows, pool.spec, pool.device) == (6, SPEC, torch.device("cpu"))
+    assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
+
+
+def test_bytes_of_a_row_are_the_specs():
+    pool = StatePool(SPEC, 6, device="cpu")
+    assert sum(t.nbytes for t in pool.tensors.values()) == 6 * SPEC.bytes_per_slot
+
+
+def test_index_by_name(pool):
+    assert pool["conv"] is pool.tensors["conv"]
+    with pytest.raises(InvalidArgumentError, match=r"\['conv', 'ssm'\], got 'kv'"):
+        pool["kv"]
+
+
+def test_no_rows():
+    pool = StatePool(SPEC, 0, device="cpu")
+    pool.zero_()
+    assert pool["ssm"].shape == (3, 0, 2, 5, 7)
+
+
+@pytest.mark.parametrize("num_rows", [-1, 1.0, True, None])
+def test_bad_num_rows(num_rows):
+    with pytest.raises(InvalidArgumentError, match="num_rows must be an int >= 0"):
+        StatePool(SPEC, num_rows, device="cpu")
+
+
+def test_zero_clears_the_named_rows_only(pool):
+    before = {name: tensor.clone() for name, tensor in pool.tensors.items()}
+    pool.zero_([4, 1])
+    for name, tensor in pool.tensors.items():
+        assert tensor[:, [1, 4]].count_nonzero() == 0
+        assert torch.equal(tensor[:, [0, 2, 3, 5]], before[name][:, [0, 2, 3, 5]])
+
+
+def test_zero_keeps_the_addresses(pool):
+    addresses = [tensor.data_ptr() for tensor in pool.tensors.values()]
+    pool.zero_()
+    assert addresses == [tensor.data_ptr() for tensor in pool.tensors.values()]
+    assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
+
+
+@pytest.mark.parametrize("row", [-1, 6])
+def test_zero_of_a_row_outside_clears_nothing(pool, row):
+    with pytest.raises(InvalidArgumentError, match=rf"rows must be in \[0, 6\), got \[{row}\]"):
+        pool.zero_([0, row])
+    assert all((tensor != 0).all() for tensor in pool.tensors.values())

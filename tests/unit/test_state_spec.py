@@ -1,0 +1,168 @@
+"""Specs of states and KV blocks, and how many a budget holds."""
+
+import re
+
+import pytest
+import torch
+
+from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.states import (
+    KVCacheSpec,
+    StateSpec,
+    StateTensorSpec,
+    blocks_in_budget,
+    scratch_slots,
+    slots_in_budget,
+)
+
+MAMBA = StateSpec.mamba(3, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
+MAMBA_BYTES = 3 * (10 * 4 * 2 + 2 * 5 * 7 * 4)
+KV = KVCacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
+KV_TOKEN_BYTES = 2 * 2 * 3 * 8 * 2
+
+
+def gib(num_bytes):
+    return num_bytes / 2**30
+
+
+def test_mamba_names_conv_and_ssm():
+    conv, ssm = MAMBA.tensors
+    assert conv == StateTensorSpec("conv", 3, (10, 4), torch.bfloat16)
+    assert ssm == StateTensorSpec("ssm", 3, (2, 5, 7), torch.float32)
+
+
+def test_bytes_per_slot_counts_every_layer_in_its_own_dtype():
+    assert MAMBA.bytes_per_slot == MAMBA_BYTES
+
+
+def test_tensors_may_differ_in_layers():
+    odd = StateTensorSpec("odd", 5, (), torch.int8)
+    assert StateSpec((*MAMBA.tensors, odd)).bytes_per_slot == MAMBA_BYTES + 5
+
+
+def test_specs_are_hashable_values():
+    again = StateSpec.mamba(3, [10, 4], [2, 5, 7], torch.bfloat16, torch.float32)
+    assert {MAMBA: 1}[again] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "shape", "dtype"),
+    [
+        ("", 1, (2,), torch.float32),
+        (None, 1, (2,), torch.float32),
+        ("conv", -1, (2,), torch.float32),
+        ("conv", True, (2,), torch.float32),
+        ("conv", 1.0, (2,), torch.float32),
+        ("conv", 1, (2, 0), torch.float32),
+        ("conv", 1, (-2,), torch.float32),
+        ("conv", 1, (2.5,), torch.float32),
+        ("conv", 1, (2,), torch.complex64),
+        ("conv", 1, (2,), torch.bool),
+        ("conv", 1, (2,), "float32"),
+    ],
+)
+def test_bad_tensor_spec(name, num_layers, shape, dtype):
+    with pytest.raises(InvalidArgumentError, match="must be"):
+        StateTensorSpec(name, num_layers, shape, dtype)
+
+
+def test_state_needs_tensors_of_different_names():
+    conv = StateTensorSpec("conv", 1, (2,), torch.float32)
+    with pytest.raises(InvalidArgumentError, match="different names"):
+        StateSpec((conv, conv))
+    with pytest.raises(InvalidArgumentError, match="different names"):
+        StateSpec(())
+
+
+def test_kv_block_holds_keys_and_values():
+    cache = KV.allocate(11, 16, "cpu")
+    assert cache.shape == (2, 2, 11, 16, 3, 8)
+    assert cache.dtype == torch.bfloat16
+    assert cache.count_nonzero() == 0
+    assert KV.bytes_per_block(16) == cache.nbytes // 11 == 16 * KV_TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "head_dim", "dtype"),
+    [
+        (-1, 1, 1, torch.float32),
+        (1, 0, 1, torch.float32),
+        (1, 1, 0, torch.float32),
+        (1, 1, 1, torch.complex64),
+    ],
+)
+def test_bad_kv_spec(num_layers, num_kv_heads, head_dim, dtype):
+    with pytest.raises(InvalidArgumentError, match="must be"):
+        KVCacheSpec(num_layers, num_kv_heads, head_dim, dtype)
+
+
+def test_bad_kv_sizes():
+    with pytest.raises(InvalidArgumentError, match="block_size_tokens"):
+        KV.bytes_per_block(0)
+    with pytest.raises(InvalidArgumentError, match="num_blocks"):
+        KV.allocate(0, 16, "cpu")
+    with pytest.raises(InvalidArgumentError, match="block_size_tokens"):
+        KV.allocate(1, -16, "cpu")
+
+
+def test_budget_holds_whole_slots_only():
+    assert slots_in_budget(gib(7 * MAMBA_BYTES), MAMBA) == 7
+    assert slots_in_budget(gib(8 * MAMBA_BYTES - 1), MAMBA) == 7
+
+
+def test_scratch_is_paid_from_the_same_budget():
+    assert slots_in_budget(gib(7 * MAMBA_BYTES), MAMBA, scratch_slots=4) == 3
+
+
+@pytest.mark.parametrize("scratch", [0, 4])
+def test_budget_below_one_slot_names_what_it_must_be(scratch):
+    least_bytes = (scratch + 1) * MAMBA_BYTES
+    budget = gib(least_bytes - 1)
+    with pytest.raises(BudgetError, match="1 slot") as raised:
+        slots_in_budget(budget, MAMBA, scratch_slots=scratch)
+    assert f"{budget} GiB is too small" in str(raised.value)
+    assert f"{MAMBA_BYTES} bytes" in str(raised.value)
+    least = float(re.search(r"at least (\S+) GiB", str(raised.value))[1])
+    assert slots_in_budget(least, MAMBA, scratch_slots=scratch) == 1
+
+
+def test_budget_of_blocks():
+    block_bytes = 16 * KV_TOKEN_BYTES
+    assert blocks_in_budget(gib(9 * block_bytes + 1), KV, 16) == 9
+    with pytest.raises(BudgetError, match="1 KV block"):
+        blocks_in_budget(gib(block_bytes - 1), KV, 16)
+
+
+def test_without_layers_there_is_nothing_to_budget_for():
+    no_mamba = StateSpec.mamba(0, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
+    assert slots_in_budget(1.0, no_mamba, scratch_slots=3) == 0
+    assert blocks_in_budget(1.0, KVCacheSpec(0, 3, 8, torch.bfloat16), 16) == 0
+
+
+@pytest.mark.parametrize("budget", [-1.0, float("inf"), float("nan")])
+def test_bad_budget(budget):
+    with pytest.raises(InvalidArgumentError, match="finite"):
+        slots_in_budget(budget, MAMBA)
+    with pytest.raises(InvalidArgumentError, match="finite"):
+        blocks_in_budget(budget, KV, 16)
+
+
+def test_bad_scratch():
+    with pytest.raises(InvalidArgumentError, match="scratch_slots"):
+        slots_in_budget(1.0, MAMBA, scratch_slots=-1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "block_size_tokens", "max_requests", "expected"),
+    [(1024, 256, 64, 4), (1025, 256, 64, 5), (8192, 256, 2, 6), (1, 256, 1, 1)],
+)
+def test_scratch_is_bounded_by_tokens_and_by_requests(
+    max_tokens, block_size_tokens, max_requests, expected
+):
+    assert scratch_slots(max_tokens, block_size_tokens, max_requests) == expected
+
+
+@pytest.mark.parametrize("sizes", [(0, 256, 1), (1, 0, 1), (1, 256, 0), (1, 256, True)])
+def test_bad_scratch_sizes(sizes):
+    with pytest.raises(InvalidArgumentError, match="must be an int >= 1"):
+        scratch_slots(*sizes)
