@@ -2,8 +2,13 @@
 
 import importlib
 import pkgutil
+import re
+import shutil
 from pathlib import Path
 from types import ModuleType
+
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import mamba_cache
 
@@ -12,7 +17,7 @@ author = "the mamba_cache authors"
 project_copyright = author
 version = release = mamba_cache.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mamba_cache {version}"
@@ -23,24 +28,22 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"RowIndices": "mamba_cache.states._rows.RowIndices"}
 # Each name is documented once, in the module that defines it, wherever else it is exported.
 autodoc_default_options = {"members": True, "ignore-module-all": True, "show-inheritance": True}
-# A class's `Attributes:` section documents its fields; autodoc must not list them again.
-napoleon_use_ivar = True
 
-# The build needs no network, so names of other projects are not looked up in their inventories.
 nitpick_ignore_regex = [
+    # The build needs no network, so names of other projects are not looked up in their inventories.
     (r"py:.*", r"(collections|contextlib|enum|np|numpy|torch|types|typing)\..*"),
+    # A private base class or type variable may appear in a signature.
+    (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
 ]
 
+DOCSTRINGS = Config(
+    napoleon_use_ivar=True,  # `Attributes:` documents fields, so autodoc need not
+    napoleon_custom_sections=["Returns"],  # text, which need not begin with a type
+)
 REFERENCE = Path(__file__).parent / "reference" / "api"
-
-
-def public_modules() -> list[str]:
-    """Every module of the package without an underscore in front of any part of its name."""
-    found = pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
-    names = (module.name for module in found)
-    return [name for name in names if not any(part.startswith("_") for part in name.split("."))]
 
 
 def exports(package: ModuleType) -> list[str]:
@@ -54,21 +57,32 @@ def exports(package: ModuleType) -> list[str]:
 
 
 def write_reference(_app: object) -> None:
-    """Write one page a module, so that none can be forgotten."""
-    REFERENCE.mkdir(exist_ok=True)
-    names = ["mamba_cache", *public_modules()]
-    for name in names:
+    """Write a page for each module, so that none can be forgotten; inner ones in a folder apart."""
+    shutil.rmtree(REFERENCE, ignore_errors=True)
+    (REFERENCE / "inner").mkdir(parents=True)
+    modules = pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
+    for name in ["mamba_cache", *(module.name for module in modules)]:
         module = importlib.import_module(name)
         body = [name, "=" * len(name), "", f".. automodule:: {name}", ""]
         body += exports(module) if hasattr(module, "__path__") else []
-        page = REFERENCE / f"{name}.rst"
-        text = "\n".join(body)
-        if not page.exists() or page.read_text(encoding="utf-8") != text:
-            page.write_text(text, encoding="utf-8")
-    for page in REFERENCE.glob("*.rst"):
-        if page.stem not in names:
-            page.unlink()
+        folder = REFERENCE / "inner" if "._" in name else REFERENCE
+        (folder / f"{name}.rst").write_text("\n".join(body), encoding="utf-8")
 
 
-def setup(app: object) -> None:
+def read_docstring(
+    _app: object, what: str, name: str, obj: object, _options: object, lines: list[str]
+) -> None:
+    """Turn a Google style docstring into reStructuredText.
+
+    `sphinx.ext.napoleon` as an extension would take what stands before a colon in the docstring of
+    an attribute for its type; as a method's docstring it is read for its sections alone. A star, as
+    in the shape [layers, *inner], is a star.
+    """
+    what = "method" if what in ("attribute", "data", "property") else what
+    text = [re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", line) for line in lines]
+    lines[:] = GoogleDocstring(text, DOCSTRINGS, what=what, name=name, obj=obj).lines()
+
+
+def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-docstring", read_docstring)
