@@ -1,4 +1,4 @@
-"""Requests, caches and step metadata in plain Python, for tests of the model without the context."""
+"""Requests, caches and step metadata in plain Python: the model's tests need no context."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,11 @@ class PlainCaches:
         self.kv_cache = config.kv_spec(dtype).allocate(num_blocks + 1, block_size, "cpu")
         self.live_states = StatePool(config.state_spec(dtype), num_rows, device="cpu")
         self.slots = StatePool(config.state_spec(dtype), num_slots, device="cpu")
-        for tensor in (self.kv_cache, *self.live_states.tensors.values(), *self.slots.tensors.values()):
+        for tensor in (
+            self.kv_cache,
+            *self.live_states.tensors.values(),
+            *self.slots.tensors.values(),
+        ):
             tensor.fill_(torch.nan)
 
     @property

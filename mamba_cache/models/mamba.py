@@ -41,7 +41,7 @@ class Mamba2Layer:
         self.in_proj = weights.linear(inner + conv_dim + heads, config.hidden_size)
         self.out_proj = weights.linear(config.hidden_size, inner)
         self.conv_weight = weights.linear(conv_dim, config.conv_kernel)
-        self.conv_bias = weights.normal(conv_dim) * 0.1
+        self.conv_bias = weights.normal(conv_dim, scale=0.1)
         self.norm_weight = torch.ones_like(self.out_proj[0])
         # As Mamba-2 starts: A uniform in [-16, -1], dt log-uniform in [1e-3, 1e-1], D one.
         self.a = -weights.uniform(1, 16, heads).to(scan_dtype)

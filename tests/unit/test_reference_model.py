@@ -1,0 +1,360 @@
+"""The reference model: its formulas, its input checks, and that requests never touch each other."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.models.attention import AttentionLayer
+from mamba_cache.models.mamba import Mamba2Layer
+from mamba_cache.models.ssd import SSDInputs
+from mamba_cache.models.ssd_naive import ssd_naive
+
+CONFIG = HybridModelConfig(
+    layer_pattern="M*M-",
+    hidden_size=24,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    attention_head_dim=6,
+    mamba_num_heads=4,
+    mamba_head_dim=5,
+    ssm_state_size=7,
+    num_groups=2,
+    ssm_chunk_size=4,
+    mlp_size=16,
+)
+BLOCK_SIZE = 8
+BLOCKS_PER_SEQUENCE = 8
+
+
+def make_caches(config=CONFIG, dtype=torch.float64, *, num_rows=4, num_slots=4):
+    return PlainCaches(
+        config,
+        dtype,
+        num_blocks=num_rows * BLOCKS_PER_SEQUENCE,
+        block_size=BLOCK_SIZE,
+        num_rows=num_rows,
+        num_slots=num_slots,
+    )
+
+
+def start(caches, tokens, row):
+    """A fresh request in ``row``, whose live state is zeroed as ``begin_step`` does it."""
+    caches.live_states.zero_([row])
+    first = row * BLOCKS_PER_SEQUENCE
+    return Sequence(tokens, row, list(range(first, first + BLOCKS_PER_SEQUENCE)))
+
+
+def draw_tokens(generator, count):
+    return torch.randint(256, (count,), generator=generator).tolist()
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def logits_by_the_formulas(model, tokens):
+    """Logits of every position, each layer written out once more over the whole sequence."""
+    config = model.config
+
+    def norm(x):
+        return F.rms_norm(x, x.shape[-1:], eps=config.norm_eps)
+
+    hidden = model.embedding[tokens]
+    for layer in model.layers:
+        x = norm(hidden)
+        if isinstance(layer, Mamba2Layer):
+            hidden = hidden + _mamba_by_the_formulas(layer, x)
+        elif isinstance(layer, AttentionLayer):
+            hidden = hidden + _attention_by_the_formulas(layer, x)
+        else:
+            hidden = hidden + (x @ layer.up_proj.T).clamp(min=0) ** 2 @ layer.down_proj.T
+    return norm(hidden) @ model.head.T
+
+
+def _mamba_by_the_formulas(layer, x):
+    config, num_tokens = layer.config, len(x)
+    inner, shared = config.mamba_inner_size, config.num_groups * config.ssm_state_size
+    projected = x @ layer.in_proj.T
+    gate, conv_input, dt = (
+        projected[:, :inner],
+        projected[:, inner : inner + config.conv_dim],
+        projected[:, inner + config.conv_dim :],
+    )
+    mixed = F.conv1d(
+        F.pad(conv_input.T, (config.conv_kernel - 1, 0)),
+        layer.conv_weight[:, None],
+        layer.conv_bias,
+        groups=config.conv_dim,
+    ).T
+    mixed = mixed / (1 + torch.exp(-mixed))
+    inputs = SSDInputs(
+        x=mixed[:, :inner].reshape(num_tokens, config.mamba_num_heads, -1),
+        dt=torch.log1p(torch.exp(dt + layer.dt_bias)),
+        a=layer.a,
+        b=mixed[:, inner : inner + shared].reshape(num_tokens, config.num_groups, -1),
+        c=mixed[:, inner + shared :].reshape(num_tokens, config.num_groups, -1),
+    )
+    zero = x.new_zeros(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+    y, _ = ssd_naive(inputs, zero)
+    y = (y + layer.d[None, :, None] * inputs.x).reshape(num_tokens, inner)
+    gated = (y * gate / (1 + torch.exp(-gate))).reshape(num_tokens, config.num_groups, -1)
+    gated = F.rms_norm(gated, gated.shape[-1:], eps=config.norm_eps).reshape(num_tokens, inner)
+    return gated @ layer.out_proj.T
+
+
+def _attention_by_the_formulas(layer, x):
+    config, num_tokens = layer.config, len(x)
+    width, kv_heads = config.attention_head_dim, config.num_kv_heads
+    projected = (x @ layer.qkv_proj.T).reshape(num_tokens, -1, width)
+    queries, keys, values = (
+        projected[:, : -2 * kv_heads],
+        projected[:, -2 * kv_heads : -kv_heads],
+        projected[:, -kv_heads:],
+    )
+    outputs = torch.empty_like(queries)
+    for head in range(config.num_attention_heads):
+        shared = head * kv_heads // config.num_attention_heads
+        for t in range(num_tokens):
+            scores = keys[: t + 1, shared] @ queries[t, head] / width**0.5
+            outputs[t, head] = torch.softmax(scores, 0) @ values[: t + 1, shared]
+    return outputs.flatten(1) @ layer.out_proj.T
+
+
+def test_follows_the_papers_formulas(generator):
+    model = HybridModel(CONFIG, dtype=torch.float64, seed=1)
+    tokens = draw_tokens(generator, 27)
+    expected = logits_by_the_formulas(model, tokens)
+    caches = make_caches()
+    sequence = start(caches, tokens, row=2)
+    prefilled = run_step(model, caches, [], [Work(sequence, 18)])
+    torch.testing.assert_close(prefilled[0], expected[17], rtol=0, atol=1e-9)
+    for position in range(18, 27):
+        decoded = run_step(model, caches, [Work(sequence, 1)], [])
+        torch.testing.assert_close(decoded[0], expected[position], rtol=0, atol=1e-9)
+
+
+def test_last_logits_depend_on_the_first_token(generator):
+    model = HybridModel(CONFIG, dtype=torch.float64)
+    tokens = draw_tokens(generator, 60)
+    changed = [(tokens[0] + 1) % 256, *tokens[1:]]
+    caches = make_caches()
+    works = [Work(start(caches, each, row), 60) for row, each in enumerate([tokens, changed])]
+    logits = run_step(model, caches, [], works)
+    assert (logits[0] - logits[1]).abs().max() > 1e-6
+    assert 0.3 < logits.std() < 3
+
+
+@pytest.mark.parametrize("pattern", ["M-", "*-", "MM"])
+def test_needs_no_layer_of_any_kind(pattern, generator):
+    config = dataclasses.replace(CONFIG, layer_pattern=pattern)
+    model, caches = HybridModel(config, dtype=torch.float64), make_caches(config)
+    tokens = draw_tokens(generator, 13)
+    sequence = start(caches, tokens, row=0)
+    run_step(model, caches, [], [Work(sequence, 12)])
+    logits = run_step(model, caches, [Work(sequence, 1)], [])
+    expected = logits_by_the_formulas(model, tokens)[-1]
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
+def test_narrow_weights_come_close_to_float64(dtype, tolerance, generator):
+    tokens = draw_tokens(generator, 30)
+    logits = {}
+    for each in (torch.float64, dtype):
+        model, caches = HybridModel(CONFIG, dtype=each, seed=5), make_caches(dtype=each)
+        sequence = start(caches, tokens, row=0)
+        run_step(model, caches, [], [Work(sequence, 29)])
+        logits[each] = run_step(model, caches, [Work(sequence, 1)], [])
+    assert logits[dtype].dtype == torch.float32
+    torch.testing.assert_close(
+        logits[dtype].double(), logits[torch.float64], rtol=0, atol=tolerance
+    )
+
+
+def test_a_seed_names_the_weights():
+    def weights(seed, dtype=torch.float32):
+        return HybridModel(CONFIG, seed=seed, dtype=dtype).layers[0].in_proj
+
+    assert torch.equal(weights(3), weights(3))
+    assert torch.equal(weights(3, torch.float64).float(), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_forward_reads_nothing_back_from_the_device(generator):
+    """On the meta device tensors have no values: whatever needs one on the host raises."""
+    model = HybridModel(CONFIG, dtype=torch.float64, device="meta")
+    caches = make_caches()
+    decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (0, 1))
+    decoding.num_computed = 9
+    works = [Work(decoding, 1)], [Work(prefilling, 18, {8: 0, 16: 1})]
+    metadata = build_metadata(CONFIG, caches, *works)
+    on_meta = {
+        field.name: getattr(metadata, field.name).to("meta")
+        for field in dataclasses.fields(metadata)
+        if isinstance(getattr(metadata, field.name), torch.Tensor)
+    }
+    caches.kv_cache = caches.kv_cache.to("meta")
+    for pool in (caches.live_states, caches.slots):
+        pool.tensors = {name: tensor.to("meta") for name, tensor in pool.tensors.items()}
+    logits = model.forward(dataclasses.replace(metadata, **on_meta), caches)
+    assert logits.shape == (2, 256)
+    assert logits.device.type == "meta"
+
+
+def test_rows_of_other_requests_keep_their_bits(generator):
+    """Live states, KV blocks and slots that the step does not name stay as they are."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
+    decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (2, 0))
+    run_step(model, caches, [], [Work(decoding, 9)])
+    tensors = [caches.live_states["conv"], caches.live_states["ssm"]]
+    slots = [caches.slots["conv"], caches.slots["ssm"]]
+    kv_blocks = caches.kv_cache.transpose(1, 2)
+    before = [bits(tensor).clone() for tensor in (*tensors, *slots, kv_blocks)]
+    run_step(model, caches, [Work(decoding, 1)], [Work(prefilling, 11, {8: 3})])
+    after = [bits(tensor) for tensor in (*tensors, *slots, kv_blocks)]
+    written = [{0, 2}, {0, 2}, {3}, {3}, {0, 1, 2 * BLOCKS_PER_SEQUENCE + 1, caches.dummy_block}]
+    for old, new, rows in zip(before, after, written, strict=True):
+        changed = {row for row in range(old.shape[1]) if not torch.equal(old[:, row], new[:, row])}
+        assert changed <= rows
+        assert rows - changed <= {caches.dummy_block}
+
+
+def test_leavings_of_an_earlier_tenant_are_never_read(generator):
+    """NaN in recycled KV blocks and in another request's state stays there."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
+    tokens = draw_tokens(generator, 23)
+    ill = [start(caches, draw_tokens(generator, 23), row) for row in (0, 1)]
+    well = [start(caches, tokens, row) for row in (2, 3)]
+    run_step(model, caches, [], [Work(each, 22) for each in (ill[0], well[0])])
+    for tensor in caches.live_states.tensors.values():
+        tensor[:, :2] = torch.nan
+    decodes = [Work(ill[0], 1), Work(well[0], 1)]
+    prefills = [Work(ill[1], 19), Work(well[1], 23)]
+    logits = run_step(model, caches, decodes, prefills)
+    assert logits[[0, 2]].isnan().all()
+    expected = logits_by_the_formulas(model, tokens)[-1].expand(2, -1)
+    torch.testing.assert_close(logits[[1, 3]], expected, rtol=0, atol=1e-9)
+
+
+def test_shared_blocks_are_read_but_not_written(generator):
+    """A token whose KV slot is -1 is computed again, while its keys stay another request's."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
+    tokens = draw_tokens(generator, 20)
+    owner = start(caches, tokens, row=0)
+    run_step(model, caches, [], [Work(owner, 20)])
+    before = bits(caches.kv_cache[:, :, :BLOCKS_PER_SEQUENCE]).clone()
+    guest = start(caches, tokens, row=1)
+    guest.blocks[:2] = owner.blocks[:2]
+    guest.filled_blocks = 2
+    logits = run_step(model, caches, [], [Work(guest, 20)])
+    assert torch.equal(bits(caches.kv_cache[:, :, :BLOCKS_PER_SEQUENCE]), before)
+    expected = logits_by_the_formulas(model, tokens)[-1]
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-9)
+
+
+def test_checkpoints_count_chunks_over_the_packed_batch(generator):
+    """Chunk indices counted per request saved another request's state elsewhere."""
+    model = HybridModel(CONFIG, dtype=torch.float64)
+    prompts = [draw_tokens(generator, 19) for _ in range(3)]
+    packed = make_caches()
+    works = [Work(start(packed, prompt, row), 19, {8: row}) for row, prompt in enumerate(prompts)]
+    run_step(model, packed, [], works)
+    for row, prompt in enumerate(prompts):
+        alone = make_caches()
+        run_step(model, alone, [], [Work(start(alone, prompt, 0), 8)])
+        for name in ("conv", "ssm"):
+            saved, live = packed.slots[name][:, row], alone.live_states[name][:, 0]
+            torch.testing.assert_close(saved, live, rtol=0, atol=1e-12)
+
+
+def test_checkpoint_of_a_resumed_chunk_looks_back_into_the_live_window(generator):
+    """A checkpoint two tokens into a step needs inputs that only the old conv state has."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
+    tokens = draw_tokens(generator, 12)
+    sequence = start(caches, tokens, row=1)
+    run_step(model, caches, [], [Work(sequence, 6)])
+    run_step(model, caches, [], [Work(sequence, 6, {8: 2})])
+    alone = make_caches()
+    run_step(model, alone, [], [Work(start(alone, tokens, 0), 8)])
+    for name in ("conv", "ssm"):
+        saved, live = caches.slots[name][:, 2], alone.live_states[name][:, 0]
+        torch.testing.assert_close(saved, live, rtol=0, atol=1e-12)
+
+
+def test_checkpoint_at_the_end_of_a_step_has_the_bits_of_the_live_state(generator):
+    """Both are copies of one tensor, so not even rounding may tell them apart."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float32), make_caches(dtype=torch.float32)
+    run_step(model, caches, [], [Work(start(caches, draw_tokens(generator, 16), 1), 16, {16: 3})])
+    for name in ("conv", "ssm"):
+        saved, live = caches.slots[name][:, 3], caches.live_states[name][:, 1]
+        assert torch.equal(bits(saved), bits(live))
+
+
+def test_checkpoint_has_the_bits_of_a_run_that_stops_there(generator):
+    """Without attention, whose sums depend on the longest request, equal shapes give equal bits.
+
+    The second run stops at the checkpoint and fills its step up with another request, so that
+    every matrix product has as many rows as in the first.
+    """
+    config = dataclasses.replace(CONFIG, layer_pattern="MM-M")
+    model = HybridModel(config, dtype=torch.float32)
+    tokens = draw_tokens(generator, 24)
+    longer, stopping = (make_caches(config, torch.float32) for _ in range(2))
+    run_step(model, longer, [], [Work(start(longer, tokens, 0), 24, {16: 0})])
+    filler = start(stopping, draw_tokens(generator, 8), row=1)
+    run_step(model, stopping, [], [Work(start(stopping, tokens, 0), 16), Work(filler, 8)])
+    for name in ("conv", "ssm"):
+        saved, live = longer.slots[name][:, 0], stopping.live_states[name][:, 0]
+        assert torch.equal(bits(saved), bits(live))
+
+
+def test_resuming_from_a_checkpoint_repeats_every_bit(generator):
+    """A hit equals a miss: from the same state, the same steps give the same logits."""
+    model, caches = HybridModel(CONFIG, dtype=torch.float32), make_caches(dtype=torch.float32)
+    tokens = draw_tokens(generator, 30)
+    first = start(caches, tokens, row=0)
+    run_step(model, caches, [], [Work(first, 16, {16: 1})])
+    second = start(caches, tokens, row=1)
+    second.blocks[:2], second.filled_blocks, second.num_computed = first.blocks[:2], 2, 16
+    for name, live in caches.live_states.tensors.items():
+        live[:, 1] = caches.slots[name][:, 1]
+    for num_tokens in (9, 1, 1, 3):
+        logits = [run_step(model, caches, [], [Work(each, num_tokens)]) for each in (first, second)]
+        assert torch.equal(bits(logits[0]), bits(logits[1]))
+
+
+def test_padding_rows_change_nothing(generator):
+    """A padded tail that ran through prefill put its tokens into the state elsewhere."""
+    model = HybridModel(CONFIG, dtype=torch.float64)
+    tokens = draw_tokens(generator, 21)
+    results = []
+    for padding in (0, 5):
+        caches = make_caches()
+        work = Work(start(caches, tokens, row=0), 21, {16: 0})
+        metadata = build_metadata(CONFIG, caches, [], [work], padding=padding)
+        metadata.token_ids[21:] = 7
+        logits = model.forward(metadata, caches)
+        live, slots = caches.live_states.tensors.values(), caches.slots.tensors.values()
+        results.append([logits, *(t[:, 0] for t in live), *(t[:, 0] for t in slots)])
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results, strict=True))
+
+
+def test_forward_refuses_foreign_caches_and_empty_steps(generator):
+    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
+    tokens = draw_tokens(generator, 4)
+    metadata = build_metadata(CONFIG, caches, [], [Work(start(caches, tokens, 0), 4)])
+    with pytest.raises(InvalidArgumentError, match="live_states must be made for"):
+        model.forward(metadata, make_caches(dtype=torch.float32))
+    for kv_cache in (caches.kv_cache.float(), caches.kv_cache[..., 1:], caches.kv_cache[0]):
+        foreign = make_caches()
+        foreign.kv_cache = kv_cache
+        with pytest.raises(InvalidArgumentError, match=r"kv_cache must be torch\.float64"):
+            model.forward(metadata, foreign)
+    empty = dataclasses.replace(metadata, num_prefills=0)
+    with pytest.raises(InvalidArgumentError, match="at least one"):
+        model.forward(empty, caches)
