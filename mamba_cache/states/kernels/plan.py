@@ -15,6 +15,7 @@ TILE_WORDS = 4096
 """Words that one program of the kernel moves: 32 KiB at the widest word. A power of two."""
 
 _WIDEST_ACCESS = 16
+_WIDEST_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class CopyPlan:
     @property
     def word_bytes(self) -> int:
         """Bytes of the integers that the kernel moves; it reaches 16 bytes by moving two."""
-        return min(self.alignment, 8)
+        return min(self.alignment, _WIDEST_WORD)
 
 
 def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> CopyPlan:
@@ -55,7 +56,7 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
     pairs = [
         (_as_bytes(source), _as_bytes(destination))
         for source, destination in zip(sources, destinations, strict=True)
-        if source.numel() and destination.numel()
+        if destination.numel()
     ]
     segments = [segment for pair in pairs for segment in _segments(*pair)]
     sizes = [math.prod(source.shape[2:]) for source, _ in pairs for _ in range(source.shape[0])]
@@ -65,7 +66,7 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
         sources=tuple(source for source, _ in pairs),
         destinations=tuple(destination for _, destination in pairs),
         segments=torch.tensor(segments, dtype=torch.int64).reshape(-1, 4).to(device),
-        tiles=torch.from_numpy(_tiles(sizes, min(alignment, 8))).to(device),
+        tiles=torch.from_numpy(_tiles(sizes, min(alignment, _WIDEST_WORD))).to(device),
         alignment=alignment,
     )
 

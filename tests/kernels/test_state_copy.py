@@ -1,0 +1,238 @@
+"""Batched state copies, the kernel and its PyTorch twin alike, compared by bits."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE, StateCopier
+
+# (layers, inner shape, dtype) of the tensors of one state.
+HYBRID = [(3, (10, 4), torch.bfloat16), (3, (2, 5, 8), torch.float32)]
+ODD = [
+    (2, (7,), torch.int8),
+    (1, (), torch.bool),
+    (3, (3, 5), torch.float16),
+    (0, (4,), torch.float32),
+    (1, (9,), torch.float64),
+]
+MORE_THAN_ONE_TILE = [(2, (9001,), torch.float32), (1, (4097,), torch.uint8)]
+
+
+def as_bytes(tensor):
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
+def random_like(tensor, generator):
+    """Fills with random bytes, among them NaNs of every payload and bools that are 0 to 255."""
+    data = as_bytes(tensor)
+    data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=generator))
+    return tensor
+
+
+def random_states(kinds, rows, generator, device="cpu"):
+    shapes = [((layers, rows, *inner), dtype) for layers, inner, dtype in kinds]
+    empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    return [random_like(tensor, generator) for tensor in empty]
+
+
+def snapshot(tensors):
+    return [as_bytes(tensor).cpu().clone() for tensor in tensors]
+
+
+def check_copy(sources, destinations, source_rows, destination_rows, backend):
+    """Copies, and holds every byte of both sides to a loop over the pairs."""
+    sources_before, expected = snapshot(sources), snapshot(destinations)
+    for source, destination in zip(source_rows, destination_rows, strict=True):
+        for read, write in zip(sources_before, expected, strict=True):
+            if PAD_SLOT_ID not in (source, destination):
+                write[:, destination] = 0 if source == ZERO_SOURCE else read[:, source]
+    copier = StateCopier(sources, destinations, backend=backend)
+    copier.copy(source_rows, destination_rows)
+    for tensor, want in zip(snapshot(destinations), expected, strict=True):
+        assert torch.equal(tensor, want)
+    if sources[0] is not destinations[0]:
+        for tensor, want in zip(snapshot(sources), sources_before, strict=True):
+            assert torch.equal(tensor, want)
+
+
+@pytest.mark.parametrize("kinds", [HYBRID, ODD, [*ODD, *HYBRID], MORE_THAN_ONE_TILE])
+def test_copies_bits_of_all_layers_and_tensors(kinds, backend, device, generator):
+    sources = random_states(kinds, 5, generator, device)
+    destinations = random_states(kinds, 7, generator, device)
+    check_copy(sources, destinations, [4, 0, 0], [1, 6, 3], backend)
+
+
+def test_padding_in_either_skips_the_pair(backend, device, generator):
+    sources = random_states(HYBRID, 5, generator, device)
+    destinations = random_states(HYBRID, 7, generator, device)
+    check_copy(sources, destinations, [-1, 3, 2, -1, -2], [0, -1, 5, -1, -1], backend)
+
+
+def test_recycled_row_is_cleared_for_a_request_that_starts_fresh(backend, device, generator):
+    sources = random_states(ODD, 5, generator, device)
+    destinations = random_states(ODD, 7, generator, device)
+    check_copy(sources, destinations, [ZERO_SOURCE, 1, ZERO_SOURCE], [0, 2, 6], backend)
+
+
+def test_empty_batch(backend, device, generator):
+    sources = random_states(HYBRID, 5, generator, device)
+    destinations = random_states(HYBRID, 7, generator, device)
+    check_copy(sources, destinations, [], [], backend)
+
+
+def test_no_layers_at_all(backend, device, generator):
+    sources = random_states([(0, (4,), torch.float32)], 5, generator, device)
+    destinations = random_states([(0, (4,), torch.float32)], 7, generator, device)
+    check_copy(sources, destinations, [1, ZERO_SOURCE], [2, 3], backend)
+
+
+def test_clearing_needs_no_source_rows(backend, device, generator):
+    sources = random_states(HYBRID, 0, generator, device)
+    destinations = random_states(HYBRID, 7, generator, device)
+    check_copy(sources, destinations, [ZERO_SOURCE, PAD_SLOT_ID], [2, 3], backend)
+
+
+def test_slot_to_slot_within_the_same_tensors(backend, device, generator):
+    states = random_states(HYBRID, 7, generator, device)
+    check_copy(states, states, [0, 0, ZERO_SOURCE], [3, 5, 6], backend)
+
+
+def test_layers_and_rows_at_any_distance(backend, device, generator):
+    """Rows outermost on one side, and a row of 7 floats in a pitch of 9 on the other."""
+    by_row = torch.empty(5, 3, 7, device=device).transpose(0, 1)
+    pitched = torch.empty(6, 8, 9, device=device)[::2, :, 1:8]
+    sources, destinations = [random_like(by_row, generator)], [random_like(pitched, generator)]
+    check_copy(sources, destinations, [4, 1], [0, 7], backend)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_addresses_aligned_to_fewer_bytes(shift, backend, device, generator):
+    storage = torch.empty(2 * 5 * 64 + shift, dtype=torch.uint8, device=device)
+    sources = [random_like(storage[shift:].view(2, 5, 64), generator)]
+    destinations = random_states([(2, (64,), torch.uint8)], 7, generator, device)
+    check_copy(sources, destinations, [4, 2], [1, 6], backend)
+
+
+def test_offsets_past_int32(backend, device, generator):
+    """Rows 2**31 and more bytes apart; on the CPU the memory between them is never touched."""
+    far = torch.empty(2**32 + 128, dtype=torch.uint8, device=device)
+    far_rows = far.as_strided((1, 3, 64), (0, 2**31 + 16, 1))
+    near_rows = torch.empty(1, 3, 64, dtype=torch.uint8, device=device)
+    rows = [random_like(near_rows, generator)], [random_like(far_rows, generator)]
+    check_copy(*rows, [2, 0], [1, 2], backend)
+    check_copy(rows[1], rows[0], [2, 1], [0, 1], backend)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("as_rows", [np.asarray, torch.from_numpy])
+def test_rows_as_numpy_or_tensor(dtype, as_rows, backend, device, generator):
+    sources = random_states(HYBRID, 5, generator, device)
+    destinations = random_states(HYBRID, 7, generator, device)
+    rows = [as_rows(np.array(values, dtype)) for values in ([3, -1, -2], [6, 0, 2])]
+    StateCopier(sources, destinations, backend=backend).copy(*rows)
+    for source, destination in zip(snapshot(sources), snapshot(destinations), strict=True):
+        assert torch.equal(destination[:, 6], source[:, 3])
+        assert destination[:, 2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("source_rows", "destination_rows", "message"),
+    [
+        ([0, 1], [0], "equally many, got 2 and 1"),
+        ([0, 5], [0, 1], r"source_rows must be in \[0, 5\) .* got \[5\]"),
+        ([0, -3], [0, 1], r"source_rows must be in .* >= -2, got \[-3\]"),
+        ([0, 1], [0, 7], r"destination_rows must be in \[0, 7\) .* got \[7\]"),
+        ([0, 1], [0, -2], r"destination_rows must be in .* >= -1, got \[-2\]"),
+        ([0, 1, -1, 3], [2, 4, 2, 4], r"listed once, got \[4\] repeatedly"),
+        ([0.0, 1.0], [0, 1], "must be 1-D and int32 or int64"),
+        ([[0, 1]], [[0, 1]], "must be 1-D and int32 or int64"),
+        ([True, False], [0, 1], "must be 1-D and int32 or int64"),
+        (np.array([0, 1], np.int16), [0, 1], "must be 1-D and int32 or int64"),
+    ],
+)
+def test_bad_rows_raise_and_copy_nothing(
+    source_rows, destination_rows, message, backend, device, generator
+):
+    destinations = random_states(HYBRID, 7, generator, device)
+    before = snapshot(destinations)
+    copier = StateCopier(random_states(HYBRID, 5, generator, device), destinations, backend=backend)
+    with pytest.raises(InvalidArgumentError, match=message):
+        copier.copy(source_rows, destination_rows)
+    for tensor, want in zip(snapshot(destinations), before, strict=True):
+        assert torch.equal(tensor, want)
+
+
+def test_row_both_read_and_written_in_place_is_refused(backend, device, generator):
+    states = random_states(HYBRID, 7, generator, device)
+    before = snapshot(states)
+    copier = StateCopier(states, states, backend=backend)
+    with pytest.raises(InvalidArgumentError, match=r"both read and written, got \[3\]"):
+        copier.copy([0, 3], [3, 5])
+    for tensor, want in zip(snapshot(states), before, strict=True):
+        assert torch.equal(tensor, want)
+    copier.copy([0, 3, 5], [3, PAD_SLOT_ID, 6])
+
+
+def test_same_row_number_of_different_tensors_is_no_conflict(backend, device, generator):
+    sources = random_states(HYBRID, 7, generator, device)
+    check_copy(sources, random_states(HYBRID, 7, generator, device), [0, 3], [3, 0], backend)
+
+
+def rows_of(rows, inner=(4,), dtype=torch.float32, layers=2):
+    return torch.ones(layers, rows, *inner, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [
+        ([], [], "at least one source"),
+        ([rows_of(3)], [], "as many destinations, got 1 and 0"),
+        ([rows_of(3)], [rows_of(3, dtype=torch.bfloat16)], "agree in dtype"),
+        ([rows_of(3)], [rows_of(3, inner=(2, 2))], "inner shape"),
+        ([rows_of(3)], [rows_of(3, layers=1)], "layers"),
+        ([rows_of(3), rows_of(4)], [rows_of(3), rows_of(3)], r"sources .* rows, got \[3, 4\]"),
+        ([rows_of(3), rows_of(3)], [rows_of(3), rows_of(2)], r"destinations .* got \[3, 2\]"),
+        ([rows_of(3, (4, 5)).mT], [rows_of(3, (5, 4))], "sources must be .* contiguous inner"),
+        ([rows_of(3)], [rows_of(3, (8,))[..., ::2]], "destinations must be .* contiguous inner"),
+        ([torch.ones(3)], [torch.ones(3)], r"\[num_layers, rows, \*inner\]"),
+        ([rows_of(3)], [rows_of(3).to("meta")], r"one device, got \['cpu', 'meta'\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(sources, destinations, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        StateCopier(sources, destinations)
+
+
+def test_unknown_backend():
+    with pytest.raises(InvalidArgumentError, match="'auto', 'torch' or 'triton', got 'cuda'"):
+        StateCopier([rows_of(3)], [rows_of(3)], backend="cuda")
+
+
+def test_kernel_on_the_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InvalidArgumentError, match="needs tensors on a CUDA device, got cpu"):
+        StateCopier([rows_of(3)], [rows_of(3)], backend="triton")
+
+
+def test_without_triton_only_the_kernel_is_missing(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, "mamba_cache.states.kernels.copy", raising=False)
+    monkeypatch.delattr("mamba_cache.states.kernels.copy", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingExtraError, match="backend='torch'"):
+        StateCopier([rows_of(3)], [rows_of(3)], backend="triton")
+    StateCopier([rows_of(3)], [rows_of(3)]).copy([0], [1])
+
+
+def test_copier_keeps_its_tensors_alive(generator):
+    """The plan keeps addresses, so the copier must keep the tensors behind them alive."""
+    sources, destinations = random_states(HYBRID, 2, generator), random_states(HYBRID, 2, generator)
+    expected = snapshot(sources)
+    copier = StateCopier(sources, destinations)
+    sources.clear()
+    copier.copy([1], [0])
+    for tensor, want in zip(snapshot(destinations), expected, strict=True):
+        assert torch.equal(tensor[:, 0], want[:, 1])
