@@ -80,16 +80,25 @@ class CapacityError(MambaCacheError, RuntimeError):
     Attributes:
         required: How many the call needed.
         available: How many it could have had.
+        detail: More about the reason, or "".
     """
 
     #: What is short, as the message names it.
     resource = "units"
+    #: How the message ends, after the number available.
+    supply = "are available"
 
     def __init__(self, required: int, available: int, detail: str = "") -> None:
+        super().__init__(required, available, detail)
         self.required = required
         self.available = available
-        message = f"{required} {self.resource} are required, but only {available} are available"
-        super().__init__(f"{message}: {detail}" if detail else message)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        message = (
+            f"{self.required} {self.resource} are required, but only {self.available} {self.supply}"
+        )
+        return f"{message}: {self.detail}" if self.detail else message
 
 
 class BlockCapacityError(CapacityError):
@@ -113,11 +122,5 @@ class TokenCapacityError(CapacityError):
 class MambaSlotCapacityError(CapacityError):
     """Free and evictable slots do not suffice."""
 
-    resource = "slots"
-
-    def __init__(self, required: int, available: int) -> None:
-        super().__init__(required, available)
-        self.args = (
-            f"{required} Mamba slots are required, but only {available} "
-            "free or evictable slots are available",
-        )
+    resource = "Mamba slots"
+    supply = "free or evictable slots are available"

@@ -1,0 +1,121 @@
+"""CacheConfig refuses what would not work, when it is made and by name."""
+
+import dataclasses
+import re
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.errors import InvalidArgumentError
+
+MINIMUM = {
+    "block_size_tokens": 1,
+    "max_requests": 1,
+    "max_tokens": 1,
+    "max_sequence_length": 1,
+    "ssm_chunk_size": 1,
+    "ssm_chunk_alignment": 1,
+    "min_computed_tokens": 1,
+    "num_kv_blocks": 1,
+    "max_slots": 0,
+    "max_checkpoints_per_step": 0,
+}
+
+
+def make(**settings: Any) -> CacheConfig:
+    """A small valid configuration, with some settings changed."""
+    small = {"block_size_tokens": 8, "ssm_chunk_size": 4, "num_kv_blocks": 5, "max_slots": 2}
+    return CacheConfig(**{**small, **settings})
+
+
+def test_defaults_that_follow_other_settings() -> None:
+    config = make(ssm_chunk_size=2, max_requests=7)
+    assert config.ssm_chunk_alignment == config.chunk_alignment == 2
+    assert config.max_checkpoints_per_step == config.checkpoints_per_step == 21
+
+
+def test_given_values_are_kept() -> None:
+    config = make(ssm_chunk_alignment=8, max_checkpoints_per_step=0, max_slots=0)
+    assert (config.chunk_alignment, config.checkpoints_per_step, config.max_slots) == (8, 0, 0)
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(1, 1), (8, 1), (9, 2), (800, 100), (801, 101)])
+def test_blocks_of_the_longest_sequence_are_rounded_up(length: int, blocks: int) -> None:
+    assert make(max_sequence_length=length).max_blocks_per_request == blocks
+
+
+@pytest.mark.parametrize("name", MINIMUM)
+def test_counts_have_a_least_value(name: str) -> None:
+    """The message names the setting, what was given and what is allowed."""
+    least = MINIMUM[name]
+    for value in (least - 1, -5, 2.0, "3", True):
+        expected = re.escape(f"{name} must be an int >= {least}, got {value!r}")
+        with pytest.raises(InvalidArgumentError, match=expected):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")]
+)
+class TestBudgets:
+    def test_size_or_count_is_needed(self, size: str, count: str) -> None:
+        with pytest.raises(InvalidArgumentError, match=rf"give {size} \(GiB\) or {count}"):
+            make(**{count: None})
+
+    @pytest.mark.parametrize("gb", [0, 0.25, 80])
+    def test_a_size_will_do(self, size: str, count: str, gb: float) -> None:
+        assert getattr(make(**{count: None, size: gb}), size) == gb
+
+    @pytest.mark.parametrize("gb", [-0.1, float("inf"), float("nan")])
+    def test_a_size_is_finite_and_not_negative(self, size: str, count: str, gb: float) -> None:
+        with pytest.raises(InvalidArgumentError, match=rf"{size} must be a finite number >= 0"):
+            make(**{count: None, size: gb})
+
+
+def test_alignment_is_a_multiple_of_the_chunk() -> None:
+    expected = r"ssm_chunk_alignment must be a multiple of ssm_chunk_size \(4\), got 6"
+    with pytest.raises(InvalidArgumentError, match=expected):
+        make(ssm_chunk_alignment=6)
+
+
+def test_states_are_kept_on_the_chunk_grid() -> None:
+    """Elsewhere a cache chunk of 128 was indexed into states kept per 64 tokens."""
+    expected = r"block_size_tokens must be a multiple of ssm_chunk_alignment \(4\), got 10"
+    with pytest.raises(InvalidArgumentError, match=expected):
+        make(block_size_tokens=10)
+    with pytest.raises(InvalidArgumentError, match=r"ssm_chunk_alignment \(16\), got 8"):
+        make(ssm_chunk_alignment=16)
+
+
+class ForeignPolicy(str, Enum):
+    LRU = "lru"
+    REF_ZERO = "ref_zero"
+
+
+@pytest.mark.parametrize("given", ["ref_zero", ForeignPolicy.REF_ZERO, EvictionPolicy.REF_ZERO])
+def test_policies_are_compared_by_value(given: Any) -> None:
+    assert make(eviction_policy=given).eviction_policy is EvictionPolicy.REF_ZERO
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"eviction_policy": "fifo"}, r"one of \['lru', 'ref_zero'\], got 'fifo'"),
+        ({"hash_algorithm": "md5"}, r"'xxh3_128' or 'sha256', got 'md5'"),
+        ({"hash_secret": "key"}, r"hash_secret must be bytes or None, got str"),
+    ],
+)
+def test_choices(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=expected):
+        make(**settings)
+
+
+def test_a_secret_is_kept() -> None:
+    assert make(hash_secret=b"shared", hash_algorithm="sha256").hash_secret == b"shared"
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().max_slots = 3  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""The exception tree: what callers catch, and what messages tell them."""
+
+import pickle
+
+import pytest
+
+from mamba_cache import errors
+
+ALL = [getattr(errors, name) for name in errors.__all__]
+
+BUILT_IN = {
+    errors.CapacityError: RuntimeError,
+    errors.InvalidArgumentError: ValueError,
+    errors.InvariantError: AssertionError,
+    errors.MissingExtraError: ImportError,
+    errors.MissingStateError: LookupError,
+    errors.StepOrderError: RuntimeError,
+}
+
+CAPACITY = [e for e in ALL if issubclass(e, errors.CapacityError)]
+
+
+@pytest.mark.parametrize("error", ALL)
+def test_one_root(error: type[Exception]) -> None:
+    assert issubclass(error, errors.MambaCacheError)
+
+
+@pytest.mark.parametrize(("error", "built_in"), BUILT_IN.items())
+def test_callers_who_know_only_built_ins_catch_them(
+    error: type[Exception], built_in: type[Exception]
+) -> None:
+    leaves = [leaf for leaf in ALL if issubclass(leaf, error)]
+    assert all(issubclass(leaf, built_in) for leaf in leaves)
+
+
+def test_every_leaf_has_a_built_in() -> None:
+    covered = {leaf for leaf in ALL for error in BUILT_IN if issubclass(leaf, error)}
+    assert covered == set(ALL) - {errors.MambaCacheError}
+
+
+@pytest.mark.parametrize("error", CAPACITY)
+def test_capacity_errors_say_what_is_short(error: type[errors.CapacityError]) -> None:
+    raised = error(7, 3)
+    assert (raised.required, raised.available) == (7, 3)
+    assert raised.resource in str(raised)
+    assert "7 " in str(raised)
+    assert "only 3 " in str(raised)
+
+
+def test_detail_is_appended() -> None:
+    raised = errors.BlockCapacityError(2, 1, "6 blocks are pinned")
+    assert str(raised) == (
+        "2 KV blocks are required, but only 1 are available: 6 blocks are pinned"
+    )
+
+
+def test_slot_message_is_the_one_that_embedders_know() -> None:
+    raised = errors.MambaSlotCapacityError(4, 2)
+    assert str(raised).endswith("only 2 free or evictable slots are available")
+
+
+@pytest.mark.parametrize("error", CAPACITY)
+def test_capacity_errors_survive_a_process_boundary(error: type[errors.CapacityError]) -> None:
+    """Engines send a worker's exceptions to the process that serves the request."""
+    raised = error(7, 3)
+    copy = pickle.loads(pickle.dumps(raised))
+    assert type(copy) is error
+    assert (str(copy), copy.required, copy.available) == (str(raised), 7, 3)
