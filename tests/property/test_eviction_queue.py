@@ -1,0 +1,62 @@
+"""EvictionQueue against a plain dict."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mamba_cache._eviction_queue import EvictionQueue
+
+ITEMS = st.integers(0, 9)
+PRIORITIES = st.integers(-3, 3)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Few items and few priorities, so that items are pushed anew and priorities tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = EvictionQueue()
+        self.model: dict[int, float] = {}
+
+    @rule(item=ITEMS, priority=PRIORITIES)
+    def push(self, item: int, priority: float) -> None:
+        self.queue.push(item, priority)
+        self.model[item] = priority
+
+    @rule(item=ITEMS)
+    def discard(self, item: int) -> None:
+        self.queue.discard(item)
+        self.model.pop(item, None)
+
+    @rule()
+    def pop(self) -> None:
+        if not self.model:
+            with pytest.raises(IndexError):
+                self.queue.pop()
+            return
+        expected = min(self.model, key=lambda item: (self.model[item], item))
+        assert self.queue.pop() == (expected, self.model.pop(expected))
+
+    @rule()
+    def clear(self) -> None:
+        self.queue.clear()
+        self.model.clear()
+
+    @invariant()
+    def same_items(self) -> None:
+        assert len(self.queue) == len(self.model)
+        assert [item in self.queue for item in range(10)] == [i in self.model for i in range(10)]
+
+
+TestQueue = QueueMachine.TestCase
+
+
+def test_stale_entries_do_not_pile_up() -> None:
+    """Elsewhere, nodes that were unlinked but not freed grew by gigabytes an hour."""
+    queue = EvictionQueue()
+    for time in range(10_000):
+        queue.push(time % 8, time)
+        if time % 5 == 0:
+            queue.discard(time % 8)
+    assert len(queue._heap) <= 2 * len(queue) + 17
+    assert queue.pop()[1] >= 9_985
