@@ -45,6 +45,7 @@ class CacheConfig:
             ``ssm_chunk_size``, which is its default.
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
+        vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
         min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels
             that cannot start from the last token alone need more than one.
         max_checkpoints_per_step: Checkpoints inside the prefill chunks of one step; more are
@@ -71,6 +72,7 @@ class CacheConfig:
     ssm_chunk_alignment: int | None = None
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
+    vocab_size: int | None = None
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
@@ -112,8 +114,9 @@ class CacheConfig:
         for name in at_least_one:
             _check_int(name, getattr(self, name), minimum=1)
         _check_int("max_checkpoints_per_step", self.max_checkpoints_per_step, minimum=0)
-        if self.num_kv_blocks is not None:
-            _check_int("num_kv_blocks", self.num_kv_blocks, minimum=1)
+        for name in ("num_kv_blocks", "vocab_size"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=1)
         if self.max_slots is not None:
             _check_int("max_slots", self.max_slots, minimum=0)
 

@@ -1,1 +1,20 @@
-"""."""
+"""The inference context: what an engine embeds."""
+
+from mamba_cache.context.context import DynamicInferenceContext
+from mamba_cache.context.matching import MissReason, PrefixMatch
+from mamba_cache.context.requests import Admission, PreparedRequest, Request, RequestStatus
+from mamba_cache.context.stats import CacheStats
+from mamba_cache.context.step import ScheduledRequest, Step
+
+__all__ = [
+    "Admission",
+    "CacheStats",
+    "DynamicInferenceContext",
+    "MissReason",
+    "PrefixMatch",
+    "PreparedRequest",
+    "Request",
+    "RequestStatus",
+    "ScheduledRequest",
+    "Step",
+]

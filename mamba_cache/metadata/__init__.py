@@ -1,11 +1,20 @@
-"""What a step's kernels need to know of its batch: the packed tensors, and how chunks are cut."""
+"""What the kernels of a step read: chunks of packed sequences, and the step's tensors."""
 
 from mamba_cache.metadata.chunks import compute_chunk_metadata, compute_varlen_chunk_metadata
-from mamba_cache.metadata.step import PAD_SLOT_ID, StepMetadata
+from mamba_cache.metadata.step import StepMetadata
+from mamba_cache.metadata.step_buffers import (
+    CheckpointEntry,
+    SequenceSlice,
+    StepBuffers,
+    StepPlan,
+)
 
 __all__ = [
-    "PAD_SLOT_ID",
+    "CheckpointEntry",
+    "SequenceSlice",
+    "StepBuffers",
     "StepMetadata",
+    "StepPlan",
     "compute_chunk_metadata",
     "compute_varlen_chunk_metadata",
 ]

@@ -1,0 +1,194 @@
+"""Admits requests: matches them, reserves their memory and plans their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mamba_cache.blocks import BlockHashChain, KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.checkpoints import CheckpointPlanner
+from mamba_cache.context.matching import MissReason, PrefixMatch, farthest_state, find_prefix
+from mamba_cache.context.request_memory import RequestMemory
+from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
+from mamba_cache.errors import InvalidArgumentError, TokenCapacityError
+from mamba_cache.slots import MambaSlotAllocator, SlotLease
+
+__all__ = ["Admitter"]
+
+
+class Admitter:
+    """Brings requests into the next step and takes them out of it.
+
+    Args:
+        config: Settings.
+        kv_blocks: Bookkeeping of KV blocks.
+        slots: Bookkeeping of slots.
+        memory: Rows and blocks of requests.
+        planner: Plans checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        kv_blocks: KVBlockAllocator,
+        slots: MambaSlotAllocator,
+        memory: RequestMemory,
+        planner: CheckpointPlanner,
+    ) -> None:
+        self._config = config
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._memory = memory
+        self._planner = planner
+
+    def match(self, chain: BlockHashChain, num_tokens: int) -> PrefixMatch:
+        """Find how much of a sequence is cached; nothing changes."""
+        if not self._config.enable_prefix_caching:
+            return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
+        return find_prefix(
+            chain.hashes,
+            num_tokens,
+            self._kv_blocks,
+            self._slots,
+            block_size_tokens=self._config.block_size_tokens,
+            min_computed_tokens=self._config.min_computed_tokens,
+        )
+
+    def admit(self, active: ActiveRequest, chunk_tokens: int | None, token_room: int) -> None:
+        """Match a request, give it memory, and plan its first chunk for the next step.
+
+        Args:
+            active: A request that holds nothing.
+            chunk_tokens: Tokens to compute; None: all that are left.
+            token_room: Tokens that the step's buffers can still hold.
+
+        Raises:
+            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
+            TokenCapacityError: The chunk is longer than ``token_room``.
+            RequestCapacityError: No row is free.
+            BlockCapacityError: Not enough KV blocks.
+        """
+        match = self.match(active.chain, active.num_tokens)
+        chunk = self._chunk(active, match.skip_tokens, chunk_tokens, token_room)
+        self._memory.check_row_available()
+        lease = self._pin(match.block_ids, match.state_matched_blocks)
+        try:
+            self._memory.admit(active, match.block_ids, chunk.end)
+        except BaseException:
+            self._unpin(lease)
+            raise
+        active.num_computed = chunk.start
+        active.num_published = match.kv_matched_blocks
+        active.status = RequestStatus.SCHEDULED
+        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True, lease=lease)
+        try:
+            active.chunk = self._planner.plan(active, active.chunk)
+        except BaseException:
+            self.release(active)
+            raise
+        active.admission = Admission(
+            request_id=active.request_id,
+            prompt_tokens=active.num_tokens,
+            kv_matched_blocks=match.kv_matched_blocks,
+            state_matched_blocks=match.state_matched_blocks,
+            skip_tokens=match.skip_tokens,
+            chunk_tokens=chunk.num_tokens,
+            miss_reason=match.miss_reason,
+        )
+
+    def schedule(
+        self,
+        active: ActiveRequest,
+        chunk_tokens: int | None,
+        token_room: int,
+        checkpoint_positions: Sequence[int],
+    ) -> None:
+        """Plan the next chunk of a request that is between two.
+
+        Args:
+            active: The request.
+            chunk_tokens: Tokens to compute; None: all that are left.
+            token_room: Tokens that the step's buffers can still hold.
+            checkpoint_positions: Checked positions at which to save a state as well.
+
+        Raises:
+            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
+            TokenCapacityError: The chunk is longer than ``token_room``.
+            BlockCapacityError: Not enough KV blocks.
+        """
+        chunk = self._chunk(active, active.num_computed, chunk_tokens, token_room)
+        self._memory.grow([(active, chunk.end)])
+        active.checkpoint_positions += tuple(checkpoint_positions)
+        active.chunk = self._planner.plan(active, chunk)
+        active.status = RequestStatus.SCHEDULED
+
+    def renew_restore(self, active: ActiveRequest) -> None:
+        """Plan a first chunk again if the state that it was to resume from is gone.
+
+        The chunk then starts at the farthest state that is left among the matched blocks, or at
+        the prompt's beginning, and computes as many tokens as it was to, from there.
+        """
+        chunk, admission = active.current_chunk, active.admission
+        if chunk.lease is None or self._slots.is_current(chunk.lease):
+            return
+        assert admission is not None
+        self._planner.cancel(chunk)
+        shared = active.block_ids[: active.num_shared_blocks]
+        state_blocks = farthest_state(self._slots, shared[: admission.state_matched_blocks])
+        start = state_blocks * self._config.block_size_tokens
+        lease = self._pin(shared, state_blocks)
+        active.num_computed = start
+        first = Chunk(start, chunk.num_tokens, is_first=True, lease=lease)
+        active.chunk = self._planner.plan(active, first)
+        active.admission = Admission(
+            request_id=active.request_id,
+            prompt_tokens=admission.prompt_tokens,
+            kv_matched_blocks=admission.kv_matched_blocks,
+            state_matched_blocks=state_blocks,
+            skip_tokens=start,
+            chunk_tokens=chunk.num_tokens,
+            miss_reason=None if start else MissReason.NO_STATE,
+        )
+
+    def settle(self, active: ActiveRequest) -> None:
+        """End a committed chunk: its source may be evicted from now on."""
+        chunk = active.current_chunk
+        self._planner.settle(chunk)
+        if chunk.lease is not None:
+            self._slots.note_consumed([chunk.lease.slot])
+            self._unpin(chunk.lease)
+        active.chunk = None
+
+    def release(self, active: ActiveRequest) -> None:
+        """Take back everything that a request holds, what was planned for it included."""
+        chunk, active.chunk = active.chunk, None
+        active.admission = None
+        active.status = RequestStatus.PREEMPTED
+        if chunk is not None:
+            self._planner.cancel(chunk)
+            self._unpin(chunk.lease)
+        self._memory.release(active)
+
+    def _chunk(
+        self, active: ActiveRequest, start: int, chunk_tokens: int | None, token_room: int
+    ) -> Chunk:
+        left = active.num_tokens - start
+        if chunk_tokens is None:
+            chunk_tokens = left
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+            raise InvalidArgumentError(f"chunk_tokens must be an int >= 1, got {chunk_tokens!r}")
+        chunk = Chunk(start, min(chunk_tokens, left))
+        if chunk.num_tokens > token_room:
+            raise TokenCapacityError(
+                chunk.num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"
+            )
+        return chunk
+
+    def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
+        if not state_blocks:
+            return None
+        return self._slots.pin_slots([self._slots.get_slot(blocks[state_blocks - 1])])[0]
+
+    def _unpin(self, lease: SlotLease | None) -> None:
+        if lease is not None:
+            self._slots.unpin_slots([lease])

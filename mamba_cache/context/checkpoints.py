@@ -1,0 +1,194 @@
+"""Plans which states a step saves, and publishes them when the step is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk
+from mamba_cache.context.stats import StatsCounters
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    MambaSlotAllocator,
+    PlacementFacts,
+    SlotLease,
+)
+
+__all__ = ["CheckpointPlanner", "Publisher"]
+
+
+class CheckpointPlanner:
+    """Chooses the checkpoints of a chunk and reserves a slot for each that can have one.
+
+    Args:
+        slots: Where slots are reserved.
+        placement: Which positions are worth a state.
+        counters: Where checkpoints that found no room are counted.
+        block_size_tokens: Tokens of a block. A state is saved at block boundaries only, and those
+            lie on the SSM chunk grid because the settings say so.
+        max_inside: Checkpoints inside prefill chunks that the buffers of one step hold.
+    """
+
+    def __init__(
+        self,
+        slots: MambaSlotAllocator,
+        placement: CheckpointPlacement,
+        counters: StatsCounters,
+        *,
+        block_size_tokens: int,
+        max_inside: int,
+    ) -> None:
+        self._slots = slots
+        self._placement = placement
+        self._counters = counters
+        self._block_size = block_size_tokens
+        self._room = max_inside
+
+    def plan(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
+        """Return ``chunk`` with its checkpoints planned.
+
+        Args:
+            active: The request, with the blocks of the chunk.
+            chunk: What is computed.
+        """
+        positions = sorted(self._positions(active, chunk))
+        inside = [p for p in positions if p < chunk.end]
+        without_room = max(0, len(inside) - self._room)
+        self._counters.skipped_checkpoints += without_room
+        # The later ones save more, so they are kept when the buffers are short.
+        kept = self._reserve(active, positions[without_room:])
+        inside_kept = tuple(c for c in kept if c.position < chunk.end)
+        self._room -= len(inside_kept)
+        return replace(
+            chunk,
+            inside=inside_kept,
+            boundary=next((c for c in kept if c.position == chunk.end), None),
+        )
+
+    def plan_decode(self, active: ActiveRequest) -> Chunk:
+        """Return the chunk of one decoded token, with a checkpoint if it ends a block."""
+        chunk = Chunk(active.num_computed, 1)
+        if chunk.end % self._block_size:
+            return chunk
+        kept = self._reserve(active, [chunk.end])
+        return replace(chunk, boundary=kept[0] if kept else None)
+
+    def cancel(self, chunk: Chunk) -> None:
+        """Give back what was planned for a chunk that will not be committed."""
+        self._slots.cancel_reserved([c.slot for c in chunk.checkpoints])
+        self.settle(chunk)
+
+    def settle(self, chunk: Chunk) -> None:
+        """End a chunk: its checkpoints no longer take room in the step's buffers."""
+        self._room += len(chunk.inside)
+
+    def _positions(self, active: ActiveRequest, chunk: Chunk) -> set[int]:
+        block = self._block_size
+        facts = PlacementFacts(
+            prompt_tokens=active.num_tokens,
+            block_size_tokens=block,
+            num_matched_blocks=active.num_shared_blocks,
+            num_required_blocks=-(-active.num_tokens // block),
+        )
+        wanted = {*self._placement.positions(facts), *active.checkpoint_positions}
+        return {p // block * block for p in wanted if chunk.start < p // block * block <= chunk.end}
+
+    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
+        blocks = [active.block_ids[p // self._block_size - 1] for p in positions]
+        slots = self._slots.reserve_slots(blocks)
+        return [
+            Checkpoint(p, slot)
+            for p, slot in zip(positions, slots, strict=True)
+            if slot is not None
+        ]
+
+
+class Publisher:
+    """Makes what a committed step wrote findable: KV blocks first, then states.
+
+    Args:
+        kv_blocks: Where block hashes are registered.
+        slots: Where states are registered.
+        counters: Where saved states are counted.
+        block_size_tokens: Tokens of a block.
+    """
+
+    def __init__(
+        self,
+        kv_blocks: KVBlockAllocator,
+        slots: MambaSlotAllocator,
+        counters: StatsCounters,
+        *,
+        block_size_tokens: int,
+    ) -> None:
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._counters = counters
+        self._block_size = block_size_tokens
+
+    def publish(self, active: ActiveRequest, chunk: Chunk) -> None:
+        """Publish a request's complete blocks and the states of its chunk.
+
+        A block whose content another request published first stays private, and its state goes to
+        that other block if it has none. So a state is findable only beside the keys and values of
+        the same prefix.
+
+        Args:
+            active: The request, with ``num_computed`` advanced past the chunk.
+            chunk: The chunk that was computed.
+        """
+        self._publish_blocks(active)
+        hashes = active.chain.hashes
+        slots, blocks, ids = [], [], []
+        private = []
+        for checkpoint in chunk.checkpoints:
+            index = checkpoint.position // self._block_size - 1
+            block = self._kv_blocks.find_block(hashes[index], hashes.digests[index])
+            if block is None:
+                private.append(checkpoint.slot)
+                continue
+            slots.append(checkpoint.slot)
+            blocks.append(block)
+            ids.append(hashes[index])
+        self._slots.cancel_reserved(private)
+        kept = self._slots.commit_reserved(slots, blocks, ids)
+        self._counters.saved_states += sum(a == b for a, b in zip(kept, slots, strict=True))
+
+    def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
+        """Free the state that a request saved one block earlier while decoding.
+
+        The next turn of the conversation resumes from the newest, so one slot does for an answer
+        of any length. A state that another request is about to read stays.
+
+        Args:
+            active: The request, whose state at ``boundary`` is published.
+            boundary: Its newest decode checkpoint.
+        """
+        old, active.decode_lease = active.decode_lease, self._lease_of(active, boundary)
+        if old is not None and self._slots.is_current(old) and not self._slots.is_pinned(old.slot):
+            self._slots.invalidate_block(old.block_id)
+
+    def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:
+        """Name the state that ``boundary`` saved; None if another request had saved it before."""
+        hashes = active.chain.hashes
+        index = boundary.position // self._block_size - 1
+        block = self._kv_blocks.find_block(hashes[index], hashes.digests[index])
+        if block is None or self._slots.get_slot(block) != boundary.slot:
+            return None
+        lease = self._slots.pin_slots([boundary.slot])[0]
+        self._slots.unpin_slots([lease])
+        return lease
+
+    def _publish_blocks(self, active: ActiveRequest) -> None:
+        hashes = active.chain.hashes
+        first = active.num_published
+        end = min(active.num_computed // self._block_size, len(hashes))
+        if first >= end:
+            return
+        self._kv_blocks.register_kv_block_hashes(
+            active.block_ids[first:end],
+            hashes[first:end],
+            parent_hash=hashes[first - 1] if first else None,
+        )
+        active.num_published = end

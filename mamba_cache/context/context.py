@@ -1,0 +1,444 @@
+"""The inference context: requests, their memory, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import torch
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.admission import Admitter
+from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
+from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.memory import BatchCounts, LiveRows, kv_pool_size, num_slots
+from mamba_cache.context.preparation import RequestPreparer
+from mamba_cache.context.request_memory import RequestMemory
+from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    Admission,
+    PreparedRequest,
+    Request,
+    RequestStatus,
+    check_positions,
+)
+from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.step import Step
+from mamba_cache.context.stepping import StepRunner
+from mamba_cache.errors import InvariantError, StepOrderError
+from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    MambaSlotAllocator,
+    MegatronPlacement,
+    SlotEvictionPolicy,
+)
+from mamba_cache.states import KVCacheSpec, StatePool, StateSpec, extract_checkpoint_states
+
+__all__ = ["DynamicInferenceContext"]
+
+
+class DynamicInferenceContext:
+    """Runs requests over a KV cache and live states, and reuses the prefixes that they share.
+
+    One step of an embedding engine::
+
+        context.add_request(request)             # match, reserve, plan
+        step = context.begin_step()              # restore or clear live states, send the metadata
+        logits = model(step.metadata, context)   # the layers write checkpoints into their slots
+        context.commit_step(next_tokens)         # what was written becomes findable
+
+    A call that raises an error of this package leaves the context as it was, but for the recency
+    of blocks that it looked at. One thread uses a context at a time.
+
+    Args:
+        config: Settings.
+        state_spec: What one state holds.
+        kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
+            ``config.num_kv_blocks`` says how many blocks it has.
+        device: Where states, keys and values are.
+        slot_policy: Which states are given up first. Default: the one that belongs to
+            ``config.eviction_policy``.
+        placement: Where states are saved. Default: Megatron's three positions.
+
+    Attributes:
+        config: Settings.
+        device: Where states, keys and values are.
+        kv_block_allocator: Bookkeeping of KV blocks.
+        slot_allocator: Bookkeeping of slots, and the saved states.
+        kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
+            values; None without ``kv_spec``. The last block is the dummy block.
+        live_states: The states that running requests read and write, a row each.
+
+    Raises:
+        BudgetError: A budget is too small for one block, or for one slot.
+        InvalidArgumentError: The settings do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        slot_policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self._counters = StatsCounters()
+        self._preparer = RequestPreparer(config)
+        self._requests = RequestTable(
+            max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
+        )
+        self._allocate(state_spec, kv_spec)
+        self._expose_to_slots()
+        self.slot_allocator = MambaSlotAllocator.from_spec(
+            self, num_slots(config, state_spec), state_spec, policy=slot_policy
+        )
+        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
+        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+        planner = CheckpointPlanner(
+            self.slot_allocator,
+            placement or MegatronPlacement(),
+            self._counters,
+            block_size_tokens=config.block_size_tokens,
+            max_inside=config.checkpoints_per_step,
+        )
+        publisher = Publisher(
+            self.kv_block_allocator,
+            self.slot_allocator,
+            self._counters,
+            block_size_tokens=config.block_size_tokens,
+        )
+        self._admitter = Admitter(
+            config, self.kv_block_allocator, self.slot_allocator, self._memory, planner
+        )
+        self._runner = StepRunner(
+            buffers=self._buffers,
+            slots=self.slot_allocator,
+            planner=planner,
+            admitter=self._admitter,
+            publisher=publisher,
+            counters=self._counters,
+        )
+
+    def _allocate(self, state_spec: StateSpec, kv_spec: KVCacheSpec | None) -> None:
+        config = self.config
+        self.kv_block_allocator = KVBlockAllocator(
+            kv_pool_size(config, kv_spec),
+            eviction_policy=config.eviction_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            as_tensor=torch.from_numpy,
+        )
+        self.kv_cache = kv_spec and kv_spec.allocate(
+            self.kv_block_allocator.pool_size, config.block_size_tokens, self.device
+        )
+        self.live_states = StatePool(state_spec, config.max_requests, device=self.device)
+        self._memory = RequestMemory(
+            self.kv_block_allocator,
+            max_requests=config.max_requests,
+            max_blocks=config.max_blocks_per_request,
+            block_size_tokens=config.block_size_tokens,
+        )
+        self._buffers = StepBuffers(
+            self._memory.block_tables,
+            block_size_tokens=config.block_size_tokens,
+            chunk_size=config.ssm_chunk_size,
+            max_tokens=config.max_tokens,
+            max_checkpoints=config.checkpoints_per_step,
+            device=self.device,
+        )
+
+    def _expose_to_slots(self) -> None:
+        """Set what ``protocols.SlotContext`` lists: slots read these of whatever embeds them."""
+        config = self.config
+        self.max_requests = config.max_requests
+        self.block_size_tokens = config.block_size_tokens
+        self.prefix_caching_eviction_policy = config.eviction_policy
+        self.mamba_chunk_size = config.ssm_chunk_size
+        self.ssm_chunk_alignment = config.chunk_alignment
+        self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
+        self.request_to_kv_block_ids = torch.from_numpy(self._memory.block_tables)
+        self.mamba_metadata = LiveRows(config.max_requests)
+        self.mamba_conv_states = self.live_states["conv"]
+        self.mamba_ssm_states = self.live_states["ssm"]
+        self.batch_dimensions = BatchCounts()
+        self.paused_request_count = 0
+
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Check a request's tokens and hash its blocks, so that it can be matched many times.
+
+        Args:
+            request: The request; the context keeps nothing of it.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+        """
+        return self._preparer.prepare(request)
+
+    def match(self, request: PreparedRequest) -> PrefixMatch:
+        """Find how much of a request is cached now. Nothing changes, and nothing is promised."""
+        return self._admitter.match(request.chain, len(request.tokens))
+
+    def add_request(
+        self,
+        request: Request | PreparedRequest,
+        *,
+        chunk_tokens: int | None = None,
+        checkpoint_positions: Sequence[int] = (),
+    ) -> Admission:
+        """Admit a request to the next step: match it, reserve its memory, plan its first chunk.
+
+        Args:
+            request: The request, prepared or not.
+            chunk_tokens: Tokens to compute in the next step. Default: all that are left.
+            checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
+
+        Raises:
+            InvalidArgumentError: The request is malformed, its id is in use, or ``chunk_tokens``
+                is not an int >= 1.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+            RequestCapacityError: No row is free.
+            TokenCapacityError: The step's token buffers cannot hold the chunk.
+            BlockCapacityError: Not enough KV blocks are free or evictable.
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        prepared = self.prepare(request) if isinstance(request, Request) else request
+        self._requests.check_new(prepared.request.request_id)
+        active = ActiveRequest(
+            prepared.request,
+            prepared.tokens,
+            prepared.chain.copy(),
+            is_cached=self.config.enable_prefix_caching,
+        )
+        active.want_checkpoints(prepared.request.checkpoint_positions)
+        active.want_checkpoints(checkpoint_positions)
+        self._admitter.admit(active, chunk_tokens, self._requests.token_room())
+        self._requests.add(active)
+        return active.current_admission
+
+    def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
+        """Bring a preempted request on again; what it generated counts as its prompt now.
+
+        Args:
+            request_id: A preempted request.
+            chunk_tokens: As in ``add_request``.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
+            RequestCapacityError: No row is free.
+            TokenCapacityError: The step's token buffers cannot hold the chunk.
+            BlockCapacityError: Not enough KV blocks are free or evictable.
+            StepOrderError: The request is not preempted, or a step is in flight.
+        """
+        self._runner.require_none()
+        active = self._requests.find(request_id, RequestStatus.PREEMPTED)
+        self._admitter.admit(active, chunk_tokens, self._requests.token_room())
+        return active.current_admission
+
+    def schedule_prefill(
+        self,
+        request_id: Hashable,
+        *,
+        chunk_tokens: int | None = None,
+        checkpoint_positions: Sequence[int] = (),
+    ) -> int:
+        """Schedule the next chunk of a request whose prompt is not computed to its end.
+
+        Args:
+            request_id: A request between two chunks.
+            chunk_tokens: Tokens to compute in the next step. Default: all that are left.
+            checkpoint_positions: Further positions at which to save a state.
+
+        Returns:
+            How many tokens will be computed: ``chunk_tokens``, or what is left.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
+            TokenCapacityError: The step's token buffers cannot hold the chunk.
+            BlockCapacityError: Not enough KV blocks are free or evictable.
+            StepOrderError: The request has no chunk to schedule, or a step is in flight.
+        """
+        self._runner.require_none()
+        active = self._requests.find(request_id, RequestStatus.PREFILLING)
+        check_positions(checkpoint_positions)
+        self._admitter.schedule(
+            active, chunk_tokens, self._requests.token_room(), checkpoint_positions
+        )
+        return active.current_chunk.num_tokens
+
+    def begin_step(self, decode_ids: Iterable[Hashable] | None = None) -> Step:
+        """Begin a step with all scheduled chunks and with the requests that decode.
+
+        Live states of new requests are restored or cleared on the current stream, in one launch,
+        and the metadata is copied to the device. Nothing waits for the device.
+
+        Args:
+            decode_ids: Which of the decoding requests take part. Default: all.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            StepOrderError: A step is in flight, one of ``decode_ids`` does not decode, or there
+                is nothing to compute.
+            SequenceLengthError: A decoding request has reached ``max_sequence_length``; finish it.
+            TokenCapacityError: More tokens than the step's buffers hold.
+            BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
+        """
+        self._runner.require_none()
+        decodes, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
+        if not decodes and not prefills:
+            raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
+        self._memory.grow([(active, active.num_computed + 1) for active in decodes])
+        self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
+        return self._runner.begin(decodes, prefills)
+
+    def commit_step(self, new_tokens: Mapping[Hashable, int]) -> None:
+        """End a step whose forward is enqueued: what it wrote becomes findable.
+
+        Args:
+            new_tokens: The sampled token of each request in ``Step.sampling_ids``.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: A token is missing, not expected, or no token id. The step is
+                still in flight then.
+        """
+        self._runner.check_tokens(new_tokens)
+        ids = list(new_tokens)
+        tokens = self._preparer.check_tokens([new_tokens[request_id] for request_id in ids])
+        self._runner.commit(dict(zip(ids, tokens.tolist(), strict=True)))
+
+    def abort_step(self) -> tuple[Hashable, ...]:
+        """Take a step back: nothing that it wrote is findable, and its requests are preempted.
+
+        A forward that stopped half-way has overwritten some of the live states, so no request of
+        the step can go on from there; each resumes from what was cached before.
+
+        Returns:
+            The ids of the step's requests, to resume or to finish.
+
+        Raises:
+            StepOrderError: No step is in flight.
+        """
+        return self._runner.abort()
+
+    def preempt(self, request_id: Hashable) -> None:
+        """Take a request's row and blocks back; ``resume_request`` brings it on again.
+
+        Args:
+            request_id: A request that holds memory.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            StepOrderError: It is preempted already, or a step is in flight.
+        """
+        self._runner.require_none()
+        holding = set(RequestStatus) - {RequestStatus.PREEMPTED}
+        active = self._requests.find(request_id, *sorted(holding, key=lambda status: status.value))
+        self._admitter.release(active)
+        self._counters.preemptions += 1
+
+    def finish(self, request_id: Hashable) -> list[int]:
+        """End a request in any state; what it cached stays findable.
+
+        Args:
+            request_id: The request.
+
+        Returns:
+            The tokens that it generated.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        active = self._requests.find(request_id)
+        if active.status is not RequestStatus.PREEMPTED:
+            self._admitter.release(active)
+        self._requests.remove(active)
+        return active.generated
+
+    def status(self, request_id: Hashable) -> RequestStatus:
+        """Return where a request stands.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+        """
+        return self._requests.find(request_id).status
+
+    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
+        """End all requests, and a step in flight with them.
+
+        Args:
+            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
+                everything is as it was when the context was made.
+        """
+        self._runner.drop()
+        for active in self._requests:
+            self.finish(active.request_id)
+        if not preserve_prefix_cache:
+            self.kv_block_allocator.reset()
+            self.slot_allocator.reset()
+            self._counters.reset()
+
+    def stats(self) -> CacheStats:
+        """Return what the cache did so far and what it holds now."""
+        return collect_stats(self._counters, self.kv_block_allocator, self.slot_allocator)
+
+    def extract_checkpoint_states(
+        self,
+        layer: int,
+        chunk_states: torch.Tensor,
+        conv_input: torch.Tensor,
+        metadata: StepMetadata,
+    ) -> None:
+        """Write one Mamba layer's states at the step's checkpoints straight into their slots.
+
+        Call it before the layer overwrites its live conv state.
+
+        Args:
+            layer: Which Mamba layer, from 0.
+            chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
+            conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
+            metadata: The step's metadata.
+        """
+        if self.device.type == "cpu" and not metadata.num_checkpoints:
+            return  # on a GPU the launch must be in a captured graph, whatever the first batch had
+        extract_checkpoint_states(
+            self.slot_allocator.conv_states[layer],
+            self.slot_allocator.ssm_states[layer],
+            self.mamba_conv_states[layer],
+            chunk_states,
+            conv_input,
+            checkpoint_chunks=metadata.checkpoint_chunks,
+            checkpoint_conv_ends=metadata.checkpoint_conv_ends,
+            checkpoint_seq_starts=metadata.checkpoint_seq_starts,
+            checkpoint_rows=metadata.checkpoint_rows,
+            checkpoint_slots=metadata.checkpoint_slots,
+        )
+
+    def check_invariants(self) -> None:
+        """Prove that all bookkeeping agrees. Costs nothing when it is not called.
+
+        Raises:
+            InvariantError: It does not: a bug of this package.
+        """
+        self.kv_block_allocator.check_invariants()
+        self.slot_allocator.check_invariants()
+        active = list(self._requests)
+        self._memory.check_invariants(
+            [a for a in active if a.status is not RequestStatus.PREEMPTED]
+        )
+        reserved = [c.slot for a in active if a.chunk is not None for c in a.chunk.checkpoints]
+        if len(reserved) != self.slot_allocator.num_reserved_slots:
+            raise InvariantError(
+                f"{self.slot_allocator.num_reserved_slots} slots are reserved, "
+                f"but chunks plan {len(reserved)}"
+            )

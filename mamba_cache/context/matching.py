@@ -1,0 +1,105 @@
+"""Finds how much of a prompt is cached: a query that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.slots import MambaSlotAllocator
+
+__all__ = ["MissReason", "PrefixMatch", "farthest_state", "find_prefix"]
+
+
+class MissReason(str, Enum):
+    """Why a request skipped no tokens."""
+
+    CACHE_DISABLED = "cache_disabled"
+    """Prefix caching is switched off."""
+
+    PROMPT_SHORTER_THAN_BLOCK = "prompt_shorter_than_block"
+    """The prompt has no complete block, so nothing of it can ever be cached."""
+
+    NO_KV_MATCH = "no_kv_match"
+    """Not even the first block was found."""
+
+    NO_STATE = "no_state"
+    """Blocks were found, but no state is saved at the end of any of them."""
+
+    STATE_TOO_LATE = "state_too_late"
+    """The only states lie so near the prompt's end that too few tokens would be left to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What of a prompt is cached.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        block_ids: KV blocks of the prompt found cached, from its start.
+        state_matched_blocks: Blocks up to the farthest usable state.
+        skip_tokens: Tokens up to it: they need not be computed again.
+        miss_reason: Why ``skip_tokens`` is 0; None if it is not.
+    """
+
+    prompt_tokens: int
+    block_ids: tuple[int, ...]
+    state_matched_blocks: int
+    skip_tokens: int
+    miss_reason: MissReason | None
+
+    @property
+    def kv_matched_blocks(self) -> int:
+        """Blocks found cached."""
+        return len(self.block_ids)
+
+
+def find_prefix(
+    hashes: BlockHashes,
+    prompt_tokens: int,
+    kv_blocks: KVBlockAllocator,
+    slots: MambaSlotAllocator,
+    *,
+    block_size_tokens: int,
+    min_computed_tokens: int,
+) -> PrefixMatch:
+    """Match a prompt against the cache.
+
+    Args:
+        hashes: Hashes of the prompt's complete blocks.
+        prompt_tokens: Tokens of the prompt.
+        kv_blocks: Where cached blocks are found.
+        slots: Where saved states are found.
+        block_size_tokens: Tokens of a block.
+        min_computed_tokens: Tokens that must be left to compute.
+
+    Returns:
+        The longest run of cached blocks, and the farthest of them that has a state and leaves
+        ``min_computed_tokens`` to compute.
+    """
+    block_ids = kv_blocks.match_prefix(hashes)
+    usable_blocks = max(0, prompt_tokens - min_computed_tokens) // block_size_tokens
+    state_blocks = farthest_state(slots, block_ids[:usable_blocks])
+
+    reason = None
+    if not len(hashes):
+        reason = MissReason.PROMPT_SHORTER_THAN_BLOCK
+    elif not block_ids:
+        reason = MissReason.NO_KV_MATCH
+    elif not state_blocks:
+        too_late = farthest_state(slots, block_ids)
+        reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
+    return PrefixMatch(
+        prompt_tokens, tuple(block_ids), state_blocks, state_blocks * block_size_tokens, reason
+    )
+
+
+def farthest_state(slots: MambaSlotAllocator, block_ids: Sequence[int]) -> int:
+    """Return how many of ``block_ids``, from the first, lie before the last saved state."""
+    if not block_ids:
+        return 0
+    with_state = np.flatnonzero(np.asarray(slots.block_to_slot)[list(block_ids)] >= 0)
+    return int(with_state[-1]) + 1 if with_state.size else 0

@@ -1,0 +1,62 @@
+"""Checks the tokens of requests and hashes their blocks."""
+
+from __future__ import annotations
+
+from mamba_cache.blocks import BlockHashChain, BlockHasher, as_token_array
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.requests import PreparedRequest, Request, TokenArray
+from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
+
+__all__ = ["RequestPreparer"]
+
+
+class RequestPreparer:
+    """Turns what a caller gives into what the context works with; keeps nothing.
+
+    Args:
+        config: Settings.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._config = config
+        self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
+
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Check a request's tokens and hash its complete blocks.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+        """
+        tokens = self.check_tokens(request.prompt_tokens)
+        if not len(tokens):
+            raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
+        if len(tokens) > self._config.max_sequence_length:
+            raise SequenceLengthError(
+                f"request {request.request_id!r} has {len(tokens)} prompt tokens; "
+                f"max_sequence_length is {self._config.max_sequence_length}"
+            )
+        chain = BlockHashChain(
+            self._config.block_size_tokens,
+            hasher=self._hasher,
+            cache_salt=request.cache_salt,
+            lora_id=request.lora_id,
+            multimodal_keys=request.multimodal_keys,
+        )
+        if self._config.enable_prefix_caching:
+            chain.append(tokens)
+        return PreparedRequest(request, tokens, chain)
+
+    def check_tokens(self, tokens: object) -> TokenArray:
+        """Return tokens as an int32 array of the context's own.
+
+        Raises:
+            InvalidArgumentError: They are not 1-D ints, or one is no token id.
+        """
+        array = as_token_array(tokens).copy()  # the caller may write into theirs
+        limit = self._config.vocab_size
+        if limit is not None and len(array) and int(array.max()) >= limit:
+            raise InvalidArgumentError(
+                f"token ids must be below vocab_size ({limit}), got {int(array.max())}"
+            )
+        return array

@@ -1,0 +1,131 @@
+"""What the cache did, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context.matching import MissReason
+from mamba_cache.context.requests import Admission
+from mamba_cache.slots import MambaSlotAllocator
+
+__all__ = ["CacheStats", "StatsCounters", "collect_stats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Totals since the context was made or reset.
+
+    A request is counted when its first step is committed, so one that is aborted and added again
+    counts once.
+
+    Attributes:
+        requests: Requests that began to run; a resumed one counts again.
+        hits: Those that skipped tokens.
+        misses: The others, by reason.
+        kv_matched_blocks: Blocks found cached.
+        state_matched_blocks: Blocks skipped because a state was restored.
+        skipped_tokens: Prompt tokens not computed again.
+        computed_tokens: Tokens computed, prefill and decode.
+        saved_states: States that became findable.
+        skipped_checkpoints: States not saved because no slot or no room in the step was left.
+        evicted_blocks: Cached KV blocks given up for others.
+        evicted_slots: Saved states given up for others.
+        hash_collisions: Blocks kept private because their hash id belonged to other content.
+        aborted_steps: Steps taken back.
+        preemptions: Requests that gave their memory back before they were finished.
+        free_blocks: KV blocks that hold nothing, now.
+        cached_blocks: KV blocks that hold a prefix and belong to no request, now.
+        used_blocks: KV blocks of requests, now.
+        free_slots: Slots that hold nothing, now.
+        reserved_slots: Slots taken for states that are being computed, now.
+        cached_slots: Slots that hold a state, now.
+    """
+
+    requests: int
+    hits: int
+    misses: Mapping[str, int]
+    kv_matched_blocks: int
+    state_matched_blocks: int
+    skipped_tokens: int
+    computed_tokens: int
+    saved_states: int
+    skipped_checkpoints: int
+    evicted_blocks: int
+    evicted_slots: int
+    hash_collisions: int
+    aborted_steps: int
+    preemptions: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    free_slots: int
+    reserved_slots: int
+    cached_slots: int
+
+
+@dataclass(slots=True)
+class StatsCounters:
+    """The counters behind ``CacheStats`` that the context itself keeps.
+
+    The attributes mean what they mean there.
+    """
+
+    requests: int = 0
+    hits: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    kv_matched_blocks: int = 0
+    state_matched_blocks: int = 0
+    skipped_tokens: int = 0
+    computed_tokens: int = 0
+    saved_states: int = 0
+    skipped_checkpoints: int = 0
+    aborted_steps: int = 0
+    preemptions: int = 0
+
+    def reset(self) -> None:
+        """Set every counter to 0."""
+        fresh = StatsCounters()
+        for name in self.__slots__:
+            setattr(self, name, getattr(fresh, name))
+
+    def count_admission(self, admission: Admission) -> None:
+        """Count a request whose first step was committed."""
+        self.requests += 1
+        if admission.miss_reason is None:
+            self.hits += 1
+        else:
+            self.misses[admission.miss_reason] += 1
+        self.kv_matched_blocks += admission.kv_matched_blocks
+        self.state_matched_blocks += admission.state_matched_blocks
+        self.skipped_tokens += admission.skip_tokens
+
+
+def collect_stats(
+    counters: StatsCounters, kv_blocks: KVBlockAllocator, slots: MambaSlotAllocator
+) -> CacheStats:
+    """Join the context's counters with those of its allocators."""
+    return CacheStats(
+        requests=counters.requests,
+        hits=counters.hits,
+        misses={reason.value: count for reason, count in counters.misses.items()},
+        kv_matched_blocks=counters.kv_matched_blocks,
+        state_matched_blocks=counters.state_matched_blocks,
+        skipped_tokens=counters.skipped_tokens,
+        computed_tokens=counters.computed_tokens,
+        saved_states=counters.saved_states,
+        skipped_checkpoints=counters.skipped_checkpoints + slots.skipped_checkpoints_total,
+        evicted_blocks=kv_blocks.evicted_blocks_total,
+        evicted_slots=slots.evicted_slots_total,
+        hash_collisions=kv_blocks.hash_collisions_total,
+        aborted_steps=counters.aborted_steps,
+        preemptions=counters.preemptions,
+        free_blocks=kv_blocks.num_free_blocks,
+        cached_blocks=kv_blocks.num_cached_blocks,
+        used_blocks=kv_blocks.num_used_blocks,
+        free_slots=slots.free_count,
+        reserved_slots=slots.num_reserved_slots,
+        cached_slots=slots.num_cached_slots,
+    )
