@@ -1,1 +1,34 @@
-"""."""
+"""Slots: room for saved states, who has which, and where states are worth saving."""
+
+from mamba_cache.slots.allocator import MambaSlotAllocator
+from mamba_cache.slots.intermediates import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+from mamba_cache.slots.placement import (
+    CheckpointPlacement,
+    EveryNthBlock,
+    LastBlock,
+    MegatronPlacement,
+    PlacementFacts,
+)
+from mamba_cache.slots.policies import (
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    SlotEvictionPolicy,
+)
+from mamba_cache.slots.pool import SlotLease, SlotPool
+
+__all__ = [
+    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "CheckpointPlacement",
+    "ConsumedSlotPolicy",
+    "EveryNthBlock",
+    "LastBlock",
+    "LruSlotPolicy",
+    "MambaSlotAllocator",
+    "MegatronPlacement",
+    "PlacementFacts",
+    "RefZeroSlotPolicy",
+    "SlotEvictionPolicy",
+    "SlotLease",
+    "SlotPool",
+]

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
-from mamba_cache.slots._invariants import check_slot_pool
 from mamba_cache.slots._ids import as_block_ids, as_ints, check_same_length
+from mamba_cache.slots._invariants import check_slot_pool
 
 __all__ = ["SlotLease", "SlotPool"]
 
@@ -88,7 +88,7 @@ class SlotPool:
         self.reset()
 
     def reset(self) -> None:
-        """Frees every slot and forgets every hash; leases given out before are no longer current."""
+        """Frees every slot and forgets every hash; leases from before are no longer current."""
         self.free_slots[:] = np.arange(self.max_slots)
         self.free_count = self.max_slots
         self.block_to_slot.fill(-1)
@@ -196,7 +196,7 @@ class SlotPool:
             hashes: The hash id of each block; one that is not positive is not registered.
 
         Returns:
-            The slot that caches each block now.
+            The slots that became cached.
 
         Raises:
             UnknownBlockError: A block id is outside the pool.
@@ -204,8 +204,10 @@ class SlotPool:
                 twice.
         """
         ids = as_block_ids(block_ids, self.num_blocks)
-        check_same_length(slots=list(slots), block_ids=ids, hashes=list(hashes))
+        hash_ids = as_ints("hashes", hashes)
+        check_same_length(slots=list(slots), block_ids=ids, hashes=hash_ids)
         self._check_reserved(slots, InvalidArgumentError)
+        cached = []
         for slot, block_id in zip(slots, ids, strict=True):
             del self.reserved[slot]
             if self.block_to_slot[block_id] >= 0:
@@ -213,8 +215,9 @@ class SlotPool:
             else:
                 self.block_to_slot[block_id] = slot
                 self.slot_to_block[slot] = block_id
-        self.register_hashes(ids, hashes)
-        return self.slots_of(ids)
+                cached.append(slot)
+        self.register_hashes(ids, hash_ids)
+        return cached
 
     def cancel(self, slots: Sequence[int]) -> None:
         """Gives reserved slots back.
@@ -271,8 +274,7 @@ class SlotPool:
         check_same_length(block_ids=ids, hashes=hash_ids)
         for block_id, hash_id in zip(ids, hash_ids, strict=True):
             if hash_id > 0:
-                if self._hash_of_block.get(block_id) != hash_id:
-                    self._forget_hash(block_id)
+                self._unlink(block_id, self._hash_of_block.get(block_id, -1))
                 self._hash_of_block[block_id] = hash_id
                 self.hash_to_block_id[hash_id] = block_id
 
@@ -285,7 +287,7 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
             MissingStateError: A slot is free or reserved, so it holds no state to read.
         """
-        self._check_slots(slots)
+        self.check_slots(slots)
         empty = [slot for slot in slots if self.slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
@@ -318,6 +320,16 @@ class SlotPool:
             self.slot_to_block[lease.slot] == lease.block_id
             and self.generations[lease.slot] == lease.generation
         )
+
+    def check_slots(self, slots: Sequence[int]) -> None:
+        """Checks that slots are in the pool.
+
+        Raises:
+            InvalidArgumentError: One is not.
+        """
+        outside = [slot for slot in slots if not 0 <= slot < self.max_slots]
+        if outside:
+            raise InvalidArgumentError(f"slots must be in [0, {self.max_slots}), got {outside}")
 
     def check_invariants(self) -> None:
         """Checks the books against themselves.
@@ -368,23 +380,16 @@ class SlotPool:
         self.slot_to_block[slots] = -1
         known = self._block_hashes()[blocks].tolist() if self._block_hashes else [-1] * len(slots)
         for block_id, hash_id in zip(blocks.tolist(), known, strict=True):
-            self._forget_hash(block_id)
             self._unlink(block_id, hash_id)
-
-    def _forget_hash(self, block_id: int) -> None:
-        self._unlink(block_id, self._hash_of_block.pop(block_id, -1))
+            self._unlink(block_id, self._hash_of_block.pop(block_id, -1))
 
     def _unlink(self, block_id: int, hash_id: int) -> None:
+        """Forgets a hash, unless it finds another block by now."""
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
 
-    def _check_slots(self, slots: Sequence[int]) -> None:
-        outside = [slot for slot in slots if not 0 <= slot < self.max_slots]
-        if outside:
-            raise InvalidArgumentError(f"slots must be in [0, {self.max_slots}), got {outside}")
-
     def _check_victims(self, slots: Sequence[int]) -> None:
-        self._check_slots(slots)
+        self.check_slots(slots)
         rows = list(slots)
         kept = (self.slot_to_block[rows] < 0) | (self.pin_counts[rows] > 0)
         if kept.any() or len(set(rows)) < len(rows):
@@ -393,7 +398,7 @@ class SlotPool:
             )
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> None:
-        self._check_slots(slots)
+        self.check_slots(slots)
         loose = [slot for slot in slots if slot not in self.reserved]
         if loose or len(set(slots)) < len(slots):
             raise error(f"slots must be different and reserved, got {list(slots)}")

@@ -1,0 +1,396 @@
+"""Saved states of a hybrid model: found by block and hash, kept in slots, moved in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
+from mamba_cache.protocols import PrefillRequest, SlotContext
+from mamba_cache.slots._context import check_model, checkpoint_alignment, state_device
+from mamba_cache.slots._ids import as_ints
+from mamba_cache.slots.commit import CommitBatch, last_write_wins
+from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
+from mamba_cache.slots.placement import CheckpointPlacement, MegatronPlacement
+from mamba_cache.slots.policies import SlotEvictionPolicy
+from mamba_cache.slots.transfers import StateTransfers
+from mamba_cache.states import RowIndices, StatePool, StateSpec
+
+__all__ = ["MambaSlotAllocator"]
+
+
+class MambaSlotAllocator(SlotControl):
+    """Joins the control of slots to the tensors of their states.
+
+    Copies are enqueued on the current stream, and nothing waits for the device. A state is saved in
+    one of two ways. If the forward writes checkpoints into a scratch, ``compute_and_store_offsets``
+    records where, and ``commit_intermediate_states`` ends the step. If the layers write straight
+    into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
+    ``cancel_reserved`` after it; until then nobody can find those states.
+
+    Args:
+        context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
+        max_slots: Slots for saved states, 0 or more.
+        num_mamba_layers: Mamba layers of the model, or of this pipeline stage.
+        conv_states_shape: Shape of one layer's conv state.
+        ssm_states_shape: Shape of one layer's SSM state.
+        conv_states_dtype: Dtype of the live conv states.
+        ssm_states_dtype: Dtype of the live SSM states.
+        policy: Which slots are evicted; default: what ``prefix_caching_eviction_policy`` names,
+            "lru" if the context has none.
+        placement: Where checkpoints lie; default: ``MegatronPlacement``.
+
+    Attributes:
+        free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
+        block_to_slot: [pool_size] int32, CPU. -1: the block has no slot.
+        slot_to_block: [max_slots] int32, CPU. -1: the slot is free or reserved. These three share
+            the memory of the arrays in ``pool`` and may be written by index.
+        conv_states: [num_mamba_layers, max_slots, *conv] on the device.
+        ssm_states: [num_mamba_layers, max_slots, *ssm] on the device.
+        max_intermediate_count: States that the scratch has room for.
+        intermediate_conv_out: [num_mamba_layers, max_intermediate_count, *conv]: the scratch.
+        intermediate_ssm_out: [num_mamba_layers, max_intermediate_count, *ssm]: the scratch.
+
+    Raises:
+        InvalidArgumentError: A size, shape, dtype or setting is out of range, or the model is of a
+            kind that is not supported.
+    """
+
+    def __init__(  # noqa: PLR0917 (embedders pass them so)
+        self,
+        context: SlotContext,
+        max_slots: int,
+        num_mamba_layers: int,
+        conv_states_shape: Sequence[int],
+        ssm_states_shape: Sequence[int],
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+        *,
+        policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        check_model(context)
+        super().__init__(context, max_slots, policy=policy)
+        self.num_mamba_layers = num_mamba_layers
+        self.placement = MegatronPlacement() if placement is None else placement
+        self.free_slots = torch.from_numpy(self.pool.free_slots)
+        self.block_to_slot = torch.from_numpy(self.pool.block_to_slot)
+        self.slot_to_block = torch.from_numpy(self.pool.slot_to_block)
+        shapes_and_dtypes = (
+            conv_states_shape,
+            ssm_states_shape,
+            conv_states_dtype,
+            ssm_states_dtype,
+        )
+        self._make_states(StateSpec.mamba(num_mamba_layers, *shapes_and_dtypes))
+        self._make_tables()
+
+    def _make_states(self, spec: StateSpec) -> None:
+        device = state_device(self.context)
+        scratch_size = getattr(self.context, "max_mamba_intermediate_states_per_step", 0)
+        self._states = StatePool(spec, self.max_slots, device=device)
+        self._scratch = StatePool(spec, scratch_size, device=device)
+        self._transfers = StateTransfers(self._states, self._scratch, self._live_states)
+        self.conv_states, self.ssm_states = self._states["conv"], self._states["ssm"]
+        self.max_intermediate_count = scratch_size
+        self.intermediate_conv_out = self._scratch["conv"]
+        self.intermediate_ssm_out = self._scratch["ssm"]
+
+    def _make_tables(self) -> None:
+        self._tables = IntermediateTables(self.context.max_requests, self._states.device)
+        self._intermediate_offsets_cpu = self._tables.offsets_cpu
+        self._intermediate_counts_cpu = self._tables.counts_cpu
+        self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
+        self._eos_cache_block_id_cpu = self._tables.eos_block_ids_cpu
+
+    @property
+    def _has_intermediates(self) -> bool:
+        return self._tables.has_intermediates
+
+    @_has_intermediates.setter
+    def _has_intermediates(self, value: bool) -> None:
+        self._tables.has_intermediates = value
+
+    def store_from_tensors(
+        self, block_id: int, layer_idx: int, ssm_state: torch.Tensor, conv_state: torch.Tensor
+    ) -> None:
+        """Writes one layer of the state in a block's slot.
+
+        Args:
+            block_id: A block with a slot.
+            layer_idx: The Mamba layer, from 0.
+            ssm_state: [*ssm] of the slots' dtype, on any device.
+            conv_state: [*conv], likewise.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+            MissingStateError: The block has no slot.
+            InvalidArgumentError: There is no such layer, or a shape or dtype does not fit.
+        """
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            raise MissingStateError(f"block {block_id} has no slot; allocate one first")
+        if not 0 <= layer_idx < self.num_mamba_layers:
+            raise InvalidArgumentError(
+                f"layer_idx must be in [0, {self.num_mamba_layers}), got {layer_idx}"
+            )
+        targets = (self.ssm_states[layer_idx, slot], self.conv_states[layer_idx, slot])
+        for target, state in zip(targets, (ssm_state, conv_state), strict=True):
+            _check_like(target, state)
+        for target, state in zip(targets, (ssm_state, conv_state), strict=True):
+            target.copy_(state)
+
+    def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
+        """Saves the live states of requests, all layers in one launch.
+
+        Args:
+            slots: Where to; if one is named twice, the last counts.
+            request_indices: The requests' rows in the context.
+
+        Raises:
+            InvalidArgumentError: The lists differ in length, a slot is outside the pool, or a
+                request has no live state.
+        """
+        self.pool.check_slots(slots)
+        self._transfers.live_to_slots(self._live_rows(request_indices), last_write_wins(slots))
+
+    def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
+        """Saves live states by their rows, all layers in one launch.
+
+        Args:
+            rows: [n] rows of the live states, on the host or the device; ``PAD_SLOT_ID`` skips.
+            slots: [n] slots, likewise.
+
+        Raises:
+            InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
+                is out of range or a slot is named twice.
+        """
+        self._transfers.live_to_slots(rows, slots)
+
+    def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
+        """Restores or clears live states by their rows, all layers in one launch.
+
+        Args:
+            sources: [n] slots, on the host or the device; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID``
+                skips.
+            rows: [n] rows of the live states, likewise; ``PAD_SLOT_ID`` skips.
+
+        Raises:
+            InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
+                is out of range or a row is named twice.
+        """
+        self._transfers.slots_to_live(sources, rows)
+
+    def restore_to_live(self, request_idx: int, block_id: int) -> bool:
+        """Restores a request's live state from a block's slot.
+
+        Returns:
+            False if the block has no slot; the live state is untouched then.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+            InvalidArgumentError: The request has no live state.
+        """
+        return self.restore_to_live_batch([request_idx], [block_id])[0]
+
+    def restore_to_live_batch(
+        self, request_indices: Sequence[int], block_ids: Sequence[int]
+    ) -> list[bool]:
+        """Restores the live states of requests, all in one launch.
+
+        Args:
+            request_indices: Different rows of the context.
+            block_ids: The block whose state each request gets.
+
+        Returns:
+            For each request whether its block had a slot; the others' live states are untouched.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length, or a request has no live state or
+                comes twice.
+        """
+        slots = self.pool.slots_of(block_ids)
+        self._transfers.slots_to_live(slots, self._live_rows(request_indices))
+        self.policy.on_consumed([slot for slot in slots if slot >= 0])
+        return [slot >= 0 for slot in slots]
+
+    def _live_states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.context.mamba_conv_states, self.context.mamba_ssm_states
+
+    def _live_rows(self, request_indices: Sequence[int]) -> list[int]:
+        """Looks up the rows of requests in the live states."""
+        table = np.asarray(self.context.mamba_metadata.request_to_mamba_state_idx)
+        requests = as_ints("request indices", request_indices)
+        rows = [int(table[r]) if 0 <= r < len(table) else -1 for r in requests]
+        if -1 in rows:
+            raise InvalidArgumentError(
+                f"requests must have a live state; of {requests} the rows are {rows}"
+            )
+        return rows
+
+    def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
+        self,
+        req: PrefillRequest,
+        current_id: int,
+        skip_tokens: int,
+        prefill_chunk_length: int,
+        num_matched_blocks: int,
+        matched_block_ids: Sequence[int],
+        overall_required_blocks: int,
+    ) -> None:
+        """Records where states are to be saved in a request's prefill chunk.
+
+        Args:
+            req: The request.
+            current_id: Its row in the context.
+            skip_tokens: Tokens of the chunk that are not computed.
+            prefill_chunk_length: Tokens of the chunk, the skipped ones included.
+            num_matched_blocks: Blocks of the prompt found cached.
+            matched_block_ids: Those blocks; not needed.
+            overall_required_blocks: Blocks that the request needs.
+
+        Raises:
+            InvalidArgumentError: There is no such row.
+        """
+        if not 0 <= current_id < self.context.max_requests:
+            raise InvalidArgumentError(
+                f"current_id must be in [0, {self.context.max_requests}), got {current_id}"
+            )
+        plan = plan_checkpoints(
+            self.placement,
+            req,
+            skip_tokens=skip_tokens,
+            prefill_chunk_length=prefill_chunk_length,
+            num_matched_blocks=num_matched_blocks,
+            num_required_blocks=overall_required_blocks,
+            block_ids=self.context.request_to_kv_block_ids[current_id],
+            block_size_tokens=self.context.block_size_tokens,
+            alignment=checkpoint_alignment(self.context),
+        )
+        self._tables.record(current_id, plan)
+        self.skipped_checkpoints_total += plan.num_skipped
+
+    def get_intermediate_cpu_data(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Returns what is recorded for the batch's prefill requests, on the CPU.
+
+        Returns:
+            Offsets [prefill_count, 3] and counts [prefill_count], int32: views. (None, None) if
+            there are no prefill requests or nothing is recorded.
+        """
+        start, count = self._prefill_rows()
+        if not count or not self._has_intermediates:
+            return None, None
+        return self._tables.rows(start, count)
+
+    def get_intermediate_gpu_data(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Returns what is recorded for the batch's prefill requests, on the device.
+
+        Returns:
+            As in ``get_intermediate_cpu_data``, but copied to the device without waiting for it.
+        """
+        if not self._has_intermediates:
+            return None, None
+        return self.transfer_intermediate_to_gpu(*self._prefill_rows())
+
+    def transfer_intermediate_to_gpu(
+        self, prefill_start: int, prefill_count: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Copies recorded rows to the device without waiting for it.
+
+        Returns:
+            Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device, at
+            addresses that depend on ``prefill_start`` alone. (None, None) for no rows.
+        """
+        if not prefill_count:
+            return None, None
+        return self._tables.upload(prefill_start, prefill_count)
+
+    def commit_intermediate_states(self) -> None:
+        """Saves the checkpoints of a step whose forward has been enqueued, and publishes them.
+
+        What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
+        refused, the slots taken for it are freed again.
+        """
+        collected = self._collect_commit_data()
+        if collected is None:
+            return
+        batch = CommitBatch(*collected)
+        housed = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
+        try:
+            slots = self.allocate_slots_batch(batch.block_ids)
+        except MambaSlotCapacityError as error:
+            num_wanted = len(batch.block_ids)
+            batch = batch.within_capacity(housed, error.available)
+            self.skipped_checkpoints_total += num_wanted - len(batch.block_ids)
+            if not batch.block_ids:
+                self._clear_intermediate_state()
+                return
+            slots = self.allocate_slots_batch(batch.block_ids)
+        try:
+            self._save(batch, slots)
+        except BaseException:
+            self._invalidate_blocks_batch(set(batch.block_ids) - housed)
+            raise
+        self._clear_intermediate_state()
+
+    def _save(self, batch: CommitBatch, slots: list[int]) -> None:
+        """Copies a batch into its slots, then makes it findable."""
+        num_intermediates = len(batch.src_offsets)
+        self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
+        self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
+        self.register_block_hashes_batch(batch.block_ids, batch.hashes)
+
+    def _collect_commit_data(
+        self,
+    ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
+        """Lists what the step has to save, as the fields of ``CommitBatch``.
+
+        Returns:
+            None if there is nothing; what was recorded is cleared then.
+        """
+        start, num_rows = self._prefill_rows()
+        metadata = self.context.mamba_metadata
+        written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
+        blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
+        if not blocks and not eos_blocks:
+            self._clear_intermediate_state()
+            return None
+        hashes = np.asarray(self.context.kv_block_allocator.block_hashes)[blocks + eos_blocks]
+        return blocks, list(range(len(blocks))), eos_blocks, eos_rows, hashes.tolist()
+
+    def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies states from the scratch to slots, all layers in one launch."""
+        self._transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
+
+    def _clear_intermediate_state(self) -> None:
+        """Forgets what was recorded for the batch's prefill requests."""
+        self._tables.clear(*self._prefill_rows())
+
+    def _prefill_rows(self) -> tuple[int, int]:
+        """Returns the first row and the number of the batch's prefill requests."""
+        batch = self.context.batch_dimensions
+        return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
+
+    def reset(self) -> None:
+        """Returns everything to the initial state: no slot taken, no hash, every state zero."""
+        super().reset()
+        self._tables.reset()
+        self._states.zero_()
+        self._scratch.zero_()
+
+
+def _check_like(slot_state: torch.Tensor, state: torch.Tensor) -> None:
+    """Checks that a state can be copied as it is, without being stretched or rounded."""
+    if state.shape != slot_state.shape or state.dtype != slot_state.dtype:
+        raise InvalidArgumentError(
+            f"a layer's state must be {tuple(slot_state.shape)} {slot_state.dtype}, "
+            f"got {tuple(state.shape)} {state.dtype}"
+        )

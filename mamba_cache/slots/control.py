@@ -1,0 +1,301 @@
+"""Who has which slot: the decisions, without the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import MambaSlotCapacityError
+from mamba_cache.protocols import SlotContext
+from mamba_cache.slots._context import num_kv_blocks
+from mamba_cache.slots._ids import as_block_ids, as_ints
+from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
+from mamba_cache.slots.pool import SlotLease, SlotPool
+
+__all__ = ["SlotControl"]
+
+
+class SlotControl:
+    """Gives slots to blocks, evicting by a policy, and takes them back.
+
+    It joins ``pool`` (who has which slot) and ``policy`` (who gives one up) to the KV blocks of the
+    context, whose arrays it reads as they are at each call.
+
+    Args:
+        context: What embeds this; of it only ``kv_block_allocator`` and the eviction policy's name
+            are read here.
+        max_slots: Slots for saved states, 0 or more.
+        policy: Which slots are evicted; default: what ``prefix_caching_eviction_policy`` names,
+            "lru" if the context has none.
+
+    Attributes:
+        context: As given.
+        max_slots: As given.
+        pool: The books.
+        policy: As given.
+        skipped_checkpoints_total: States not saved because no slot could be had.
+
+    Raises:
+        InvalidArgumentError: ``max_slots`` is out of range or the policy's name is unknown.
+    """
+
+    def __init__(
+        self, context: SlotContext, max_slots: int, *, policy: SlotEvictionPolicy | None = None
+    ) -> None:
+        kv_blocks = context.kv_block_allocator
+        self.context = context
+        self.max_slots = max_slots
+        self.pool = SlotPool(
+            max_slots,
+            num_kv_blocks(kv_blocks),
+            block_hashes=self._block_hashes if hasattr(kv_blocks, "block_hashes") else None,
+        )
+        name = getattr(context, "prefix_caching_eviction_policy", "lru")
+        self.policy = policy_named(name) if policy is None else policy
+        self.policy.reset(max_slots)
+        self.skipped_checkpoints_total = 0
+
+    @property
+    def free_count(self) -> int:
+        """Free slots: the height of the stack in ``free_slots``."""
+        return self.pool.free_count
+
+    @free_count.setter
+    def free_count(self, count: int) -> None:
+        self.pool.free_count = int(count)
+
+    @property
+    def hash_to_block_id(self) -> dict[int, int]:
+        """The block whose state each hash id finds."""
+        return self.pool.hash_to_block_id
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots that hold a state which can be restored."""
+        return self.pool.num_cached_slots
+
+    @property
+    def num_reserved_slots(self) -> int:
+        """Slots taken for states that are not written yet."""
+        return self.pool.num_reserved_slots
+
+    @property
+    def evicted_slots_total(self) -> int:
+        """Slots taken from cached blocks because others needed them."""
+        return self.pool.evicted_slots_total
+
+    def get_slot(self, block_id: int) -> int:
+        """Returns the slot that caches a block's state, or -1.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+        """
+        return self.pool.slots_of([block_id])[0]
+
+    def has_state(self, block_id: int) -> bool:
+        """Says whether a block's state is cached.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+        """
+        return self.get_slot(block_id) >= 0
+
+    def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
+        """Gives each block a slot: its own if it has one, else a free one, else an evicted one.
+
+        The blocks count as cached at once, so write their states before anybody reads them.
+
+        Returns:
+            The slot of each block, in order; a block that is named twice has one slot.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
+                of the blocks named here are not evictable.
+        """
+        ids = as_block_ids(block_ids, self.pool.num_blocks)
+        housed = self.pool.slots_of(ids)
+        new = [b for b, slot in dict(zip(ids, housed, strict=True)).items() if slot < 0]
+        short = len(new) - self.free_count
+        victims = self._choose_victims(short, protected=ids)
+        if short > len(victims):
+            raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
+        self.policy.on_stored(self.pool.store(new, victims))
+        return self.pool.slots_of(ids)
+
+    def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
+        """Reserves a slot for each block, to be written and then committed or cancelled.
+
+        Blocks are served in order while there are free or evictable slots; those left over are
+        counted in ``skipped_checkpoints_total``.
+
+        Returns:
+            For each block its reserved slot, or None: it has a slot or a reservation already, or
+            there was no room. Slots of the blocks named here are not evicted.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool; nothing was reserved.
+        """
+        ids = as_block_ids(block_ids, self.pool.num_blocks)
+        pending = set(self.pool.reserved.values())
+        housed = dict(zip(ids, self.pool.slots_of(ids), strict=True))
+        new = [b for b, slot in housed.items() if slot < 0 and b not in pending]
+        victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+        kept = new[: self.free_count + len(victims)]
+        self.skipped_checkpoints_total += len(new) - len(kept)
+        slots = dict(zip(kept, self.pool.reserve(kept, victims), strict=True))
+        return [slots.pop(block_id, None) for block_id in ids]
+
+    def commit_reserved(
+        self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
+    ) -> int:
+        """Makes reserved slots findable, after the work that writes them has been enqueued.
+
+        Args:
+            slots: Reserved slots.
+            block_ids: The block of each, which need not be the one that it was reserved for. If
+                that block has a slot by now, the reserved one becomes free.
+            hashes: The hash id of each block; one that is not positive is not registered.
+
+        Returns:
+            How many of the slots became cached.
+
+        Raises:
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
+                twice. Nothing was committed.
+        """
+        cached = self.pool.commit(slots, list(block_ids), list(hashes))
+        self.policy.on_stored(cached)
+        return len(cached)
+
+    def cancel_reserved(self, slots: Sequence[int]) -> None:
+        """Gives reserved slots back, as when a step is aborted.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+            DoubleFreeError: A slot is not reserved, or comes twice. Nothing was given back.
+        """
+        self.pool.cancel(slots)
+
+    def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
+        """Keeps cached slots from eviction, as between matching a state and restoring it.
+
+        Returns:
+            A lease for each, to be given to ``unpin_slots``. ``is_current`` tells whether the
+            state is still there: ``invalidate_block`` frees pinned slots too.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+            MissingStateError: A slot is not cached. Nothing was pinned.
+        """
+        return self.pool.pin(slots)
+
+    def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
+        """Ends leases; one whose state is gone is passed over.
+
+        Raises:
+            DoubleFreeError: A lease was given back more often than it was taken.
+        """
+        self.pool.unpin(leases)
+
+    def is_current(self, lease: SlotLease) -> bool:
+        """Says whether a lease's slot still holds the state that was pinned."""
+        return self.pool.is_current(lease)
+
+    def note_consumed(self, slots: Sequence[int]) -> None:
+        """Tells the policy that the states in these slots were used by a hit.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+        """
+        self.pool.check_slots(slots)
+        self.policy.on_consumed(slots)
+
+    def invalidate_block(self, block_id: int) -> None:
+        """Frees a block's slot and forgets its hash; does nothing if it has no slot.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+        """
+        self._invalidate_blocks_batch([block_id])
+
+    def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
+        self.pool.free_blocks(block_ids)
+
+    def on_kv_blocks_deregistered(
+        self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
+    ) -> None:
+        """Frees the slots of KV blocks that lost their content: the KV blocks' owner calls it.
+
+        Args:
+            block_ids: The blocks; a list, set, array or tensor.
+            hashes_to_delete: Their hash ids. The blocks that these find here are freed as well.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool; nothing was freed.
+        """
+        ids = as_block_ids(block_ids, self.pool.num_blocks)
+        hashes = as_ints("hashes", hashes_to_delete)
+        found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
+        self.pool.free_blocks(ids + found)
+        for hash_id in hashes:
+            self.hash_to_block_id.pop(hash_id, None)
+
+    def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
+        """Makes the blocks' states findable by hash id; one that is not positive is passed over.
+
+        Raises:
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length. Nothing was registered.
+        """
+        self.pool.register_hashes(list(block_ids), list(hashes))
+
+    def reset(self) -> None:
+        """Frees every slot, reserved and pinned ones too, and forgets every hash and count."""
+        self.pool.reset()
+        self.policy.reset(self.max_slots)
+        self.skipped_checkpoints_total = 0
+
+    def check_invariants(self) -> None:
+        """Checks the books against themselves.
+
+        Raises:
+            InvariantError: They contradict each other; the message says where.
+        """
+        self.pool.check_invariants()
+
+    def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
+        """Takes slots from unreferenced blocks and hands them to the caller, not to the pool.
+
+        Until the caller pushes them onto ``free_slots``, ``check_invariants`` misses them.
+
+        Args:
+            num_needed: How many.
+            candidate_ids: Blocks that may lose theirs; default: any.
+        """
+        victims = self._choose_victims(num_needed, candidates=candidate_ids)
+        if len(victims) < num_needed:
+            raise MambaSlotCapacityError(num_needed, len(victims))
+        self.pool.evict(victims)
+        return victims
+
+    def _choose_victims(
+        self, num_slots: int, *, protected: Sequence[int] = (), candidates: Any = None
+    ) -> list[int]:
+        """Chooses up to ``num_slots`` slots to evict."""
+        if num_slots <= 0:
+            return []
+        kv_blocks = self.context.kv_block_allocator
+        slots = self.pool.evictable_slots(np.asarray(kv_blocks.block_ref_counts), protected)
+        blocks = self.pool.slot_to_block[slots]
+        if candidates is not None:
+            allowed = np.isin(blocks, as_ints("candidates", candidates))
+            slots, blocks = slots[allowed], blocks[allowed]
+        return self.policy.choose(num_slots, slots, blocks, kv_blocks)
+
+    def _block_hashes(self) -> npt.NDArray[Any]:
+        return np.asarray(self.context.kv_block_allocator.block_hashes)

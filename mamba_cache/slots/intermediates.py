@@ -1,0 +1,188 @@
+"""The checkpoints planned for each request, as an embedder's forward reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mamba_cache.protocols import PrefillRequest
+from mamba_cache.slots.placement import CheckpointPlacement, PlacementFacts, checkpoint_offsets
+
+__all__ = [
+    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "CheckpointPlan",
+    "IntermediateTables",
+    "plan_checkpoints",
+]
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Checkpoints inside one prefill chunk of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """Where states are saved in one prefill chunk of one request.
+
+    Attributes:
+        offsets: At most three intermediate offsets, in tokens, ascending.
+        block_ids: The block that each of them ends.
+        eos_block_id: The block that ends with the prompt, if this chunk does too; else -1.
+        num_skipped: Checkpoints that were wanted beyond the three.
+    """
+
+    offsets: list[int]
+    block_ids: list[int]
+    eos_block_id: int
+    num_skipped: int
+
+
+def plan_checkpoints(
+    placement: CheckpointPlacement,
+    request: PrefillRequest,
+    *,
+    skip_tokens: int,
+    prefill_chunk_length: int,
+    num_matched_blocks: int,
+    num_required_blocks: int,
+    block_ids: Any,
+    block_size_tokens: int,
+    alignment: int,
+) -> CheckpointPlan:
+    """Plans the checkpoints of a prefill chunk.
+
+    Args:
+        placement: Which positions are worth a state. Of more than three the last are kept, because
+            they save the most.
+        request: Whose prompt it is.
+        skip_tokens: Tokens of the chunk that are not computed.
+        prefill_chunk_length: Tokens of the chunk, the skipped ones included.
+        num_matched_blocks: Blocks of the prompt found cached.
+        num_required_blocks: Blocks that the request needs.
+        block_ids: [max blocks] int: the request's KV blocks.
+        block_size_tokens: Tokens of a block.
+        alignment: As in ``checkpoint_offsets``.
+    """
+    prompt_tokens = len(request.prompt_tokens)
+    chunk_start = request.finished_chunk_token_count + skip_tokens
+    facts = PlacementFacts(
+        prompt_tokens, block_size_tokens, num_matched_blocks, num_required_blocks
+    )
+    wanted = checkpoint_offsets(
+        placement.positions(facts),
+        chunk_start=chunk_start,
+        num_tokens=prefill_chunk_length - skip_tokens,
+        alignment=alignment,
+    )
+    offsets = wanted[-MAX_INTERMEDIATE_OFFSETS_PER_REQUEST:]
+    ends_prompt = request.finished_chunk_token_count + prefill_chunk_length >= prompt_tokens
+    fills_block = prompt_tokens > 0 and prompt_tokens % block_size_tokens == 0
+    eos = (
+        int(block_ids[prompt_tokens // block_size_tokens - 1])
+        if ends_prompt and fills_block
+        else -1
+    )
+    return CheckpointPlan(
+        offsets=offsets,
+        block_ids=[int(block_ids[(chunk_start + o) // block_size_tokens - 1]) for o in offsets],
+        eos_block_id=eos,
+        num_skipped=len(wanted) - len(offsets),
+    )
+
+
+class IntermediateTables:
+    """One row for each request: its intermediate offsets and its EOS checkpoint.
+
+    The tables on the CPU are the truth, and may be written by index from outside; those on the
+    device are where ``upload`` puts a copy for kernels to read.
+
+    Args:
+        max_requests: Rows.
+        device: Where the kernels run. For a CUDA device the tables on the CPU are pinned.
+
+    Attributes:
+        offsets_cpu: [max_requests, 3] int32. Intermediate offsets in tokens, 0 past the count.
+        counts_cpu: [max_requests] int32. Intermediate offsets of each request.
+        block_ids_cpu: [max_requests, 3] int32. The block that each offset ends, -1 past the count.
+        eos_block_ids_cpu: [max_requests] int32. The block that the prompt's end completes, or -1.
+        has_intermediates: A checkpoint of either kind was recorded since the last ``clear``.
+    """
+
+    def __init__(self, max_requests: int, device: torch.device) -> None:
+        wide = (max_requests, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
+        pin = device.type == "cuda"
+        self.offsets_cpu = torch.empty(wide, dtype=torch.int32, pin_memory=pin)
+        self.counts_cpu = torch.empty(max_requests, dtype=torch.int32, pin_memory=pin)
+        self.block_ids_cpu = torch.empty(wide, dtype=torch.int32)
+        self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32)
+        self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
+        self._counts_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.has_intermediates = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties every row."""
+        self.clear(0, len(self.counts_cpu))
+
+    def record(self, row: int, plan: CheckpointPlan) -> None:
+        """Replaces what a request's row holds."""
+        num_offsets = len(plan.offsets)
+        unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - num_offsets
+        # Through numpy: one element of a tensor costs as much as a whole row of an array.
+        self.offsets_cpu.numpy()[row] = plan.offsets + [0] * unused
+        self.block_ids_cpu.numpy()[row] = plan.block_ids + [-1] * unused
+        self.counts_cpu.numpy()[row] = num_offsets
+        self.eos_block_ids_cpu.numpy()[row] = plan.eos_block_id
+        if num_offsets or plan.eos_block_id >= 0:
+            self.has_intermediates = True
+
+    def clear(self, start: int, num_rows: int) -> None:
+        """Empties the rows of the batch's prefill requests, and the flag."""
+        stop = start + num_rows
+        self.offsets_cpu[start:stop] = 0
+        self.counts_cpu[start:stop] = 0
+        self.block_ids_cpu[start:stop] = -1
+        self.eos_block_ids_cpu[start:stop] = -1
+        self.has_intermediates = False
+
+    def rows(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of rows of ``offsets_cpu`` and ``counts_cpu``."""
+        stop = start + num_rows
+        return self.offsets_cpu[start:stop], self.counts_cpu[start:stop]
+
+    def upload(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies rows to the device without waiting for it.
+
+        Returns:
+            Offsets [num_rows, 3] and counts [num_rows], int32: views on the device whose addresses
+            depend on ``start`` alone.
+        """
+        stop = start + num_rows
+        on_device = self._offsets_device[start:stop], self._counts_device[start:stop]
+        for target, source in zip(on_device, self.rows(start, num_rows), strict=True):
+            target.copy_(source, non_blocking=True)
+        return on_device
+
+    def reached(
+        self, start: int, num_rows: int, num_written: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Lists the checkpoints that a forward has reached.
+
+        Args:
+            start: The first prefill request's row.
+            num_rows: Prefill requests.
+            num_written: States that the forward wrote for each row from ``start`` on; for rows
+                past the end of the list, none.
+
+        Returns:
+            The block of each such state, in order; the blocks of EOS checkpoints; and the rows of
+            the requests that these belong to.
+        """
+        table = self.block_ids_cpu.numpy()[start : start + len(num_written)]
+        written = np.arange(table.shape[1]) < np.asarray(num_written, np.int64)[:, None]
+        eos = self.eos_block_ids_cpu.numpy()[start : start + num_rows]
+        eos_rows = np.flatnonzero(eos >= 0)
+        return table[written].tolist(), eos[eos_rows].tolist(), (eos_rows + start).tolist()

@@ -1,0 +1,117 @@
+"""Which positions of a prompt are worth a saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = [
+    "CheckpointPlacement",
+    "EveryNthBlock",
+    "LastBlock",
+    "MegatronPlacement",
+    "PlacementFacts",
+    "checkpoint_offsets",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementFacts:
+    """What a placement decides by.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        block_size_tokens: Tokens of one block.
+        num_matched_blocks: Blocks of the prompt whose keys and values were found cached.
+        num_required_blocks: Blocks that the prompt fills, the last one perhaps in part.
+    """
+
+    prompt_tokens: int
+    block_size_tokens: int
+    num_matched_blocks: int
+    num_required_blocks: int
+
+
+class CheckpointPlacement(Protocol):
+    """Chooses the checkpoints of a prompt."""
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Returns absolute positions, in tokens from the prompt's start, in any order.
+
+        Each is a multiple of the block size. A position may repeat, and may lie outside what is
+        computed or the prompt itself: those who use it keep what fits.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronPlacement:
+    """Three: the end of the KV match, of the last complete block, and of the penultimate block.
+
+    The first is where another prompt branched off; the second serves the conversation's next turn;
+    the third serves the same prompt again, which must compute at least one token.
+    """
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Returns the three positions."""
+        block = facts.block_size_tokens
+        return (
+            facts.num_matched_blocks * block,
+            facts.prompt_tokens // block * block,
+            (facts.num_required_blocks - 1) * block,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LastBlock:
+    """One: the end of the last complete block."""
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Returns the one position."""
+        return (facts.prompt_tokens // facts.block_size_tokens * facts.block_size_tokens,)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNthBlock:
+    """The end of every ``n``-th block of the prompt.
+
+    Attributes:
+        n: Blocks from one checkpoint to the next.
+
+    Raises:
+        InvalidArgumentError: ``n`` is not an int >= 1.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise InvalidArgumentError(f"n must be an int >= 1, got {self.n!r}")
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Returns the positions up to the prompt's end."""
+        step = self.n * facts.block_size_tokens
+        return range(step, facts.prompt_tokens + 1, step)
+
+
+def checkpoint_offsets(
+    positions: Iterable[int], *, chunk_start: int, num_tokens: int, alignment: int
+) -> list[int]:
+    """Finds the checkpoints inside a prefill chunk.
+
+    Args:
+        positions: Absolute positions, as a placement gives them.
+        chunk_start: Absolute position of the chunk's first computed token.
+        num_tokens: Tokens computed in the chunk.
+        alignment: Tokens from the chunk's start between positions where the SSM kernel can give
+            its state out.
+
+    Returns:
+        The intermediate offsets in tokens, ascending, without duplicates. The chunk's own end is
+        none of them: there the live state is the checkpoint.
+    """
+    offsets = {position - chunk_start for position in positions}
+    return sorted(o for o in offsets if 0 < o < num_tokens and o % alignment == 0)

@@ -1,0 +1,175 @@
+"""Which cached slots are given up when others need room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.protocols import KVBlockView
+
+__all__ = [
+    "ConsumedSlotPolicy",
+    "LruSlotPolicy",
+    "RefZeroSlotPolicy",
+    "SlotEvictionPolicy",
+    "policy_named",
+]
+
+
+class SlotEvictionPolicy(Protocol):
+    """Puts evictable slots in the order in which they go, and hears what happens to slots."""
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Returns the slots to evict, the first to go first. Changes nothing.
+
+        Args:
+            num_slots: How many are wanted, 1 or more.
+            slots: [evictable] int64, ascending: the slots that may be evicted.
+            blocks: [evictable] int32. The block of each.
+            kv_blocks: The KV blocks' owner, whose arrays are read as they are now.
+
+        Returns:
+            ``num_slots`` of ``slots``, or all if there are fewer.
+        """
+        ...
+
+    def on_stored(self, slots: Sequence[int]) -> None:
+        """Hears that a state was put into each of the slots."""
+        ...
+
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Hears that the states in the slots were used by a hit."""
+        ...
+
+    def reset(self, max_slots: int) -> None:
+        """Forgets everything, before first use and whenever the pool of that size is emptied."""
+        ...
+
+
+class _Stateless:
+    """A policy that decides by what the KV blocks' owner knows, and needs to hear nothing."""
+
+    __slots__ = ()
+
+    def on_stored(self, slots: Sequence[int]) -> None:
+        """Takes no note."""
+
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Takes no note."""
+
+    def reset(self, max_slots: int) -> None:
+        """Has nothing to forget."""
+
+
+class LruSlotPolicy(_Stateless):
+    """The slot of the least recently used block goes first; of equal ones, the lower slot."""
+
+    __slots__ = ()
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Returns the slots whose blocks have the lowest ``block_timestamps``."""
+        return _lowest(num_slots, slots, np.asarray(kv_blocks.block_timestamps)[blocks])
+
+
+class RefZeroSlotPolicy(_Stateless):
+    """Any slot may go first, because no request refers to its block; the lower ones do."""
+
+    __slots__ = ()
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Returns the first ``num_slots`` slots."""
+        chosen: list[int] = slots[:num_slots].tolist()
+        return chosen
+
+
+class ConsumedSlotPolicy:
+    """The slot whose state has longest been neither stored nor used by a hit goes first.
+
+    A hit refreshes the one state that it restored, not the states of all the blocks before it,
+    which plain LRU keeps although nothing resumes from them. Of equal slots the lower goes first.
+    """
+
+    __slots__ = ("_clock", "_last_use")
+
+    def __init__(self) -> None:
+        self.reset(0)
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Returns the slots that were stored or consumed the longest ago."""
+        return _lowest(num_slots, slots, self._last_use[slots])
+
+    def on_stored(self, slots: Sequence[int]) -> None:
+        """Makes the slots the most recent."""
+        self._touch(slots)
+
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Makes the slots the most recent."""
+        self._touch(slots)
+
+    def reset(self, max_slots: int) -> None:
+        """Forgets all uses."""
+        self._clock = 0
+        self._last_use = np.zeros(max_slots, np.int64)
+
+    def _touch(self, slots: Sequence[int]) -> None:
+        self._clock += 1
+        self._last_use[list(slots)] = self._clock
+
+
+def policy_named(name: Any) -> SlotEvictionPolicy:
+    """Makes the policy for an embedder's setting.
+
+    Args:
+        name: "lru" or "ref_zero", or a member of any enum with such a value.
+
+    Raises:
+        InvalidArgumentError: It is neither.
+    """
+    value = getattr(name, "value", name)
+    if value == EvictionPolicy.LRU:
+        return LruSlotPolicy()
+    if value == EvictionPolicy.REF_ZERO:
+        return RefZeroSlotPolicy()
+    allowed = [policy.value for policy in EvictionPolicy]
+    raise InvalidArgumentError(f"the eviction policy must be one of {allowed}, got {name!r}")
+
+
+def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
+    """Returns the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
+    if num_slots < len(keys):
+        # Only those at or below the last key that is wanted need sorting.
+        bound = np.partition(keys, num_slots - 1)[num_slots - 1]
+        low = np.flatnonzero(keys <= bound)
+        slots, keys = slots[low], keys[low]
+    order = np.argsort(keys, kind="stable")[:num_slots]
+    chosen: list[int] = slots[order].tolist()
+    return chosen

@@ -1,0 +1,77 @@
+"""Where control meets data: states moved between live rows, slots and the scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mamba_cache.states import RowIndices, StateCopier, StatePool
+
+__all__ = ["StateTransfers"]
+
+
+class StateTransfers:
+    """Copies of whole states, one launch for all layers and all pairs of a call.
+
+    The live tensors belong to the embedder, who may replace them; they are asked for at each call.
+
+    Args:
+        slots: The slots' states.
+        scratch: Where the forward of some embedders writes its checkpoints.
+        live_states: Returns the live tensors, [num_layers, rows, *shape], in the spec's order.
+    """
+
+    def __init__(
+        self,
+        slots: StatePool,
+        scratch: StatePool,
+        live_states: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        self._slots = list(slots.tensors.values())
+        self._live_states = live_states
+        self._live_storage: tuple[object, ...] = ()
+        self._scratch_to_slots = StateCopier(list(scratch.tensors.values()), self._slots)
+
+    def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
+        """Saves live states.
+
+        Args:
+            rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
+            slots: [n] slots, likewise.
+
+        Raises:
+            InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
+        """
+        self._bind_live_states()
+        self._live_to_slots.copy(rows, slots)
+
+    def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
+        """Restores live states.
+
+        Args:
+            sources: [n] slots; ``ZERO_SOURCE`` clears the row, ``PAD_SLOT_ID`` skips the pair.
+            rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
+
+        Raises:
+            InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
+        """
+        self._bind_live_states()
+        self._slots_to_live.copy(sources, rows)
+
+    def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
+        """Saves states that the forward left in the scratch.
+
+        Raises:
+            InvalidArgumentError: As in ``StateCopier.copy``.
+        """
+        self._scratch_to_slots.copy(rows, slots)
+
+    def _bind_live_states(self) -> None:
+        """Makes the copiers anew if the embedder has put other tensors in place."""
+        live = list(self._live_states())
+        storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
+        if storage != self._live_storage:
+            self._live_to_slots = StateCopier(live, self._slots)
+            self._slots_to_live = StateCopier(self._slots, live)
+            self._live_storage = storage
