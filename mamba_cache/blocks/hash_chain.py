@@ -1,0 +1,166 @@
+"""Block hashes of a sequence, each chained on the block before."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from mamba_cache.blocks.arguments import check_int
+from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
+from mamba_cache.blocks.tokens import as_token_array
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["BlockHashChain", "compute_block_hashes"]
+
+_TOKEN_BYTES = 4
+
+
+class BlockHashChain:
+    """The block hashes of one sequence that grows.
+
+    The digest of a block is the hash of its parent's digest followed by the block's tokens as
+    little-endian int32, so it names the whole prefix. Block 0's parent is a root made of the
+    hasher's secret, the block size, the salt and the LoRA id. A multimodal key is mixed into the
+    parent of the block in which its position lies, so it concerns that block and all after it.
+
+    Args:
+        block_size_tokens: Tokens of one block, >= 1.
+        hasher: Default: ``BlockHasher()``.
+        cache_salt: Sequences of different salts never match.
+        lora_id: Likewise for adapters.
+        multimodal_keys: (position, key) pairs: at this token position stands an input, such as an
+            image, that its token ids do not tell apart but ``key`` does (a hash of its content).
+            For an input of many tokens its first position is enough. The order is free.
+
+    Raises:
+        InvalidArgumentError: ``block_size_tokens`` is not an int >= 1, a position is not an int
+            >= 0, or a key is of a type that is not allowed.
+    """
+
+    __slots__ = ("_block_bytes", "_digests", "_hasher", "_keys", "_parent", "_tail")
+
+    def __init__(
+        self,
+        block_size_tokens: int,
+        *,
+        hasher: BlockHasher | None = None,
+        cache_salt: ExtraKey = None,
+        lora_id: ExtraKey = None,
+        multimodal_keys: Iterable[tuple[int, str | bytes]] = (),
+    ) -> None:
+        check_int("block_size_tokens", block_size_tokens, minimum=1)
+        self._hasher = BlockHasher() if hasher is None else hasher
+        self._parent = self._hasher.root(block_size_tokens, cache_salt, lora_id)
+        self._keys = _keys_by_block(multimodal_keys, block_size_tokens)
+        self._block_bytes = block_size_tokens * _TOKEN_BYTES
+        self._digests: list[bytes] = []
+        self._tail = bytearray()
+
+    @property
+    def hashes(self) -> BlockHashes:
+        """Hashes of the complete blocks so far, in O(1); later blocks do not change it."""
+        return BlockHashes._snapshot(self._digests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far, those of the incomplete last block included."""
+        return (len(self._digests) * self._block_bytes + len(self._tail)) // _TOKEN_BYTES
+
+    def copy(self) -> BlockHashChain:
+        """Return a chain of the same tokens that grows on its own, in O(blocks)."""
+        chain: BlockHashChain = object.__new__(BlockHashChain)
+        chain._hasher, chain._parent = self._hasher, self._parent
+        chain._keys, chain._block_bytes = list(self._keys), self._block_bytes
+        chain._digests, chain._tail = list(self._digests), bytearray(self._tail)
+        return chain
+
+    def append(self, tokens: Any) -> None:
+        """Append tokens and hash the blocks that they complete, in O(new tokens).
+
+        Args:
+            tokens: As for ``compute_block_hashes``.
+
+        Raises:
+            InvalidArgumentError: ``tokens`` are not valid ids; nothing is appended.
+        """
+        data = as_token_array(tokens).view("u1").data
+        if self._tail:
+            self._tail += data
+            if len(self._tail) < self._block_bytes:
+                return
+            data, self._tail = memoryview(self._tail), bytearray()
+        complete = len(data) - len(data) % self._block_bytes
+        self._hash_blocks(data[:complete])
+        self._tail += data[complete:]
+
+    def _hash_blocks(self, data: memoryview) -> None:
+        """Hash whole blocks, in runs that start where keys must be mixed in."""
+        while data:
+            next_block = len(self._digests)
+            if self._keys and self._keys[-1][0] == next_block:
+                self._parent = self._hasher.with_keys(self._parent, self._keys.pop()[1])
+            run = len(data)
+            if self._keys:
+                run = min(run, (self._keys[-1][0] - next_block) * self._block_bytes)
+            self._hash_run(data[:run])
+            data = data[run:]
+
+    def _hash_run(self, data: memoryview) -> None:
+        digest, parent = self._hasher.digest, self._parent
+        blocks = struct.iter_unpack(f"{self._block_bytes}s", data)
+        self._digests += [parent := digest(parent + block) for (block,) in blocks]
+        self._parent = parent
+
+
+def compute_block_hashes(
+    tokens: Any,
+    block_size_tokens: int,
+    *,
+    cache_salt: ExtraKey = None,
+    lora_id: ExtraKey = None,
+    multimodal_keys: Iterable[tuple[int, str | bytes]] = (),
+    hasher: BlockHasher | None = None,
+) -> BlockHashes:
+    """Return the hashes of a sequence's complete blocks; a rest shorter than a block has none.
+
+    Args:
+        tokens: [num_tokens] token ids, each from 0 to 2**31 - 1: a sequence of ints, a numpy array
+            or torch tensor of any integer dtype and device.
+        block_size_tokens: Tokens of one block, >= 1.
+        cache_salt: Sequences of different salts never match.
+        lora_id: Likewise for adapters.
+        multimodal_keys: (position, key) pairs, see ``BlockHashChain``.
+        hasher: Default: ``BlockHasher()``.
+
+    Raises:
+        InvalidArgumentError: An argument is not as described; the message names the value.
+    """
+    chain = BlockHashChain(
+        block_size_tokens,
+        hasher=hasher,
+        cache_salt=cache_salt,
+        lora_id=lora_id,
+        multimodal_keys=multimodal_keys,
+    )
+    chain.append(tokens)
+    return chain.hashes
+
+
+def _keys_by_block(
+    keys: Iterable[tuple[int, str | bytes]], block_size_tokens: int
+) -> list[tuple[int, list[tuple[int, str | bytes]]]]:
+    """Group keys as (block, [(offset, key)]), the first block last so that it can be popped."""
+    groups: dict[int, list[tuple[int, str | bytes]]] = {}
+    for position, key in keys:
+        check_int("the position of a multimodal key", position, minimum=0)
+        if not isinstance(key, (str, bytes)):
+            raise InvalidArgumentError(
+                f"a multimodal key must be a str or bytes, got {key!r} at position {position}"
+            )
+        block, offset = divmod(position, block_size_tokens)
+        groups.setdefault(block, []).append((offset, key))
+    for group in groups.values():
+        # str and bytes do not compare, and the order in which keys were given must not matter.
+        group.sort(key=lambda item: (item[0], isinstance(item[1], str), item[1]))
+    return sorted(groups.items(), reverse=True)

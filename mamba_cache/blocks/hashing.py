@@ -1,0 +1,185 @@
+"""Block hashes as values, and the keyed hash functions that make them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeAlias, overload
+
+import numpy as np
+import xxhash
+
+from mamba_cache.config import HashAlgorithm
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["BlockHasher", "BlockHashes", "ExtraKey"]
+
+ExtraKey: TypeAlias = "str | bytes | int | None"
+"""A cache salt or LoRA id. Equal spellings of different types are different keys."""
+
+_DIGEST_SIZES: Final = (16, 32)
+_ID_MASK: Final = 2**63 - 1
+_PROCESS_SECRET: Final = os.urandom(32)
+
+
+class BlockHashes(Sequence[int]):
+    """Hashes of consecutive blocks from a sequence's start: ids to look up, digests to verify.
+
+    As a sequence it holds the *hash ids*: positive ints below 2**63, cut from the digests. Two
+    different prefixes can share an id, though hardly ever; nobody shares a digest. Immutable.
+    A slice is a ``BlockHashes`` too. Equal to another one with the same digests, and to a list or
+    tuple of the same ids.
+
+    Args:
+        digests: One digest per block: all of one hasher, 16 or 32 bytes each.
+
+    Raises:
+        InvalidArgumentError: A digest is not ``bytes``, or their lengths differ or are others.
+    """
+
+    __slots__ = ("_digests", "_length")
+
+    def __init__(self, digests: Iterable[bytes] = ()) -> None:
+        self._digests = list(digests)
+        self._length = len(self._digests)
+        for digest in self._digests:
+            if not isinstance(digest, bytes) or len(digest) not in _DIGEST_SIZES:
+                raise InvalidArgumentError(
+                    f"a digest must be bytes, {_DIGEST_SIZES} of them, got {digest!r}"
+                )
+        sizes = {len(digest) for digest in self._digests}
+        if len(sizes) > 1:
+            raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
+
+    @classmethod
+    def _snapshot(cls, digests: list[bytes]) -> BlockHashes:
+        """Share a list that only ever grows: what is appended later stays out of sight."""
+        hashes = cls.__new__(cls)
+        hashes._digests = digests
+        hashes._length = len(digests)
+        return hashes
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The full digest of each block."""
+        return tuple(self._digests[: self._length])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._length:
+            return iter(())
+        words = np.frombuffer(b"".join(self._digests[: self._length]), dtype="<i8")
+        ids = words.reshape(self._length, -1)[:, 0] & _ID_MASK
+        # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
+        return iter(np.maximum(ids, 1).tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockHashes: ...
+    def __getitem__(self, index: int | slice) -> int | BlockHashes:
+        positions = range(self._length)[index]
+        if isinstance(positions, range):
+            return BlockHashes._snapshot([self._digests[position] for position in positions])
+        return max(int.from_bytes(self._digests[positions][:8], "little") & _ID_MASK, 1)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BlockHashes):
+            return self.digests == other.digests
+        if isinstance(other, (list, tuple)):
+            return list(self) == list(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"BlockHashes({list(self)})"
+
+
+class BlockHasher:
+    """A keyed hash function for blocks.
+
+    The secret enters the root of every chain, so that nobody can tell another's digests from the
+    tokens. xxh3 is not built to withstand tokens that were crafted to collide; SHA-256 is.
+    Processes that are to find each other's blocks need the same algorithm and the same secret.
+
+    Args:
+        algorithm: "xxh3_128" (fast), or "sha256" where tenants do not trust each other.
+        secret: Key of any length. Default: one drawn at random when the process starts.
+
+    Attributes:
+        algorithm: As given.
+        digest_size_bytes: Length of a digest: 16 or 32.
+        digest: The bare hash function, ``digest(data) -> bytes``. Unkeyed, because xxh3 takes as
+            long to expand a seed as to hash 500 bytes: the secret parent digest is in the data.
+
+    Raises:
+        InvalidArgumentError: Unknown algorithm, or a secret that is not ``bytes``.
+    """
+
+    __slots__ = ("_secret", "algorithm", "digest", "digest_size_bytes")
+
+    def __init__(self, algorithm: HashAlgorithm = "xxh3_128", secret: bytes | None = None) -> None:
+        if algorithm not in ("xxh3_128", "sha256"):
+            raise InvalidArgumentError(
+                f"algorithm must be 'xxh3_128' or 'sha256', got {algorithm!r}"
+            )
+        if secret is not None and not isinstance(secret, bytes):
+            raise InvalidArgumentError(f"secret must be bytes or None, got {type(secret).__name__}")
+        self._secret = _PROCESS_SECRET if secret is None else secret
+        self.algorithm: HashAlgorithm = algorithm
+        self.digest_size_bytes = 16 if algorithm == "xxh3_128" else 32
+        self.digest: Callable[[bytes], bytes] = (
+            xxhash.xxh3_128_digest if algorithm == "xxh3_128" else _sha256
+        )
+
+    def __repr__(self) -> str:
+        return f"BlockHasher({self.algorithm!r}, secret=...)"
+
+    def root(self, block_size_tokens: int, cache_salt: ExtraKey, lora_id: ExtraKey) -> bytes:
+        """Return the digest that block 0 is chained on: all that concerns a whole sequence.
+
+        Raises:
+            InvalidArgumentError: A key is not a str, bytes, int or None.
+        """
+        data = _encode(self._secret, block_size_tokens, cache_salt, lora_id)
+        return self._mix(data, b"block root")
+
+    def with_keys(self, parent: bytes, keys: Sequence[tuple[int, str | bytes]]) -> bytes:
+        """Return ``parent`` with the (offset in the block, multimodal key) pairs mixed in."""
+        data = _encode(parent, *(part for key in keys for part in key))
+        return self._mix(data, b"block keys")
+
+    def _mix(self, data: bytes, purpose: bytes) -> bytes:
+        # Another hash function than the chain's, so that no block of tokens can stand in for it.
+        digest_size = self.digest_size_bytes
+        return hashlib.blake2b(data, digest_size=digest_size, person=purpose).digest()
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _encode(*values: ExtraKey) -> bytes:
+    """Spell values so that no other list of values gives the same bytes: type, length, content."""
+    return b"".join(_encode_one(value) for value in values)
+
+
+def _encode_one(value: ExtraKey) -> bytes:
+    if value is None:
+        kind, content = b"n", b""
+    elif isinstance(value, bytes):
+        kind, content = b"b", value
+    elif isinstance(value, str):
+        kind, content = b"s", value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        kind, content = b"i", str(value).encode()
+    else:
+        raise InvalidArgumentError(
+            f"a cache salt or key must be a str, bytes, int or None, got {value!r}"
+        )
+    return kind + len(content).to_bytes(8, "little") + content

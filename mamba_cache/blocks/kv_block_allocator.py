@@ -1,0 +1,400 @@
+"""The pool of KV blocks: who holds them, which are cached under which hash, which go first."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache.blocks.arguments import as_ints, check_int
+from mamba_cache.blocks.hashing import BlockHashes
+from mamba_cache.blocks.invariants import find_breaches
+from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
+from mamba_cache.blocks.registration import NO_HASH, plan_registration
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.errors import (
+    BlockCapacityError,
+    DoubleFreeError,
+    HashConflictError,
+    InvalidArgumentError,
+    InvariantError,
+    UnknownBlockError,
+)
+
+__all__ = ["DeregistrationObserver", "KVBlockAllocator"]
+
+DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
+"""Called with the blocks that were deregistered and the hash id that each of them had."""
+
+
+class KVBlockAllocator:
+    """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
+
+    A block is *free*, *used* (its reference count is positive), or *cached* (nobody refers to it,
+    but it is registered under a hash, so that a later request can take it up). Room is made by
+    evicting cached blocks, the least recently used first, but no parent before its children: a
+    child without its parent could never be matched.
+
+    "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
+    costs as much as the blocks it names, times the logarithm of the number of cached blocks.
+
+    Args:
+        pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
+            to: it is never handed out and cannot be given back.
+        eviction_policy: LRU keeps cached blocks; REF_ZERO forgets a block when its last
+            reference goes.
+        enable_prefix_caching: If False, no block is ever registered or found.
+        as_tensor: Makes what the three arrays are exposed as, such as ``torch.from_numpy``. It
+            must share their memory.
+
+    Attributes:
+        pool_size: As given.
+        dummy_block_id: ``pool_size - 1``.
+        block_ref_counts: [pool_size] int32, CPU. References to each block. Read only.
+        block_timestamps: [pool_size] int64, CPU. The call that last took, retained or released
+            each block. Read only.
+        block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
+            for none. Read only.
+        on_blocks_deregistered: The first observer; see ``add_deregistration_observer``.
+        evicted_blocks_total: Cached blocks given up to make room.
+        hash_collisions_total: Blocks not registered because their id belongs to another digest.
+
+    Raises:
+        InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
+    """
+
+    def __init__(
+        self,
+        pool_size: int,
+        *,
+        eviction_policy: EvictionPolicy = EvictionPolicy.LRU,
+        enable_prefix_caching: bool = True,
+        as_tensor: Callable[[Any], Any] | None = None,
+    ) -> None:
+        check_int("pool_size", pool_size, minimum=2)
+        policies = [policy.value for policy in EvictionPolicy]
+        if eviction_policy not in policies:
+            raise InvalidArgumentError(
+                f"eviction_policy must be one of {policies}, got {eviction_policy!r}"
+            )
+        self.pool_size = pool_size
+        self.dummy_block_id = pool_size - 1
+        self.eviction_policy = EvictionPolicy(eviction_policy)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.on_blocks_deregistered: DeregistrationObserver | None = None
+        self._observers: list[DeregistrationObserver] = []
+        self._make_arrays(as_tensor or (lambda array: array))
+        self._clear()
+
+    def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
+        ref_counts = np.empty(self.pool_size, dtype=np.int32)
+        timestamps = np.empty(self.pool_size, dtype=np.int64)
+        hashes = np.empty(self.pool_size, dtype=np.int64)
+        self.block_ref_counts = as_tensor(ref_counts)
+        self.block_timestamps = as_tensor(timestamps)
+        self.block_hashes = as_tensor(hashes)
+        # Single elements are read and written several times faster through a memoryview.
+        self._ref_counts = ref_counts.data
+        self._timestamps = timestamps.data
+        self._hashes = hashes.data
+
+    def _clear(self) -> None:
+        np.asarray(self._ref_counts)[:] = 0
+        np.asarray(self._timestamps)[:] = 0
+        np.asarray(self._hashes)[:] = NO_HASH
+        self._free = deque(range(self.dummy_block_id))
+        self._tree = PrefixTree()
+        # Exactly the cached blocks without registered children, by timestamp.
+        self._leaves = EvictionQueue()
+        self._num_cached = 0
+        self._clock = 0
+        self.evicted_blocks_total = 0
+        self.hash_collisions_total = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that are neither used nor cached."""
+        return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody refers to but that are registered under a hash."""
+        return self._num_cached
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody refers to."""
+        return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
+
+    def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
+        """Take blocks, with one reference to each: free ones first, then evicted ones.
+
+        Raises:
+            InvalidArgumentError: ``num_blocks`` is not an int >= 0.
+            BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
+        """
+        check_int("num_blocks", num_blocks, minimum=0)
+        if num_blocks > len(self._free):
+            victims = self._choose_victims(num_blocks)
+            self.evicted_blocks_total += len(victims)
+            # If an observer raises, the victims are free and nothing was taken: no block leaks.
+            self._deregister(victims)
+        block_ids = [self._free.popleft() for _ in range(num_blocks)]
+        self._clock += 1
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            self._timestamps[block_id] = self._clock
+        return block_ids
+
+    def retain_memory_blocks(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block, used or cached; a block named twice gets two.
+
+        Raises:
+            UnknownBlockError: A block is free or out of range; nothing is changed.
+        """
+        ids = self._held_or_cached(block_ids)
+        self._clock += 1
+        for block_id in ids:
+            if not self._ref_counts[block_id]:
+                self._num_cached -= 1
+                self._leaves.discard(block_id)
+            self._ref_counts[block_id] += 1
+            self._timestamps[block_id] = self._clock
+
+    def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
+        """Give back one reference to each block; a block named twice loses two.
+
+        A block whose last reference goes becomes cached if it is registered, else free.
+
+        Raises:
+            UnknownBlockError: A block id is out of range; nothing is changed.
+            DoubleFreeError: A block has fewer references than are given back; nothing is changed.
+        """
+        counts = Counter(self._checked_ids(block_ids))
+        for block_id, count in counts.items():
+            if self._ref_counts[block_id] < count:
+                raise DoubleFreeError(
+                    f"block {block_id} has {self._ref_counts[block_id]} references, "
+                    f"but {count} are given back"
+                )
+        self._clock += 1
+        cached = []
+        for block_id, count in counts.items():
+            self._ref_counts[block_id] -= count
+            self._timestamps[block_id] = self._clock
+            if self._ref_counts[block_id]:
+                continue
+            if self._hashes[block_id] == NO_HASH:
+                self._free.append(block_id)
+            else:
+                cached.append(block_id)
+        self._num_cached += len(cached)
+        if self.eviction_policy is EvictionPolicy.REF_ZERO:
+            self._deregister(cached)
+        else:
+            for block_id in cached:
+                self._offer_for_eviction(self._hashes[block_id])
+
+    def register_kv_block_hashes(
+        self,
+        block_ids: Iterable[int],
+        block_hashes: Sequence[int],
+        *,
+        digests: Sequence[bytes] | None = None,
+        parent_hash: int | None = None,
+    ) -> list[int | None]:
+        """Make consecutive blocks of one sequence findable by their hashes.
+
+        Call it once what fills the blocks has been enqueued. Doing so again changes nothing.
+
+        Args:
+            block_ids: Blocks that are used, or cached under the very same hash.
+            block_hashes: One hash id each, from 1 to 2**63 - 1; a ``BlockHashes`` brings its
+                digests along.
+            digests: One full digest each. A block registered without one is never found by one.
+            parent_hash: Hash id of the block before the first one; None at a sequence's start.
+
+        Returns:
+            For each block the one that now stands for its hash: itself; or another that was
+            registered earlier, in which case this one stays private; or None if the id belongs to
+            another digest, or if prefix caching is off.
+
+        Raises:
+            InvalidArgumentError: Lengths differ, or a hash id is out of range.
+            UnknownBlockError: A block is free or out of range.
+            HashConflictError: A block carries another hash already, or is named twice with two.
+        """
+        plan = plan_registration(
+            self._held_or_cached(block_ids), block_hashes, digests, parent_hash
+        )
+        self._check_carried_hashes(plan)
+        if not self.enable_prefix_caching:
+            return [None] * len(plan)
+        return [self._register(hash_id, block) for hash_id, block in plan]
+
+    def match_prefix(self, hashes: BlockHashes) -> list[int]:
+        """Return the longest run of registered blocks from the start of ``hashes``.
+
+        Full digests are compared, so a block that merely shares an id does not match. A query:
+        nothing changes, and a match is only safe from eviction once it is retained.
+
+        Raises:
+            InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
+        """
+        if not isinstance(hashes, BlockHashes):
+            raise InvalidArgumentError(f"hashes must be a BlockHashes, got {type(hashes).__name__}")
+        return self._tree.match(hashes)
+
+    def find_block(self, hash_id: int, digest: bytes | None = None) -> int | None:
+        """Return the block registered under ``hash_id``, or None.
+
+        With a ``digest``, only if it was registered with the same one.
+        """
+        block = self._tree.find(hash_id)
+        if block is None or (digest is not None and block.digest != digest):
+            return None
+        return block.block_id
+
+    def deregister_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable: cached ones become free, used ones merely lose their hash.
+
+        Blocks without a hash are left alone. Children stay registered; they match again when
+        their parent's hash is registered anew.
+
+        Raises:
+            UnknownBlockError: A block id is out of range; nothing is changed.
+        """
+        ids = dict.fromkeys(self._checked_ids(block_ids))
+        self._deregister([block_id for block_id in ids if self._hashes[block_id] != NO_HASH])
+
+    def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
+        """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
+
+        By then the allocator's own bookkeeping is done: the blocks are not findable, and those
+        that nobody refers to are free. An observer must not call back into the allocator's
+        commands. If one raises, the others still run and the error goes on to the caller.
+        """
+        self._observers.append(observer)
+
+    def reset(self) -> None:
+        """Return to the initial state: references are dropped and every block is free.
+
+        Observers stay, and are told of the blocks that were registered.
+        """
+        hash_ids = {block.block_id: hash_id for hash_id, block in self._tree.items()}
+        self._clear()
+        self._notify(list(hash_ids), list(hash_ids.values()))
+
+    def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
+        ids = as_ints("block_ids", block_ids)
+        for block_id in ids:
+            if not 0 <= block_id < self.dummy_block_id:
+                raise UnknownBlockError(
+                    f"block ids go from 0 to {self.dummy_block_id - 1} "
+                    f"({self.dummy_block_id} is the dummy block), got {block_id}"
+                )
+        return ids
+
+    def _held_or_cached(self, block_ids: Iterable[int]) -> list[int]:
+        ids = self._checked_ids(block_ids)
+        for block_id in ids:
+            if not self._ref_counts[block_id] and self._hashes[block_id] == NO_HASH:
+                raise UnknownBlockError(f"block {block_id} is free: allocate it first")
+        return ids
+
+    def _check_carried_hashes(self, plan: list[tuple[int, RegisteredBlock]]) -> None:
+        carried: dict[int, int] = {}
+        for hash_id, (block_id, _, _) in plan:
+            own = carried.setdefault(block_id, self._hashes[block_id])
+            if own not in (NO_HASH, hash_id):
+                raise HashConflictError(
+                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
+                )
+            carried[block_id] = hash_id
+
+    def _register(self, hash_id: int, block: RegisteredBlock) -> int | None:
+        holder = self._tree.find(hash_id)
+        if holder is None:
+            self._tree.add(hash_id, block)
+            self._hashes[block.block_id] = hash_id
+            parent = self._tree.find(block.parent_hash)
+            if parent is not None:
+                self._leaves.discard(parent.block_id)
+            return block.block_id
+        if holder.digest != block.digest:
+            self.hash_collisions_total += 1
+            return None
+        return holder.block_id
+
+    def _choose_victims(self, num_blocks: int) -> list[int]:
+        """Take from the queue the blocks to evict so that ``num_blocks`` are free, in order.
+
+        A parent joins the queue when all its children are chosen. Should the blocks not suffice,
+        the queue ends as it was: whoever was a leaf then is put back.
+        """
+        victims: list[int] = []
+        chosen_children: Counter[int] = Counter()
+        while len(self._free) + len(victims) < num_blocks:
+            if not self._leaves:
+                for block_id in victims:
+                    self._offer_for_eviction(self._hashes[block_id])
+                raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
+            block_id, _ = self._leaves.pop()
+            victims.append(block_id)
+            block = self._tree.find(self._hashes[block_id])
+            assert block is not None
+            if block.parent_hash is not None:
+                chosen_children[block.parent_hash] += 1
+                self._offer_for_eviction(block.parent_hash, chosen_children[block.parent_hash])
+        return victims
+
+    def _offer_for_eviction(self, hash_id: int, num_chosen_children: int = 0) -> None:
+        """Queue the block behind ``hash_id`` if it is cached and has none but chosen children."""
+        block = self._tree.find(hash_id)
+        if block is None or self._ref_counts[block.block_id]:
+            return
+        if self._tree.num_children(hash_id) == num_chosen_children:
+            self._leaves.push(block.block_id, self._timestamps[block.block_id])
+
+    def _deregister(self, block_ids: list[int]) -> None:
+        hash_ids = [self._hashes[block_id] for block_id in block_ids]
+        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
+            self._hashes[block_id] = NO_HASH
+            self._leaves.discard(block_id)
+            parent_hash = self._tree.remove(hash_id).parent_hash
+            if parent_hash is not None:
+                self._offer_for_eviction(parent_hash)
+            if not self._ref_counts[block_id]:
+                self._num_cached -= 1
+                self._free.append(block_id)
+        self._notify(block_ids, hash_ids)
+
+    def _notify(self, block_ids: list[int], hash_ids: list[int]) -> None:
+        if not block_ids:
+            return
+        first = [] if self.on_blocks_deregistered is None else [self.on_blocks_deregistered]
+        # A stack runs all its callbacks whatever any of them raises; the last in runs first.
+        with ExitStack() as stack:
+            for observer in reversed([*first, *self._observers]):
+                stack.callback(observer, list(block_ids), list(hash_ids))
+
+    def check_invariants(self) -> None:
+        """Check all bookkeeping against itself, in O(pool_size).
+
+        Raises:
+            InvariantError: Something contradicts something else: a bug in this package.
+        """
+        breaches = find_breaches(
+            ref_counts=np.asarray(self._ref_counts),
+            hashes=np.asarray(self._hashes),
+            free_block_ids=self._free,
+            tree=self._tree,
+            leaves=self._leaves,
+            num_cached=self._num_cached,
+        )
+        if breaches:
+            raise InvariantError(f"does not hold: {'; '.join(breaches)}")

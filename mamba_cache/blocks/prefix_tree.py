@@ -1,0 +1,89 @@
+"""Which blocks are registered under which hash, and which of them are parents of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mamba_cache.blocks.hashing import BlockHashes
+
+__all__ = ["PrefixTree", "RegisteredBlock"]
+
+
+class RegisteredBlock(NamedTuple):
+    """What is known of the block behind a hash id.
+
+    Attributes:
+        block_id: The block.
+        digest: Its full digest; None if it was registered by id alone.
+        parent_hash: Hash id of the block before it; None for a sequence's first block.
+    """
+
+    block_id: int
+    digest: bytes | None
+    parent_hash: int | None
+
+
+class PrefixTree:
+    """Registered blocks by hash id.
+
+    Children are counted by their parent's hash id, not its block: the count outlives a parent that
+    is deregistered before its children, and holds again when another block takes its hash.
+    """
+
+    __slots__ = ("_blocks", "_num_children")
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, RegisteredBlock] = {}
+        self._num_children: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def items(self) -> Iterator[tuple[int, RegisteredBlock]]:
+        """Yield every (hash id, block)."""
+        return iter(self._blocks.items())
+
+    def find(self, hash_id: int | None) -> RegisteredBlock | None:
+        """Return the block behind a hash id, verified by nothing but the id."""
+        return None if hash_id is None else self._blocks.get(hash_id)
+
+    def match(self, hashes: BlockHashes) -> list[int]:
+        """Return the blocks of the longest run from the start whose full digests agree."""
+        block_ids = []
+        for hash_id, digest in zip(hashes, hashes.digests, strict=True):
+            block = self._blocks.get(hash_id)
+            if block is None or block.digest != digest:
+                break
+            block_ids.append(block.block_id)
+        return block_ids
+
+    def num_children(self, hash_id: int) -> int:
+        """Return how many registered blocks have this one as their parent."""
+        return self._num_children.get(hash_id, 0)
+
+    def add(self, hash_id: int, block: RegisteredBlock) -> None:
+        """Register ``block`` under a hash id that nobody holds."""
+        self._blocks[hash_id] = block
+        if block.parent_hash is not None:
+            self._num_children[block.parent_hash] = self.num_children(block.parent_hash) + 1
+
+    def remove(self, hash_id: int) -> RegisteredBlock:
+        """Deregister and return the block behind a registered hash id."""
+        block = self._blocks.pop(hash_id)
+        if block.parent_hash is not None:
+            self._num_children[block.parent_hash] -= 1
+            if not self._num_children[block.parent_hash]:
+                del self._num_children[block.parent_hash]
+        return block
+
+    def clear(self) -> None:
+        """Deregister every block."""
+        self._blocks.clear()
+        self._num_children.clear()
+
+    def counts_children_right(self) -> bool:
+        """Return whether the counts of children are what the blocks' parents add up to."""
+        parents = [block.parent_hash for block in self._blocks.values()]
+        return self._num_children == Counter(parent for parent in parents if parent is not None)

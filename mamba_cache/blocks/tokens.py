@@ -1,0 +1,87 @@
+"""Token ids in whatever form an engine holds them, as one checked array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["MAX_TOKEN_ID", "as_token_array"]
+
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest token id that a block hash takes."""
+
+
+def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
+    """Return ``tokens`` as a contiguous little-endian int32 array, which may share their memory.
+
+    Args:
+        tokens: [num_tokens] token ids: a sequence of ints (``bytes`` counts as one), a numpy array
+            or torch tensor of any integer dtype. A tensor may be on any device; one on an
+            accelerator is copied, which waits for that device.
+
+    Raises:
+        InvalidArgumentError: Not one-dimensional, not integers (bools are not), or an id is
+            negative or above ``MAX_TOKEN_ID``; the message names the first such id.
+    """
+    if hasattr(tokens, "detach"):
+        tokens = _from_tensor(tokens)
+    if isinstance(tokens, np.ndarray):
+        return _from_array(tokens)
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str):
+        return _from_sequence(tokens)
+    raise InvalidArgumentError(
+        "tokens must be a sequence of ints, a numpy array or a torch tensor, "
+        f"got {type(tokens).__name__}"
+    )
+
+
+def _from_tensor(tokens: Any) -> Any:
+    # Recognised by its methods: this floor does not import torch.
+    try:
+        return tokens.detach().cpu().numpy()
+    except TypeError as error:  # A dtype that numpy lacks, such as bfloat16.
+        raise InvalidArgumentError(
+            f"tokens must have an integer dtype, got {tokens.dtype}"
+        ) from error
+
+
+def _from_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    if tokens.ndim != 1:
+        raise InvalidArgumentError(
+            f"tokens must have one dimension, got an array of shape {tokens.shape}"
+        )
+    if tokens.dtype.kind not in "iu":
+        first = f", first value {tokens[0]!r}" if len(tokens) else ""
+        raise InvalidArgumentError(f"tokens must have an integer dtype, got {tokens.dtype}{first}")
+    # One pass finds both faults: the bits of all ids together make a valid id if and only if
+    # each of them is one.
+    if not 0 <= int(np.bitwise_or.reduce(tokens)) <= MAX_TOKEN_ID:
+        position = int(np.argmax((tokens < 0) | (tokens > MAX_TOKEN_ID)))
+        raise _bad_token(tokens[position], position)
+    return np.ascontiguousarray(tokens, dtype="<i4")
+
+
+def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
+    # Types are checked once each, and ids by min and max: decoding appends one token at a time.
+    if not all(map(_is_integer, set(map(type, tokens)))):
+        position = next(i for i, token in enumerate(tokens) if not _is_integer(type(token)))
+        raise _bad_token(tokens[position], position)
+    if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token <= MAX_TOKEN_ID)
+        raise _bad_token(tokens[position], position)
+    return np.fromiter(tokens, dtype="<i4", count=len(tokens))
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and not issubclass(kind, bool)
+
+
+def _bad_token(token: object, position: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"token ids must be ints from 0 to {MAX_TOKEN_ID}, got {token!r} at position {position}"
+    )
