@@ -11,7 +11,8 @@ from mamba_cache.metadata import compute_chunk_metadata, compute_varlen_chunk_me
 
 
 def cut(query_start_loc, num_computed_tokens, chunk_size):
-    starts, computed = np.array(query_start_loc), np.array(num_computed_tokens, dtype=np.int32)
+    starts = np.array(query_start_loc, dtype=np.int32)
+    computed = np.array(num_computed_tokens, dtype=np.int32)
     return [part.tolist() for part in compute_chunk_metadata(starts, computed, chunk_size)]
 
 
@@ -69,10 +70,8 @@ def test_inputs_are_not_changed():
     assert (starts.tolist(), computed.tolist()) == ([0, 5, 9], [3, 1])
 
 
-def test_positions_past_int32_within_a_sequence():
-    # The batch is small, but tokens before it may be many and num_computed_tokens is int32.
-    far = 2**31 - 3
-    assert cut([0, 9], [far], 8) == [[0, 3, 9], [0, 0], [1]]
+def test_position_in_a_sequence_may_pass_int32():
+    assert cut([0, 9], [2**31 - 3], 2**31 - 1) == [[0, 2, 9], [0, 0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +80,7 @@ def test_positions_past_int32_within_a_sequence():
         np.array([], dtype=np.int64),
         np.array([1, 4]),
         np.array([0, 4, 3]),
+        np.array([0, 4, 3], np.uint32),
         np.array([0.0, 4.0]),
         np.array([[0, 4]]),
         np.array([0, 2**31]),

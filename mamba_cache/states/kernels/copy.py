@@ -1,8 +1,9 @@
 """The batched state copy as one Triton kernel: all pairs, layers and tensors in one launch."""
 
-from __future__ import annotations
+# Triton takes no annotations but its own, and names constants in capitals.
+# ruff: noqa: ANN001, N803, PLR0917
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -17,17 +18,19 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _NUM_WARPS = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_kernel(  # noqa: PLR0917
-    segments: Any,
-    tiles: Any,
-    source_rows: Any,
-    destination_rows: Any,
-    num_tiles: Any,
-    WORD: tl.constexpr,  # noqa: N803
-    ALIGNMENT: tl.constexpr,  # noqa: N803
-    TILE_WORDS: tl.constexpr,  # noqa: N803
-    ZERO_SOURCE: tl.constexpr,  # noqa: N803
+# Rows come at any address and in any number: one compiled kernel must do for all of them.
+@triton.jit(do_not_specialize=["source_rows", "destination_rows", "num_tiles"])  # type: ignore[untyped-decorator]
+def _copy_kernel(  # type: ignore[no-untyped-def]
+    segments,
+    tiles,
+    source_rows,
+    destination_rows,
+    num_tiles,
+    WORD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    WORDS_PER_ACCESS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    ZERO_SOURCE: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     pair = program // num_tiles
@@ -38,16 +41,17 @@ def _copy_kernel(  # noqa: PLR0917
         segment = segments + tl.load(tile) * 4
         first_byte = tl.load(tile + 1)
         words = tl.arange(0, TILE_WORDS)
-        mask = words < tl.load(tile + 2)
+        mask = words < tl.multiple_of(tl.load(tile + 2), WORDS_PER_ACCESS)
         source = tl.load(segment) + source_row * tl.load(segment + 2) + first_byte
         destination = tl.load(segment + 1) + destination_row * tl.load(segment + 3) + first_byte
-        # The tables hold plain integers: only this hint tells the compiler that wide accesses fit.
-        reads = tl.multiple_of(source, ALIGNMENT).to(tl.pointer_type(WORD)) + words
-        writes = tl.multiple_of(destination, ALIGNMENT).to(tl.pointer_type(WORD)) + words
+        # The tables hold plain integers: only hints tell the compiler that wide accesses fit. It
+        # heeds them on pointers, not on integers that become pointers.
+        source = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNMENT)
+        destination = tl.multiple_of(destination.to(tl.pointer_type(WORD)), ALIGNMENT)
         if source_row >= 0:
-            tl.store(writes, tl.load(reads, mask=mask), mask=mask)
+            tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
         elif source_row == ZERO_SOURCE:
-            tl.store(writes, tl.zeros([TILE_WORDS], dtype=WORD), mask=mask)
+            tl.store(destination + words, tl.zeros([TILE_WORDS], dtype=WORD), mask=mask)
 
 
 def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor) -> None:
@@ -60,7 +64,10 @@ def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: tor
     """
     num_tiles = plan.tiles.shape[0]
     grid = (num_tiles * source_rows.shape[0],)
-    if grid[0]:
+    if not grid[0]:
+        return
+    # Triton launches on the current device; -1, for the CPU, changes nothing.
+    with torch.cuda.device(source_rows.get_device()):
         _copy_kernel[grid](
             plan.segments,
             plan.tiles,
@@ -69,6 +76,7 @@ def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: tor
             num_tiles,
             WORD=_WORDS[plan.word_bytes],
             ALIGNMENT=plan.alignment,
+            WORDS_PER_ACCESS=plan.alignment // plan.word_bytes,
             TILE_WORDS=TILE_WORDS,
             ZERO_SOURCE=ZERO_SOURCE,
             num_warps=_NUM_WARPS,
