@@ -1,5 +1,6 @@
 """Requests, caches and step metadata in plain Python: the model's tests need no context."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -86,69 +87,80 @@ def run_step(model, caches, decodes, prefills):
 def build_metadata(config: HybridModelConfig, caches, decodes, prefills, *, padding=3):
     """Metadata of one step, padded by ``padding`` rows in every tensor."""
     works = [*decodes, *prefills]
-    token_ids, positions, slots, starts, tables = [], [], [], [0], []
-    for work in works:
-        sequence, size = work.sequence, caches.block_size
-        span = range(sequence.num_computed, sequence.num_computed + work.num_tokens)
-        positions += span
-        token_ids += [sequence.tokens[i] for i in span]
-        slots += [
-            PAD_SLOT_ID if i // size < sequence.filled_blocks
-            else sequence.blocks[i // size] * size + i % size
-            for i in span
-        ]  # fmt: skip
-        starts.append(starts[-1] + work.num_tokens)
-        tables.append(sequence.blocks)
-    width = max(map(len, tables)) + 1
-    tables = [[*table, *[caches.dummy_block] * (width - len(table))] for table in tables]
-    chunks, marks = _chunks_and_checkpoints(config.ssm_chunk_size, prefills)
-    computed = [work.sequence.num_computed for work in works]
+    starts = [0, *itertools.accumulate(work.num_tokens for work in works)]
     seq_lens = [work.sequence.num_computed + work.num_tokens for work in works]
 
     def padded(values, value, dtype=torch.int32):
         return torch.tensor([*values, *[value] * padding], dtype=dtype)
 
+    nothing = padded([], PAD_SLOT_ID)
     return StepMetadata(
         num_decodes=len(decodes),
         num_prefills=len(prefills),
         num_tokens=starts[-1],
-        num_chunks=len(chunks["seq_idx"]),
-        num_checkpoints=len(marks),
         max_seq_len=max(seq_lens),
-        token_ids=padded(token_ids, 0, torch.int64),
-        positions=padded(positions, 0, torch.int64),
-        kv_slot_mapping=padded(slots, PAD_SLOT_ID, torch.int64),
         query_start_loc=padded(starts, starts[-1]),
-        num_computed_tokens=padded(computed, 0),
+        num_computed_tokens=padded([work.sequence.num_computed for work in works], 0),
         seq_lens=padded(seq_lens, 0),
         state_rows=padded([work.sequence.row for work in works], PAD_SLOT_ID),
-        cu_chunk_seqlens=padded(chunks["starts"], chunks["starts"][-1]),
-        chunk_seq_idx=padded(chunks["seq_idx"], -1),
-        last_chunk_indices=padded(chunks["last"], -1),
-        checkpoint_chunks=padded([mark[0] for mark in marks], -1),
-        checkpoint_conv_ends=padded([mark[1] for mark in marks], -1),
-        checkpoint_seq_starts=padded([mark[2] for mark in marks], -1),
-        checkpoint_rows=padded([mark[3] for mark in marks], PAD_SLOT_ID),
-        checkpoint_slots=padded([mark[4] for mark in marks], PAD_SLOT_ID),
-        restore_sources=padded([], PAD_SLOT_ID),
-        restore_rows=padded([], PAD_SLOT_ID),
-        boundary_rows=padded([], PAD_SLOT_ID),
-        boundary_slots=padded([], PAD_SLOT_ID),
-        block_tables=torch.tensor([*tables, *[[-1] * width] * padding], dtype=torch.int32),
+        restore_sources=nothing,
+        restore_rows=nothing,
+        boundary_rows=nothing,
+        boundary_slots=nothing,
+        block_tables=_block_tables(caches, works, padding),
+        **_token_fields(caches, works, padded),
+        **_chunk_fields(config.ssm_chunk_size, prefills, padded),
     )
 
 
-def _chunks_and_checkpoints(chunk_size, prefills):
-    chunks = {"starts": [0], "seq_idx": [], "last": []}
+def _token_fields(caches, works, padded):
+    token_ids, positions, places = [], [], []
+    for sequence, count in ((work.sequence, work.num_tokens) for work in works):
+        for position in range(sequence.num_computed, sequence.num_computed + count):
+            block, offset = divmod(position, caches.block_size)
+            filled = block < sequence.filled_blocks
+            place = sequence.blocks[block] * caches.block_size + offset
+            token_ids.append(sequence.tokens[position])
+            positions.append(position)
+            places.append(PAD_SLOT_ID if filled else place)
+    return {
+        "token_ids": padded(token_ids, 0, torch.int64),
+        "positions": padded(positions, 0, torch.int64),
+        "kv_slot_mapping": padded(places, PAD_SLOT_ID, torch.int64),
+    }
+
+
+def _block_tables(caches, works, padding):
+    """Every row ends in the dummy block; rows past the batch hold what no kernel may follow."""
+    tables = [work.sequence.blocks for work in works]
+    width = max(map(len, tables)) + 1
+    tables = [[*table, *[caches.dummy_block] * (width - len(table))] for table in tables]
+    return torch.tensor([*tables, *[[-1] * width] * padding], dtype=torch.int32)
+
+
+def _chunk_fields(chunk_size, prefills, padded):
+    starts, seq_idx, last = [0], [], []
     marks = []  # (chunk, conv end, sequence start, live row, slot)
     for index, work in enumerate(prefills):
-        start, position = chunks["starts"][-1], work.sequence.num_computed
+        first_token, position = starts[-1], work.sequence.num_computed
         for length in chunk_lengths(position, work.num_tokens, chunk_size):
             position += length
-            chunks["starts"].append(chunks["starts"][-1] + length)
-            chunks["seq_idx"].append(index)
+            starts.append(starts[-1] + length)
             if position in work.checkpoints:
-                chunk, end = len(chunks["seq_idx"]) - 1, chunks["starts"][-1]
-                marks.append((chunk, end, start, work.sequence.row, work.checkpoints[position]))
-        chunks["last"].append(len(chunks["seq_idx"]) - 1)
-    return chunks, marks
+                slot = work.checkpoints[position]
+                marks.append((len(seq_idx), starts[-1], first_token, work.sequence.row, slot))
+            seq_idx.append(index)
+        last.append(len(seq_idx) - 1)
+    names = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
+    columns = zip(*marks, strict=True) if marks else [[]] * len(names)
+    return {
+        "num_chunks": len(seq_idx),
+        "num_checkpoints": len(marks),
+        "cu_chunk_seqlens": padded(starts, starts[-1]),
+        "chunk_seq_idx": padded(seq_idx, -1),
+        "last_chunk_indices": padded(last, -1),
+        **{
+            f"checkpoint_{name}": padded(column, PAD_SLOT_ID)
+            for name, column in zip(names, columns, strict=True)
+        },
+    }

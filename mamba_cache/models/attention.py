@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mamba_cache.models.batch import ModelCaches, PackedBatch
 from mamba_cache.models.config import HybridModelConfig
+from mamba_cache.models.ssd import ChunkLayout
 from mamba_cache.models.weights import WeightMaker
 
 __all__ = ["AttentionLayer", "attend", "write_kv"]
@@ -54,32 +55,32 @@ class AttentionLayer:
         kv_cache = caches.kv_cache[self.layer]
         write_kv(kv_cache, keys, values, metadata.kv_slot_mapping[: metadata.num_tokens])
 
-        outputs = torch.empty_like(queries)
-        num_decodes = metadata.num_decodes
-        positions = metadata.positions[: metadata.num_tokens]
         tables = metadata.block_tables[: metadata.num_requests]
         tables = tables[:, : -(-metadata.max_seq_len // kv_cache.shape[2])].long()
+        positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
+        outputs = []
         if num_decodes:
-            outputs[:num_decodes] = attend(
-                queries[:num_decodes, None],
-                kv_cache,
-                tables[:num_decodes],
-                positions[:num_decodes, None],
-            )[:, 0]
-        # A chunk holds tokens of one request only, which makes it a tile of queries.
+            tiles, at = queries[:num_decodes, None], positions[:num_decodes, None]
+            outputs.append(attend(tiles, kv_cache, tables[:num_decodes], at).squeeze(1))
         if metadata.num_prefills:
-            chunks = batch.chunks
-            tiles = chunks.split(queries[num_decodes:])
-            tile_positions = chunks.split(positions[num_decodes:])
-            tile_tables = tables[num_decodes:][chunks.sequences]
-            attended = [
-                attend(
-                    tiles[i : i + 1], kv_cache, tile_tables[i : i + 1], tile_positions[i : i + 1]
-                )
-                for i in range(metadata.num_chunks)
-            ]
-            outputs[num_decodes:] = chunks.join(torch.cat(attended))
-        return F.linear(outputs.flatten(1), self.out_proj)
+            queries, positions = queries[num_decodes:], positions[num_decodes:]
+            outputs.append(
+                _attend_chunks(queries, kv_cache, tables[num_decodes:], positions, batch.chunks)
+            )
+        return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
+
+
+def _attend_chunks(
+    queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor, chunks: ChunkLayout
+) -> Tensor:
+    """A chunk holds tokens of one request only, which makes it a tile; one at a time saves room."""
+    tiles, at = chunks.split(queries), chunks.split(positions)
+    tables = block_tables[chunks.sequences]
+    attended = [
+        attend(tiles[i : i + 1], kv_cache, tables[i : i + 1], at[i : i + 1])
+        for i in range(len(tiles))
+    ]
+    return chunks.join(torch.cat(attended))
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
@@ -89,14 +90,11 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tenso
         kv_cache: [2, blocks, block_size_tokens, num_kv_heads, head_dim]; written.
         keys: [num_tokens, num_kv_heads, head_dim].
         values: Likewise.
-        slot_mapping: [num_tokens] int64. Block id * block size + offset, or a negative number:
-            not written. Such rows go to the dummy block, the last one, which nothing reads: their
-            count is not known on the host.
+        slot_mapping: [num_tokens] int64. Block id * block size + offset, or ``PAD_SLOT_ID``: not
+            kept.
     """
-    block_size = kv_cache.shape[2]
-    places = kv_cache.flatten(1, 2)
-    dummy = places.shape[1] - block_size
-    places[:, torch.where(slot_mapping < 0, dummy, slot_mapping)] = torch.stack([keys, values])
+    # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
+    kv_cache.flatten(1, 2)[:, slot_mapping] = torch.stack([keys, values])
 
 
 def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:

