@@ -2,6 +2,7 @@
 
 from mamba_cache.slots.allocator import MambaSlotAllocator
 from mamba_cache.slots.intermediates import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.placement import (
     CheckpointPlacement,
     EveryNthBlock,
@@ -15,7 +16,7 @@ from mamba_cache.slots.policies import (
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
 )
-from mamba_cache.slots.pool import SlotLease, SlotPool
+from mamba_cache.slots.pool import SlotPool
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",

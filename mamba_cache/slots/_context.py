@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import SlotContext
 
-__all__ = ["check_model", "checkpoint_alignment", "num_kv_blocks", "state_device"]
+__all__ = ["check_model", "checkpoint_alignment", "live_rows", "num_kv_blocks", "state_device"]
 
 
 def num_kv_blocks(kv_blocks: Any) -> int:
@@ -46,6 +48,22 @@ def check_model(context: SlotContext) -> None:
             "layers are not supported"
         )
     checkpoint_alignment(context)
+
+
+def live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
+    """Looks up the rows of requests in the live states.
+
+    Raises:
+        InvalidArgumentError: There is no such request row, or it has no live state.
+    """
+    table = np.asarray(context.mamba_metadata.request_to_mamba_state_idx)
+    rows = [int(table[request]) if 0 <= request < len(table) else -1 for request in requests]
+    if min(rows) < 0:
+        raise InvalidArgumentError(
+            f"requests must be in [0, {len(table)}) and have a live state; "
+            f"of {list(requests)} the rows of live state are {rows}"
+        )
+    return rows
 
 
 def state_device(context: SlotContext) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mamba_cache.errors import InvalidArgumentError, UnknownBlockError
 
-__all__ = ["as_block_ids", "as_ints", "check_same_length"]
+__all__ = ["as_block_ids", "as_ints", "as_slots", "check_same_length"]
 
 
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:
@@ -40,6 +40,19 @@ def as_block_ids(values: Iterable[Any], num_blocks: int) -> list[int]:
         outside = [block_id for block_id in ids if not 0 <= block_id < num_blocks]
         raise UnknownBlockError(f"block ids must be in [0, {num_blocks}), got {outside}")
     return ids
+
+
+def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
+    """Reads slots, as ``as_ints`` does.
+
+    Raises:
+        InvalidArgumentError: One of them is no integer, or outside [0, max_slots).
+    """
+    slots = as_ints("slots", values)
+    if slots and not 0 <= min(slots) <= max(slots) < max_slots:
+        outside = [slot for slot in slots if not 0 <= slot < max_slots]
+        raise InvalidArgumentError(f"slots must be in [0, {max_slots}), got {outside}")
+    return slots
 
 
 def check_same_length(**lists: list[int]) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
 from mamba_cache.protocols import PrefillRequest, SlotContext
-from mamba_cache.slots._context import check_model, checkpoint_alignment, state_device
-from mamba_cache.slots._ids import as_ints
+from mamba_cache.slots._context import check_model, checkpoint_alignment, live_rows, state_device
+from mamba_cache.slots._ids import as_ints, as_slots, check_same_length
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
 from mamba_cache.slots.control import SlotControl
 from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
@@ -88,14 +88,37 @@ class MambaSlotAllocator(SlotControl):
         self._make_states(StateSpec.mamba(num_mamba_layers, *shapes_and_dtypes))
         self._make_tables()
 
+    @classmethod
+    def from_spec(
+        cls,
+        context: SlotContext,
+        max_slots: int,
+        spec: StateSpec,
+        *,
+        policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> MambaSlotAllocator:
+        """Makes an allocator for the states that a spec describes.
+
+        Raises:
+            InvalidArgumentError: The spec is not one that ``StateSpec.mamba`` makes, or as above.
+        """
+        conv, ssm = spec.tensors[0], spec.tensors[-1]
+        if spec != StateSpec.mamba(conv.num_layers, conv.shape, ssm.shape, conv.dtype, ssm.dtype):
+            raise InvalidArgumentError(f"the spec must be of conv and ssm states, got {spec}")
+        shapes_and_dtypes = (conv.shape, ssm.shape, conv.dtype, ssm.dtype)
+        arguments = (context, max_slots, conv.num_layers, *shapes_and_dtypes)
+        return cls(*arguments, policy=policy, placement=placement)
+
     def _make_states(self, spec: StateSpec) -> None:
         device = state_device(self.context)
-        scratch_size = getattr(self.context, "max_mamba_intermediate_states_per_step", 0)
+        self.max_intermediate_count: int = getattr(
+            self.context, "max_mamba_intermediate_states_per_step", 0
+        )
         self._states = StatePool(spec, self.max_slots, device=device)
-        self._scratch = StatePool(spec, scratch_size, device=device)
+        self._scratch = StatePool(spec, self.max_intermediate_count, device=device)
         self._transfers = StateTransfers(self._states, self._scratch, self._live_states)
         self.conv_states, self.ssm_states = self._states["conv"], self._states["ssm"]
-        self.max_intermediate_count = scratch_size
         self.intermediate_conv_out = self._scratch["conv"]
         self.intermediate_ssm_out = self._scratch["ssm"]
 
@@ -133,15 +156,7 @@ class MambaSlotAllocator(SlotControl):
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
-        if not 0 <= layer_idx < self.num_mamba_layers:
-            raise InvalidArgumentError(
-                f"layer_idx must be in [0, {self.num_mamba_layers}), got {layer_idx}"
-            )
-        targets = (self.ssm_states[layer_idx, slot], self.conv_states[layer_idx, slot])
-        for target, state in zip(targets, (ssm_state, conv_state), strict=True):
-            _check_like(target, state)
-        for target, state in zip(targets, (ssm_state, conv_state), strict=True):
-            target.copy_(state)
+        self._transfers.store_layer(layer_idx, slot, (conv_state, ssm_state))
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Saves the live states of requests, all layers in one launch.
@@ -154,8 +169,12 @@ class MambaSlotAllocator(SlotControl):
             InvalidArgumentError: The lists differ in length, a slot is outside the pool, or a
                 request has no live state.
         """
-        self.pool.check_slots(slots)
-        self._transfers.live_to_slots(self._live_rows(request_indices), last_write_wins(slots))
+        targets = as_slots(slots, self.max_slots)
+        requests = as_ints("request_indices", request_indices)
+        check_same_length(slots=targets, request_indices=requests)
+        if targets:
+            rows = live_rows(self.context, requests)
+            self._transfers.live_to_slots(rows, last_write_wins(targets))
 
     def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Saves live states by their rows, all layers in one launch.
@@ -214,23 +233,17 @@ class MambaSlotAllocator(SlotControl):
                 comes twice.
         """
         slots = self.pool.slots_of(block_ids)
-        self._transfers.slots_to_live(slots, self._live_rows(request_indices))
-        self.policy.on_consumed([slot for slot in slots if slot >= 0])
+        requests = as_ints("request_indices", request_indices)
+        check_same_length(request_indices=requests, block_ids=slots)
+        found = [slot for slot in slots if slot >= 0]
+        if found:
+            served = [r for r, slot in zip(requests, slots, strict=True) if slot >= 0]
+            self._transfers.slots_to_live(found, live_rows(self.context, served))
+            self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
 
     def _live_states(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.context.mamba_conv_states, self.context.mamba_ssm_states
-
-    def _live_rows(self, request_indices: Sequence[int]) -> list[int]:
-        """Looks up the rows of requests in the live states."""
-        table = np.asarray(self.context.mamba_metadata.request_to_mamba_state_idx)
-        requests = as_ints("request indices", request_indices)
-        rows = [int(table[r]) if 0 <= r < len(table) else -1 for r in requests]
-        if -1 in rows:
-            raise InvalidArgumentError(
-                f"requests must have a live state; of {requests} the rows are {rows}"
-            )
-        return rows
 
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
         self,
@@ -307,7 +320,7 @@ class MambaSlotAllocator(SlotControl):
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device, at
-            addresses that depend on ``prefill_start`` alone. (None, None) for no rows.
+            addresses that ``prefill_start`` fixes. (None, None) for no rows.
         """
         if not prefill_count:
             return None, None
@@ -385,12 +398,3 @@ class MambaSlotAllocator(SlotControl):
         self._tables.reset()
         self._states.zero_()
         self._scratch.zero_()
-
-
-def _check_like(slot_state: torch.Tensor, state: torch.Tensor) -> None:
-    """Checks that a state can be copied as it is, without being stretched or rounded."""
-    if state.shape != slot_state.shape or state.dtype != slot_state.dtype:
-        raise InvalidArgumentError(
-            f"a layer's state must be {tuple(slot_state.shape)} {slot_state.dtype}, "
-            f"got {tuple(state.shape)} {state.dtype}"
-        )

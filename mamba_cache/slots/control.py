@@ -11,9 +11,10 @@ import numpy.typing as npt
 from mamba_cache.errors import MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
-from mamba_cache.slots._ids import as_block_ids, as_ints
+from mamba_cache.slots._ids import as_block_ids, as_ints, as_slots
+from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
-from mamba_cache.slots.pool import SlotLease, SlotPool
+from mamba_cache.slots.pool import SlotPool
 
 __all__ = ["SlotControl"]
 
@@ -117,14 +118,15 @@ class SlotControl:
                 of the blocks named here are not evictable.
         """
         ids = as_block_ids(block_ids, self.pool.num_blocks)
-        housed = self.pool.slots_of(ids)
-        new = [b for b, slot in dict(zip(ids, housed, strict=True)).items() if slot < 0]
+        slots = dict(zip(ids, self.pool.slots_of(ids), strict=True))
+        new = [block_id for block_id, slot in slots.items() if slot < 0]
         short = len(new) - self.free_count
         victims = self._choose_victims(short, protected=ids)
         if short > len(victims):
             raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
-        self.policy.on_stored(self.pool.store(new, victims))
-        return self.pool.slots_of(ids)
+        slots.update(zip(new, self.pool.store(new, victims), strict=True))
+        self.policy.on_stored([slots[block_id] for block_id in new])
+        return [slots[block_id] for block_id in ids]
 
     def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
         """Reserves a slot for each block, to be written and then committed or cancelled.
@@ -151,7 +153,7 @@ class SlotControl:
 
     def commit_reserved(
         self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
-    ) -> int:
+    ) -> list[int]:
         """Makes reserved slots findable, after the work that writes them has been enqueued.
 
         Args:
@@ -161,16 +163,18 @@ class SlotControl:
             hashes: The hash id of each block; one that is not positive is not registered.
 
         Returns:
-            How many of the slots became cached.
+            The slot that caches each block now: the reserved one, or the one that it had.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
             InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
                 twice. Nothing was committed.
         """
-        cached = self.pool.commit(slots, list(block_ids), list(hashes))
-        self.policy.on_stored(cached)
-        return len(cached)
+        housing = self.pool.commit(slots, list(block_ids), list(hashes))
+        self.policy.on_stored(
+            [new for new, slot in zip(slots, housing, strict=True) if new == slot]
+        )
+        return housing
 
     def cancel_reserved(self, slots: Sequence[int]) -> None:
         """Gives reserved slots back, as when a step is aborted.
@@ -206,14 +210,21 @@ class SlotControl:
         """Says whether a lease's slot still holds the state that was pinned."""
         return self.pool.is_current(lease)
 
+    def is_pinned(self, slot: int) -> bool:
+        """Says whether a cached slot is being read.
+
+        Raises:
+            InvalidArgumentError: The slot is outside the pool.
+        """
+        return self.pool.is_pinned(slot)
+
     def note_consumed(self, slots: Sequence[int]) -> None:
         """Tells the policy that the states in these slots were used by a hit.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
         """
-        self.pool.check_slots(slots)
-        self.policy.on_consumed(slots)
+        self.policy.on_consumed(as_slots(slots, self.max_slots))
 
     def invalidate_block(self, block_id: int) -> None:
         """Frees a block's slot and forgets its hash; does nothing if it has no slot.

@@ -20,6 +20,11 @@ __all__ = [
     "policy_named",
 ]
 
+_FEW = 16
+"""Up to so many times, finding the lowest of some thousand keys costs less than sorting them."""
+
+_TAKEN = np.iinfo(np.int64).max
+
 
 class SlotEvictionPolicy(Protocol):
     """Puts evictable slots in the order in which they go, and hears what happens to slots."""
@@ -85,7 +90,7 @@ class LruSlotPolicy(_Stateless):
         kv_blocks: KVBlockView,
     ) -> list[int]:
         """Returns the slots whose blocks have the lowest ``block_timestamps``."""
-        return _lowest(num_slots, slots, np.asarray(kv_blocks.block_timestamps)[blocks])
+        return _lowest(num_slots, slots, np.asarray(kv_blocks.block_timestamps).take(blocks))
 
 
 class RefZeroSlotPolicy(_Stateless):
@@ -125,7 +130,7 @@ class ConsumedSlotPolicy:
         kv_blocks: KVBlockView,
     ) -> list[int]:
         """Returns the slots that were stored or consumed the longest ago."""
-        return _lowest(num_slots, slots, self._last_use[slots])
+        return _lowest(num_slots, slots, self._last_use.take(slots))
 
     def on_stored(self, slots: Sequence[int]) -> None:
         """Makes the slots the most recent."""
@@ -165,11 +170,13 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
     """Returns the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
-    if num_slots < len(keys):
-        # Only those at or below the last key that is wanted need sorting.
-        bound = np.partition(keys, num_slots - 1)[num_slots - 1]
-        low = np.flatnonzero(keys <= bound)
-        slots, keys = slots[low], keys[low]
-    order = np.argsort(keys, kind="stable")[:num_slots]
+    if num_slots > _FEW or num_slots >= len(keys) or keys.max() == _TAKEN:
+        order = np.argsort(keys, kind="stable")[:num_slots].tolist()
+    else:
+        rest = keys.astype(np.int64)
+        order = []
+        for _ in range(num_slots):
+            order.append(int(rest.argmin()))
+            rest[order[-1]] = _TAKEN
     chosen: list[int] = slots[order].tolist()
     return chosen

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
-from mamba_cache.slots._ids import as_block_ids, as_ints, check_same_length
+from mamba_cache.slots._ids import as_block_ids, as_ints, as_slots, check_same_length
 from mamba_cache.slots._invariants import check_slot_pool
+from mamba_cache.slots.lease import SlotLease
 
-__all__ = ["SlotLease", "SlotPool"]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLease:
-    """A reader's claim on what a slot held when it was pinned.
-
-    Attributes:
-        slot: The pinned slot.
-        block_id: The block whose state the slot held.
-        generation: Which of the slot's tenants that was; each new tenant has a higher number.
-    """
-
-    slot: int
-    block_id: int
-    generation: int
+__all__ = ["SlotPool"]
 
 
 class SlotPool:
@@ -134,11 +119,11 @@ class SlotPool:
         evictable = blocks >= 0
         evictable &= self.pin_counts == 0
         # A slot without a block has -1 there and reads some block's count: it is out already.
-        evictable &= ref_counts[blocks] == 0
+        evictable &= ref_counts.take(blocks) == 0
         if protected_blocks:
             kept = self.block_to_slot[list(protected_blocks)]
             evictable[kept[kept >= 0]] = False
-        return np.flatnonzero(evictable)
+        return evictable.nonzero()[0]
 
     def store(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
         """Gives each block a cached slot.
@@ -196,7 +181,7 @@ class SlotPool:
             hashes: The hash id of each block; one that is not positive is not registered.
 
         Returns:
-            The slots that became cached.
+            The slot that caches each block now.
 
         Raises:
             UnknownBlockError: A block id is outside the pool.
@@ -205,19 +190,17 @@ class SlotPool:
         """
         ids = as_block_ids(block_ids, self.num_blocks)
         hash_ids = as_ints("hashes", hashes)
-        check_same_length(slots=list(slots), block_ids=ids, hashes=hash_ids)
-        self._check_reserved(slots, InvalidArgumentError)
-        cached = []
-        for slot, block_id in zip(slots, ids, strict=True):
+        taken = self._check_reserved(slots, InvalidArgumentError)
+        check_same_length(slots=taken, block_ids=ids, hashes=hash_ids)
+        for slot, block_id in zip(taken, ids, strict=True):
             del self.reserved[slot]
             if self.block_to_slot[block_id] >= 0:
                 self._push([slot])
             else:
                 self.block_to_slot[block_id] = slot
                 self.slot_to_block[slot] = block_id
-                cached.append(slot)
         self.register_hashes(ids, hash_ids)
-        return cached
+        return self.slots_of(ids)
 
     def cancel(self, slots: Sequence[int]) -> None:
         """Gives reserved slots back.
@@ -226,10 +209,10 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
             DoubleFreeError: A slot is not reserved, or comes twice.
         """
-        self._check_reserved(slots, DoubleFreeError)
-        for slot in slots:
+        taken = self._check_reserved(slots, DoubleFreeError)
+        for slot in taken:
             del self.reserved[slot]
-        self._push(slots)
+        self._push(taken)
 
     def evict(self, slots: Sequence[int]) -> None:
         """Takes cached slots from their blocks, and gives them to the caller.
@@ -240,9 +223,14 @@ class SlotPool:
         Raises:
             InvalidArgumentError: A slot is not cached, is pinned, or comes twice.
         """
-        self._check_victims(slots)
-        self._vacate(list(slots))
-        self.evicted_slots_total += len(slots)
+        victims = as_slots(slots, self.max_slots)
+        kept = [slot for slot in victims if self.slot_to_block[slot] < 0 or self.pin_counts[slot]]
+        if kept or len(set(victims)) < len(victims):
+            raise InvalidArgumentError(
+                f"slots to evict must be different, cached and not pinned, got {victims}"
+            )
+        self._vacate(victims)
+        self.evicted_slots_total += len(victims)
 
     def free_blocks(self, block_ids: Iterable[int]) -> list[int]:
         """Frees the slots of blocks, pinned or not, and forgets the blocks' hashes.
@@ -287,15 +275,15 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
             MissingStateError: A slot is free or reserved, so it holds no state to read.
         """
-        self.check_slots(slots)
-        empty = [slot for slot in slots if self.slot_to_block[slot] < 0]
+        read = as_slots(slots, self.max_slots)
+        empty = [slot for slot in read if self.slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
-        for slot in slots:
+        for slot in read:
             self.pin_counts[slot] += 1
         return [
             SlotLease(slot, int(self.slot_to_block[slot]), int(self.generations[slot]))
-            for slot in slots
+            for slot in read
         ]
 
     def unpin(self, leases: Sequence[SlotLease]) -> None:
@@ -321,15 +309,14 @@ class SlotPool:
             and self.generations[lease.slot] == lease.generation
         )
 
-    def check_slots(self, slots: Sequence[int]) -> None:
-        """Checks that slots are in the pool.
+    def is_pinned(self, slot: int) -> bool:
+        """Says whether a cached slot has a reader.
 
         Raises:
-            InvalidArgumentError: One is not.
+            InvalidArgumentError: The slot is outside the pool.
         """
-        outside = [slot for slot in slots if not 0 <= slot < self.max_slots]
-        if outside:
-            raise InvalidArgumentError(f"slots must be in [0, {self.max_slots}), got {outside}")
+        [slot] = as_slots([slot], self.max_slots)
+        return bool(self.slot_to_block[slot] >= 0 and self.pin_counts[slot])
 
     def check_invariants(self) -> None:
         """Checks the books against themselves.
@@ -388,17 +375,8 @@ class SlotPool:
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
 
-    def _check_victims(self, slots: Sequence[int]) -> None:
-        self.check_slots(slots)
-        rows = list(slots)
-        kept = (self.slot_to_block[rows] < 0) | (self.pin_counts[rows] > 0)
-        if kept.any() or len(set(rows)) < len(rows):
-            raise InvalidArgumentError(
-                f"slots to evict must be different, cached and not pinned, got {rows}"
-            )
-
-    def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> None:
-        self.check_slots(slots)
-        loose = [slot for slot in slots if slot not in self.reserved]
-        if loose or len(set(slots)) < len(slots):
-            raise error(f"slots must be different and reserved, got {list(slots)}")
+    def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
+        taken = as_slots(slots, self.max_slots)
+        if not self.reserved.keys() >= set(taken) or len(set(taken)) < len(taken):
+            raise error(f"slots must be different and reserved, got {taken}")
+        return taken

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import RowIndices, StateCopier, StatePool
 
 __all__ = ["StateTransfers"]
@@ -32,6 +33,30 @@ class StateTransfers:
         self._live_states = live_states
         self._live_storage: tuple[object, ...] = ()
         self._scratch_to_slots = StateCopier(list(scratch.tensors.values()), self._slots)
+
+    def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
+        """Writes one layer of one slot's state.
+
+        Args:
+            layer: The layer, from 0.
+            slot: The slot.
+            states: One tensor for each of the spec's, [*shape], on any device.
+
+        Raises:
+            InvalidArgumentError: There is no such layer, or a shape or dtype is not the slot's.
+        """
+        num_layers = len(self._slots[0])
+        if not 0 <= layer < num_layers:
+            raise InvalidArgumentError(f"layer_idx must be in [0, {num_layers}), got {layer}")
+        targets = [tensor[layer, slot] for tensor in self._slots]
+        for target, state in zip(targets, states, strict=True):
+            if state.shape != target.shape or state.dtype != target.dtype:
+                raise InvalidArgumentError(
+                    f"a layer's state must be {tuple(target.shape)} {target.dtype}, "
+                    f"got {tuple(state.shape)} {state.dtype}"
+                )
+        for target, state in zip(targets, states, strict=True):
+            target.copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Saves live states.

@@ -1,0 +1,22 @@
+"""The claim of one who reads a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SlotLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """A reader's claim on what a slot held when it was pinned.
+
+    Attributes:
+        slot: The pinned slot.
+        block_id: The block whose state the slot held.
+        generation: Which of the slot's tenants that was; each new tenant has a higher number.
+    """
+
+    slot: int
+    block_id: int
+    generation: int
