@@ -1,0 +1,45 @@
+"""Block hashes: chaining, and that hits mean equal prefixes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.blocks import BlockHashChain, BlockHasher, compute_block_hashes
+
+HASHER = BlockHasher(secret=b"fixed")
+TOKENS = st.lists(st.integers(0, 2), max_size=24)
+KEYS = st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["a", b"a", "b"])), max_size=3)
+BLOCK_SIZES = st.integers(1, 5)
+
+
+@given(parts=st.lists(TOKENS, max_size=8), block_size=BLOCK_SIZES, keys=KEYS)
+def test_a_chain_fed_in_parts_equals_one_fed_at_once(parts, block_size, keys):
+    chain = BlockHashChain(block_size, hasher=HASHER, multimodal_keys=keys)
+    tokens = []
+    for part in parts:
+        chain.append(part)
+        tokens += part
+        expected = compute_block_hashes(tokens, block_size, hasher=HASHER, multimodal_keys=keys)
+        assert chain.hashes == expected
+        assert list(chain.hashes) == [chain.hashes[i] for i in range(len(chain.hashes))]
+        assert chain.num_tokens == len(tokens)
+
+
+@given(one=TOKENS, two=TOKENS, keys=st.tuples(KEYS, KEYS), block_size=BLOCK_SIZES)
+def test_hashes_agree_exactly_where_whole_prefixes_do(one, two, keys, block_size):
+    hashes = [
+        compute_block_hashes(tokens, block_size, hasher=HASHER, multimodal_keys=own).digests
+        for tokens, own in zip((one, two), keys, strict=True)
+    ]
+    for block, digests in enumerate(zip(*hashes, strict=False)):
+        end = (block + 1) * block_size
+        prefixes = [
+            (tokens[:end], sorted(repr(key) for key in own if key[0] < end))
+            for tokens, own in zip((one, two), keys, strict=True)
+        ]
+        assert (digests[0] == digests[1]) == (prefixes[0] == prefixes[1])
+
+
+@given(tokens=TOKENS, block_size=BLOCK_SIZES)
+def test_no_block_stands_for_two_positions(tokens, block_size):
+    digests = compute_block_hashes(tokens, block_size, hasher=HASHER).digests
+    assert len(set(digests)) == len(digests) == len(tokens) // block_size

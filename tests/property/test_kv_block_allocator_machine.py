@@ -1,0 +1,199 @@
+"""KVBlockAllocator against a plain-Python model, over random forests of prefixes."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mamba_cache.blocks import BlockHasher, KVBlockAllocator, compute_block_hashes
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.errors import BlockCapacityError, DoubleFreeError, UnknownBlockError
+
+POOL_SIZE = 9
+HASHER = BlockHasher(secret=b"fixed")
+# Few tokens and one of them a block, so that prefixes meet, branch and collide all the time.
+SEQUENCES = st.lists(st.integers(0, 1), max_size=5).map(tuple)
+BLOCKS = st.integers(0, POOL_SIZE - 2)
+
+
+class Model:
+    """What the allocator should do, by scanning everything. A prefix stands for its hash."""
+
+    def __init__(self):
+        self.refs = [0] * (POOL_SIZE - 1)
+        self.used_at = [0] * (POOL_SIZE - 1)
+        self.block_of = {}  # prefix -> block
+        self.clock = 0
+
+    @property
+    def prefix_of(self):
+        return {block: prefix for prefix, block in self.block_of.items()}
+
+    def free(self):
+        return [b for b, refs in enumerate(self.refs) if not refs and b not in self.prefix_of]
+
+    def leaves(self):
+        """Cached blocks without registered children, the first to evict in front."""
+        parents = {prefix[:-1] for prefix in self.block_of}
+        leaves = [b for p, b in self.block_of.items() if not self.refs[b] and p not in parents]
+        return sorted(leaves, key=lambda block: (self.used_at[block], block))
+
+    def victims(self):
+        """All that could be evicted, in order."""
+        trial = Model()
+        trial.refs, trial.used_at = self.refs, self.used_at
+        trial.block_of = dict(self.block_of)
+        order = []
+        while leaves := trial.leaves():
+            order.append(leaves[0])
+            del trial.block_of[trial.prefix_of[leaves[0]]]
+        return order
+
+    def touch(self, blocks):
+        self.clock += 1
+        for block in blocks:
+            self.used_at[block] = self.clock
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    policy = EvictionPolicy.LRU
+
+    @initialize()
+    def start(self):
+        self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
+        self.model = Model()
+        self.told = []
+        self.evicted = 0
+        self.pool.add_deregistration_observer(
+            lambda blocks, ids: self.told.append(dict(zip(blocks, ids, strict=True)))
+        )
+
+    def hashes(self, prefix):
+        return compute_block_hashes(prefix, 1, hasher=HASHER)
+
+    def forget(self, blocks):
+        """Take the blocks' hashes from the model, and expect that observers are told."""
+        gone = {b: self.hashes(p)[-1] for b, p in self.model.prefix_of.items() if b in set(blocks)}
+        self.model.block_of = {p: b for p, b in self.model.block_of.items() if b not in gone}
+        assert self.told == ([gone] if gone else [])
+        self.told.clear()
+
+    @rule(num_blocks=st.integers(0, POOL_SIZE))
+    def allocate(self, num_blocks):
+        free, victims = self.model.free(), self.model.victims()
+        if num_blocks > len(free) + len(victims):
+            with pytest.raises(BlockCapacityError) as caught:
+                self.pool.allocate_memory_blocks(num_blocks)
+            assert caught.value.available == len(free) + len(victims)
+            return
+        taken = self.pool.allocate_memory_blocks(num_blocks)
+        evicted = victims[: max(num_blocks - len(free), 0)]
+        assert set(taken) <= set(free) | set(evicted)
+        assert taken[len(taken) - len(evicted) :] == evicted
+        assert len(set(taken)) == len(taken) == num_blocks
+        self.forget(evicted)
+        self.evicted += len(evicted)
+        self.model.touch(taken)
+        for block in taken:
+            self.model.refs[block] = 1
+
+    @rule(blocks=st.lists(BLOCKS, max_size=3))
+    def retain(self, blocks):
+        if set(blocks) & set(self.model.free()):
+            with pytest.raises(UnknownBlockError):
+                self.pool.retain_memory_blocks(blocks)
+            return
+        self.pool.retain_memory_blocks(blocks)
+        self.model.touch(blocks)
+        for block in blocks:
+            self.model.refs[block] += 1
+
+    @rule(prefix=SEQUENCES)
+    def take_up_a_match(self, prefix):
+        matched = self.pool.match_prefix(self.hashes(prefix))
+        assert matched == self.expected_match(prefix)
+        self.retain(matched)
+
+    @rule(blocks=st.lists(BLOCKS, max_size=3))
+    def release(self, blocks):
+        counts = Counter(blocks)
+        if any(self.model.refs[block] < count for block, count in counts.items()):
+            with pytest.raises(DoubleFreeError):
+                self.pool.release_memory_blocks(blocks)
+            return
+        self.pool.release_memory_blocks(blocks)
+        self.model.touch(counts)
+        for block, count in counts.items():
+            self.model.refs[block] -= count
+        if self.policy is EvictionPolicy.REF_ZERO:
+            self.forget([block for block in counts if not self.model.refs[block]])
+
+    @precondition(lambda self: any(self.model.refs))
+    @rule()
+    def release_all_used(self):
+        used = [block for block, refs in enumerate(self.model.refs) for _ in range(refs)]
+        self.pool.release_memory_blocks(used)
+        self.model.touch(used)
+        self.model.refs = [0] * (POOL_SIZE - 1)
+        if self.policy is EvictionPolicy.REF_ZERO:
+            self.forget(used)
+
+    @rule(prefix=SEQUENCES, start=st.integers(0, 4), data=st.data())
+    def register(self, prefix, start, data):
+        """A request writes what follows the first ``start`` blocks of ``prefix``."""
+        unregistered = [b for b in range(POOL_SIZE - 1) if self.model.refs[b]]
+        unregistered = [b for b in unregistered if b not in self.model.prefix_of]
+        ends = range(start + 1, len(prefix) + 1)[: len(unregistered)]
+        blocks = data.draw(st.permutations(unregistered))[: len(ends)]
+        hashes = self.hashes(prefix)
+        expected = []
+        for block, end in zip(blocks, ends, strict=True):
+            expected.append(self.model.block_of.setdefault(prefix[:end], block))
+        for _ in range(2):
+            canonical = self.pool.register_kv_block_hashes(
+                blocks,
+                hashes[start : start + len(blocks)],
+                parent_hash=hashes[start - 1] if 0 < start <= len(prefix) else None,
+            )
+            assert canonical == expected
+
+    @rule(blocks=st.lists(BLOCKS, max_size=3))
+    def deregister(self, blocks):
+        self.pool.deregister_blocks(blocks)
+        self.forget(blocks)
+
+    def expected_match(self, prefix):
+        matched = []
+        for end in range(1, len(prefix) + 1):
+            if prefix[:end] not in self.model.block_of:
+                break
+            matched.append(self.model.block_of[prefix[:end]])
+        return matched
+
+    @invariant()
+    def everything_agrees(self):
+        self.pool.check_invariants()
+        model, pool = self.model, self.pool
+        assert pool.block_ref_counts.tolist() == [*model.refs, 0]
+        assert pool.block_timestamps.tolist() == [*model.used_at, 0]
+        hashes = np.full(POOL_SIZE, -1)
+        for prefix, block in model.block_of.items():
+            hashes[block] = self.hashes(prefix)[-1]
+            digest = self.hashes(prefix).digests[-1]
+            assert pool.find_block(int(hashes[block]), digest) == block
+        assert pool.block_hashes.tolist() == hashes.tolist()
+        used = sum(refs > 0 for refs in model.refs)
+        cached = POOL_SIZE - 1 - used - len(model.free())
+        assert pool.num_free_blocks == len(model.free())
+        assert (pool.num_used_blocks, pool.num_cached_blocks) == (used, cached)
+        assert (pool.evicted_blocks_total, pool.hash_collisions_total) == (self.evicted, 0)
+
+
+class RefZeroMachine(AllocatorMachine):
+    policy = EvictionPolicy.REF_ZERO
+
+
+TestLru = AllocatorMachine.TestCase
+TestRefZero = RefZeroMachine.TestCase

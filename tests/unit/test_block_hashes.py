@@ -1,0 +1,263 @@
+"""Block hashes: what they tell apart, which tokens they take, and what they refuse."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from mamba_cache.blocks import (
+    BlockHashChain,
+    BlockHasher,
+    BlockHashes,
+    as_token_array,
+    compute_block_hashes,
+)
+from mamba_cache.errors import InvalidArgumentError
+
+HASHERS = pytest.mark.parametrize(
+    "hasher", [BlockHasher("xxh3_128", b"key"), BlockHasher("sha256", b"key")], ids=str
+)
+
+
+@pytest.fixture
+def tokens(rng):
+    return rng.integers(0, 2**31, size=50).tolist()
+
+
+def hashes(tokens, **options):
+    options.setdefault("hasher", BlockHasher(secret=b"key"))
+    return compute_block_hashes(tokens, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reference"),
+    [
+        ("xxh3_128", xxhash.xxh3_128_digest),
+        ("sha256", lambda data: hashlib.sha256(data).digest()),
+    ],
+)
+def test_a_digest_hashes_the_full_parent_digest_and_the_tokens_as_int32(
+    tokens, algorithm, reference
+):
+    hasher = BlockHasher(algorithm, b"key")
+    parent = hasher.root(4, None, None)
+    expected = []
+    for start in range(0, 48, 4):
+        parent = reference(parent + np.array(tokens[start : start + 4], dtype="<i4").tobytes())
+        expected.append(parent)
+    assert hashes(tokens, hasher=hasher).digests == tuple(expected)
+
+
+@HASHERS
+def test_only_complete_blocks_are_hashed(tokens, hasher):
+    assert len(hashes(tokens[:3], hasher=hasher)) == 0
+    assert len(hashes(tokens, hasher=hasher)) == 12
+    assert hashes(tokens, hasher=hasher) == hashes(tokens[:48], hasher=hasher)
+    assert {len(digest) for digest in hashes(tokens, hasher=hasher).digests} == {
+        hasher.digest_size_bytes
+    }
+
+
+def test_one_changed_token_changes_its_block_and_all_after_it(tokens):
+    changed = list(tokens)
+    changed[22] ^= 1
+    same = [a == b for a, b in zip(hashes(tokens), hashes(changed), strict=True)]
+    assert same == [True] * 5 + [False] * 7
+
+
+def test_ids_are_positive_and_cut_from_the_digests():
+    high = b"\xff" * 8 + b"\x01" * 8
+    zero = b"\x00" * 8 + b"\x02" * 8
+    assert list(BlockHashes([high, zero])) == [2**63 - 1, 1]
+    assert [BlockHashes([high, zero])[i] for i in (0, 1, -1)] == [2**63 - 1, 1, 1]
+
+
+KEYS = [
+    {},
+    {"cache_salt": "tenant"},
+    {"cache_salt": b"tenant"},
+    {"cache_salt": ""},
+    {"cache_salt": "7"},
+    {"cache_salt": 7},
+    {"cache_salt": -7},
+    {"cache_salt": "\ud800"},
+    {"lora_id": "tenant"},
+    {"lora_id": 7},
+    {"cache_salt": "tenant", "lora_id": 7},
+    {"cache_salt": "tenant7"},
+    {"multimodal_keys": [(0, "image")]},
+    {"multimodal_keys": [(0, b"image")]},
+    {"multimodal_keys": [(1, b"image")]},
+    {"multimodal_keys": [(0, b"image"), (0, b"image")]},
+    {"multimodal_keys": [(0, b"im"), (0, b"age")]},
+    {"hasher": BlockHasher(secret=b"other")},
+    {"hasher": BlockHasher(secret=b"")},
+    {"hasher": BlockHasher("sha256", b"key")},
+]
+
+
+def test_no_two_keys_share_a_block(tokens):
+    digests = [digest for key in KEYS for digest in hashes(tokens, **key).digests]
+    assert len(set(digests)) == len(digests)
+
+
+def test_block_sizes_do_not_share_a_block():
+    hasher = BlockHasher()
+    one, two = (compute_block_hashes([5, 6, 7], size, hasher=hasher) for size in (1, 3))
+    assert not set(one) & set(two)
+
+
+def test_a_multimodal_key_concerns_its_block_and_all_after_it(tokens):
+    plain = hashes(tokens).digests
+    keyed = hashes(tokens, multimodal_keys=[(23, "image")]).digests
+    assert [a == b for a, b in zip(plain, keyed, strict=True)] == [True] * 5 + [False] * 7
+    assert hashes(tokens, multimodal_keys=[(48, "in the incomplete block")]) == hashes(tokens)
+
+
+def test_the_order_of_multimodal_keys_is_free(tokens):
+    keys = [(9, "b"), (9, b"b"), (9, "a"), (2, "c"), (40, "d")]
+    assert hashes(tokens, multimodal_keys=keys) == hashes(tokens, multimodal_keys=keys[::-1])
+
+
+def test_a_multimodal_key_cannot_be_spelled_in_tokens(tokens):
+    """Mixing a key in is no chain step, so no block of tokens gives the parent it gives."""
+    hasher = BlockHasher(secret=b"key")
+    root = hasher.root(4, None, None)
+    assert hasher.with_keys(root, [(0, "image")]) != hasher.digest(root + b"image")
+    assert len(hasher.with_keys(root, [(0, "image")])) == hasher.digest_size_bytes
+
+
+def test_the_default_secret_is_the_process_s_own(tokens):
+    first = compute_block_hashes(tokens, 4)
+    assert first == compute_block_hashes(tokens, 4, hasher=BlockHasher())
+    assert first != hashes(tokens)
+    assert "secret=..." in repr(BlockHasher(secret=b"do not print"))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        list,
+        tuple,
+        lambda ids: [np.int64(token) for token in ids],
+        *(lambda ids, kind=kind: np.array(ids, dtype=kind) for kind in ("<i4", ">i4", "i8", "u8")),
+        lambda ids: np.repeat(np.array(ids), 2)[::2],
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+        lambda ids: torch.tensor(ids, dtype=torch.float64).to(torch.int64),
+    ],
+)
+def test_every_form_of_the_same_tokens_has_the_same_hashes(tokens, convert):
+    given = [0, 2**31 - 1, *tokens]
+    assert hashes(convert(given)) == hashes(given)
+    np.testing.assert_array_equal(as_token_array(convert(given)), given)
+
+
+@pytest.mark.parametrize("kind", ["i1", "u1", "i2", "u2"])
+def test_narrow_dtypes_and_bytes_are_tokens_too(kind):
+    assert hashes(np.arange(99, dtype=kind)) == hashes(range(99)) == hashes(bytes(range(99)))
+    assert len(hashes(np.array([], dtype=kind))) == len(hashes([])) == len(hashes(())) == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([3, -1], "got -1 at position 1"),
+        ([3, 2**31], "got 2147483648 at position 1"),
+        ([3, 2**80], "at position 1"),
+        ([3, True], "got True at position 1"),
+        ([3, 1.0], "got 1.0 at position 1"),
+        ([3, "a"], "got 'a' at position 1"),
+        ([[1, 2]], r"got \[1, 2\] at position 0"),
+        ("text", "got str"),
+        (7, "got int"),
+        (None, "got NoneType"),
+        (np.array([3, -1]), "got .*-1.* at position 1"),
+        (np.array([3, -1], dtype=np.int8), "got .*-1.* at position 1"),
+        (np.array([3, 2**31]), "got .*2147483648.* at position 1"),
+        (np.array([3, 2**64 - 1], dtype=np.uint64), "at position 1"),
+        (np.array([1.5]), "float64, first value .*1.5"),
+        (np.array([True]), "bool"),
+        (np.array([], dtype=np.float32), "float32"),
+        (np.array([[1]]), r"shape \(1, 1\)"),
+        (np.array(1), r"shape \(\)"),
+        (torch.tensor([1.5]), "float32"),
+        (torch.tensor([1.5], dtype=torch.bfloat16), "bfloat16"),
+        (torch.tensor([True]), "bool"),
+        (torch.tensor([3, -1]), "got .*-1.* at position 1"),
+    ],
+    ids=repr,
+)
+def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
+    chain = BlockHashChain(2)
+    chain.append([1, 2, 3])
+    before = chain.hashes
+    with pytest.raises(InvalidArgumentError, match=message):
+        chain.append(bad)
+    assert (chain.num_tokens, chain.hashes) == (3, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size_tokens": 0}, "block_size_tokens must be an int >= 1, got 0"),
+        ({"block_size_tokens": True}, "got True"),
+        ({"block_size_tokens": 2.0}, "got 2.0"),
+        ({"cache_salt": 1.5}, "got 1.5"),
+        ({"cache_salt": True}, "got True"),
+        ({"lora_id": ["x"]}, "got \\['x'\\]"),
+        ({"multimodal_keys": [(-1, "x")]}, "position of a multimodal key .* got -1"),
+        ({"multimodal_keys": [(1.0, "x")]}, "got 1.0"),
+        ({"multimodal_keys": [(1, 2)]}, "got 2 at position 1"),
+    ],
+    ids=repr,
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        compute_block_hashes([1, 2, 3], **{"block_size_tokens": 2, **options})
+
+
+def test_bad_hashers_and_digests_are_refused():
+    with pytest.raises(InvalidArgumentError, match="md5"):
+        BlockHasher("md5")
+    with pytest.raises(InvalidArgumentError, match="got str"):
+        BlockHasher(secret="text")
+    for digests in ([b"short"], [7], [b"x" * 16, b"x" * 32]):
+        with pytest.raises(InvalidArgumentError, match="digest"):
+            BlockHashes(digests)
+
+
+def test_a_snapshot_does_not_see_what_is_appended_later(tokens):
+    chain = BlockHashChain(4, hasher=BlockHasher(secret=b"key"))
+    chain.append(tokens[:20])
+    early = chain.hashes
+    chain.append(tokens[20:])
+    assert early == hashes(tokens[:20])
+    assert (len(early), early[-1]) == (5, hashes(tokens)[4])
+    assert chain.hashes == hashes(tokens)
+    with pytest.raises(IndexError):
+        early[5]
+
+
+def test_block_hashes_are_an_immutable_sequence(tokens):
+    all_hashes = hashes(tokens)
+    ids = list(all_hashes)
+    for part in (slice(3), slice(2, 7), slice(None, None, -1), slice(1, None, 3), slice(20, 30)):
+        assert isinstance(all_hashes[part], BlockHashes)
+        assert all_hashes[part] == ids[part]
+        assert all_hashes[part] == tuple(ids[part])
+        assert all_hashes[part].digests == all_hashes.digests[part]
+    assert hash(all_hashes) == hash(hashes(tokens)) == hash(tuple(ids))
+    assert all_hashes != ids[:-1]
+    assert all_hashes != "text"
+    assert ids[2] in all_hashes
+    assert all_hashes.index(ids[2]) == 2
+    with pytest.raises(TypeError):
+        all_hashes[0] = 1
+
+
+def test_equal_ids_with_other_digests_are_not_equal():
+    one, two = (BlockHashes([b"same id " + tail]) for tail in (b"12345678", b"87654321"))
+    assert one != two
+    assert list(one) == list(two)

@@ -1,0 +1,436 @@
+"""KVBlockAllocator: each rule by itself, and faults of other systems that must not return."""
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_cache.blocks import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.errors import (
+    BlockCapacityError,
+    DoubleFreeError,
+    HashConflictError,
+    InvalidArgumentError,
+    InvariantError,
+    UnknownBlockError,
+)
+
+HASHER = BlockHasher(secret=b"key")
+
+
+def prefix(*tokens: int) -> BlockHashes:
+    """Hashes of a sequence with one block per token."""
+    return compute_block_hashes(list(tokens), 1, hasher=HASHER)
+
+
+def snapshot(pool: KVBlockAllocator) -> tuple:
+    arrays = (pool.block_ref_counts, pool.block_timestamps, pool.block_hashes)
+    counts = (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks)
+    totals = (pool.evicted_blocks_total, pool.hash_collisions_total)
+    return (*(np.asarray(array).tolist() for array in arrays), counts, totals)
+
+
+def cache(pool: KVBlockAllocator, *tokens: int) -> list[int]:
+    """Fill blocks with a sequence, as a request that finished would."""
+    block_ids = pool.allocate_memory_blocks(len(tokens))
+    pool.register_kv_block_hashes(block_ids, prefix(*tokens))
+    pool.release_memory_blocks(block_ids)
+    return block_ids
+
+
+@pytest.fixture
+def pool():
+    pool = KVBlockAllocator(9)
+    yield pool
+    pool.check_invariants()
+
+
+def test_the_dummy_block_is_the_last_and_never_handed_out(pool):
+    assert (pool.pool_size, pool.dummy_block_id, pool.num_free_blocks) == (9, 8, 8)
+    assert sorted(pool.allocate_memory_blocks(8)) == list(range(8))
+    for call in (pool.retain_memory_blocks, pool.release_memory_blocks, pool.deregister_blocks):
+        with pytest.raises(UnknownBlockError, match="8 is the dummy block"):
+            call([8])
+
+
+def test_arrays_are_exposed_as_tensors_of_the_same_memory():
+    pool = KVBlockAllocator(5, as_tensor=torch.from_numpy)
+    one, two = pool.allocate_memory_blocks(2)
+    hashes = prefix(1)
+    pool.register_kv_block_hashes([one], hashes)
+    pool.retain_memory_blocks([two])
+    pool.release_memory_blocks([one])
+    assert pool.block_ref_counts.tolist() == [0, 2, 0, 0, 0]
+    assert pool.block_timestamps.tolist() == [3, 2, 0, 0, 0]
+    assert pool.block_hashes.tolist() == [hashes[0], -1, -1, -1, -1]
+    dtypes = (torch.int32, torch.int64, torch.int64)
+    arrays = (pool.block_ref_counts, pool.block_timestamps, pool.block_hashes)
+    assert tuple(array.dtype for array in arrays) == dtypes
+    pool.reset()
+    assert pool.block_hashes.tolist() == [-1] * 5
+
+
+def test_ids_may_be_a_tensor_or_an_array(pool):
+    block_ids = pool.allocate_memory_blocks(3)
+    hashes = np.array(list(prefix(1, 2, 3)))
+    assert pool.register_kv_block_hashes(torch.tensor(block_ids), hashes) == block_ids
+    pool.retain_memory_blocks(np.array(block_ids, dtype=np.int32))
+    pool.release_memory_blocks([np.int64(block_id) for block_id in block_ids])
+    assert pool.num_used_blocks == 3
+
+
+def test_free_blocks_go_before_cached_ones(pool):
+    cached = cache(pool, 1, 2, 3)
+    assert set(pool.allocate_memory_blocks(5)).isdisjoint(cached)
+    assert pool.evicted_blocks_total == 0
+    assert pool.match_prefix(prefix(1, 2, 3)) == cached
+    assert pool.allocate_memory_blocks(1) == [cached[2]]
+    assert pool.evicted_blocks_total == 1
+
+
+def test_the_least_recently_used_sequence_goes_first(pool):
+    old, new = cache(pool, 1), cache(pool, 2)
+    pool.retain_memory_blocks(old)
+    pool.release_memory_blocks(old)
+    pool.allocate_memory_blocks(6)
+    assert pool.allocate_memory_blocks(1) == new
+    assert pool.match_prefix(prefix(1)) == old
+
+
+def test_a_parent_is_never_evicted_before_its_child(pool):
+    """Megatron's LRU did, before it became leaf-first: the child could never match again."""
+    root, leaf = cache(pool, 1, 2)
+    pool.retain_memory_blocks([leaf])  # The child is now the more recent of the two.
+    pool.release_memory_blocks([leaf])
+    pool.allocate_memory_blocks(6)
+    assert pool.allocate_memory_blocks(1) == [leaf]
+    assert pool.match_prefix(prefix(1, 2)) == [root]
+    assert pool.allocate_memory_blocks(1) == [root]
+
+
+def test_a_parent_with_two_children_waits_for_both(pool):
+    trunk = cache(pool, 1, 2)
+    branch = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(branch, prefix(1, 3)[1:], parent_hash=prefix(1)[0])
+    pool.release_memory_blocks(branch)
+    pool.allocate_memory_blocks(5)
+    assert pool.allocate_memory_blocks(2) == [trunk[1], *branch]
+    assert pool.allocate_memory_blocks(1) == [trunk[0]]
+
+
+def test_a_cached_parent_of_a_used_child_is_not_available(pool):
+    """The child's request holds a private duplicate of the parent, so the parent is cached."""
+    parent = cache(pool, 1)
+    duplicate, child = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes([duplicate, child], prefix(1, 2)) == [parent[0], child]
+    assert pool.num_cached_blocks == 1
+    before = snapshot(pool)
+    with pytest.raises(BlockCapacityError) as caught:
+        pool.allocate_memory_blocks(6)
+    assert (caught.value.required, caught.value.available) == (6, 5)
+    assert snapshot(pool) == before
+    pool.release_memory_blocks([duplicate, child])
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_a_call_that_falls_short_changes_nothing(pool):
+    """Chosen victims go back, and parents that had become leaves only in the plan do not stay."""
+    cached = cache(pool, 1, 2, 3)
+    pool.allocate_memory_blocks(4)
+    before = snapshot(pool)
+    with pytest.raises(BlockCapacityError, match="5 KV blocks are required, but only 4"):
+        pool.allocate_memory_blocks(5)
+    assert snapshot(pool) == before
+    pool.check_invariants()
+    assert pool.allocate_memory_blocks(4)[1:] == cached[::-1]
+
+
+def test_double_free_is_refused(pool):
+    """SGLang's slot allocator accepted it silently."""
+    block_ids = pool.allocate_memory_blocks(2)
+    pool.retain_memory_blocks([block_ids[1]])
+    before = snapshot(pool)
+    for given in ([block_ids[1], block_ids[0], block_ids[0]], [7], [block_ids[0], 5]):
+        with pytest.raises(DoubleFreeError, match="references"):
+            pool.release_memory_blocks(given)
+        assert snapshot(pool) == before
+    pool.release_memory_blocks([block_ids[1], *block_ids])
+    assert pool.num_free_blocks == 8
+    cached = cache(pool, 1)
+    with pytest.raises(DoubleFreeError, match="has 0 references"):
+        pool.release_memory_blocks(cached)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ([-1], UnknownBlockError),
+        ([9], UnknownBlockError),
+        ([0.0], InvalidArgumentError),
+        ([True], InvalidArgumentError),
+        (0, InvalidArgumentError),
+        ("0", InvalidArgumentError),
+        (np.array(0), InvalidArgumentError),
+        (np.array([[0]]), InvalidArgumentError),
+    ],
+    ids=repr,
+)
+def test_bad_ids_are_refused_and_nothing_changes(pool, bad, error):
+    first = pool.allocate_memory_blocks(1)
+    before = snapshot(pool)
+    given = first + bad if isinstance(bad, list) else bad
+    with pytest.raises(error):
+        pool.retain_memory_blocks(given)
+    with pytest.raises(error):
+        pool.register_kv_block_hashes(given, prefix(1, 2))
+    with pytest.raises(error):
+        pool.release_memory_blocks(given)
+    with pytest.raises(error):
+        pool.deregister_blocks(given)
+    assert snapshot(pool) == before
+
+
+def test_a_free_block_cannot_be_retained_or_registered(pool):
+    given = [*pool.allocate_memory_blocks(1), 5]
+    before = snapshot(pool)
+    with pytest.raises(UnknownBlockError, match="block 5 is free"):
+        pool.retain_memory_blocks(given)
+    with pytest.raises(UnknownBlockError, match="block 5 is free"):
+        pool.register_kv_block_hashes(given, prefix(1, 2))
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.0, "1", None])
+def test_bad_counts_are_refused(pool, bad):
+    with pytest.raises(InvalidArgumentError, match="num_blocks must be an int >= 0"):
+        pool.allocate_memory_blocks(bad)
+    with pytest.raises(InvalidArgumentError, match="pool_size must be an int >= 2"):
+        KVBlockAllocator(bad)
+
+
+def test_an_unknown_policy_is_refused_and_a_foreign_one_understood():
+    with pytest.raises(InvalidArgumentError, match="'fifo'"):
+        KVBlockAllocator(5, eviction_policy="fifo")
+    assert KVBlockAllocator(5, eviction_policy="lru").eviction_policy is EvictionPolicy.LRU
+
+
+def test_ref_zero_forgets_a_block_with_its_last_reference():
+    pool = KVBlockAllocator(9, eviction_policy=EvictionPolicy.REF_ZERO)
+    told = []
+    pool.on_blocks_deregistered = lambda *told_of: told.append(told_of)
+    block_ids = pool.allocate_memory_blocks(3)
+    pool.register_kv_block_hashes(block_ids[:2], prefix(1, 2))
+    pool.retain_memory_blocks(block_ids[:1])
+    pool.release_memory_blocks(block_ids)
+    assert pool.match_prefix(prefix(1, 2)) == block_ids[:1]
+    pool.release_memory_blocks(block_ids[:1])
+    assert told == [([block_ids[1]], [prefix(1, 2)[1]]), ([block_ids[0]], list(prefix(1)))]
+    assert (pool.num_free_blocks, pool.evicted_blocks_total) == (8, 0)
+    pool.check_invariants()
+
+
+def test_registration_is_idempotent(pool):
+    """In Megatron, doing it again raised the parent's child count for ever."""
+    block_ids = pool.allocate_memory_blocks(3)
+    for _ in range(3):
+        assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
+        pool.check_invariants()
+    pool.release_memory_blocks(block_ids)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_a_duplicate_stays_private_and_the_first_one_is_canonical(pool):
+    first = pool.allocate_memory_blocks(2)
+    second = pool.allocate_memory_blocks(3)
+    pool.register_kv_block_hashes(first, prefix(1, 2))
+    assert pool.register_kv_block_hashes(second, prefix(1, 2, 3)) == [*first, second[2]]
+    assert pool.match_prefix(prefix(1, 2, 3, 4)) == [*first, second[2]]
+    pool.release_memory_blocks(second)
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (5, 1)
+
+
+def test_another_hash_for_a_registered_block_is_refused(pool):
+    block_ids = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes(block_ids[:1], prefix(1))
+    before = snapshot(pool)
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes(block_ids[::-1], prefix(2, 3))
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes([block_ids[1], block_ids[1]], prefix(2, 3))
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize(
+    ("hashes", "options", "message"),
+    [
+        ([1], {}, "one length, got 2, 1 and 2"),
+        ([1, 2], {"digests": [b"x"]}, "one length, got 2, 2 and 1"),
+        ([1, 2], {"digests": [b"x", "y"]}, "digest must be bytes, got 'y'"),
+        ([1, 0], {}, "from 1 to .* got 0"),
+        ([1, -1], {}, "got -1"),
+        ([1, 2**63], {}, "got 9223372036854775808"),
+        ([1, 2.0], {}, "block_hashes must be ints, got 2.0"),
+        ([1, 2], {"parent_hash": 0}, "got 0"),
+        ([1, 2], {"parent_hash": "1"}, "got '1'"),
+        ([1, 2], {"parent_hash": 1}, "own parent"),
+    ],
+)
+def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, message):
+    block_ids = pool.allocate_memory_blocks(2)
+    before = snapshot(pool)
+    with pytest.raises(InvalidArgumentError, match=message):
+        pool.register_kv_block_hashes(block_ids, hashes, **options)
+    assert snapshot(pool) == before
+
+
+def test_an_id_collision_never_serves_the_other_prefix(pool):
+    mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids[:1], mine) == block_ids[:1]
+    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
+    assert pool.hash_collisions_total == 1
+    assert pool.match_prefix(foreign) == []
+    assert pool.match_prefix(mine) == block_ids[:1]
+    assert pool.find_block(mine[0], foreign.digests[0]) is None
+    assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
+
+
+def test_a_block_registered_by_id_alone_is_not_found_by_digest(pool):
+    (block_id,) = pool.allocate_memory_blocks(1)
+    hashes = prefix(1)
+    pool.register_kv_block_hashes([block_id], list(hashes))
+    assert pool.find_block(hashes[0]) == block_id
+    assert pool.find_block(hashes[0], hashes.digests[0]) is None
+    assert pool.match_prefix(hashes) == []
+    with pytest.raises(InvalidArgumentError, match="got list"):
+        pool.match_prefix(list(hashes))
+
+
+def test_a_match_stops_at_the_first_gap(pool):
+    block_ids = cache(pool, 1, 2, 3, 4)
+    pool.deregister_blocks([block_ids[1]])
+    assert pool.match_prefix(prefix(1, 2, 3, 4)) == block_ids[:1]
+    assert pool.match_prefix(prefix(2)) == []
+    assert pool.match_prefix(prefix()) == []
+
+
+def test_a_query_changes_nothing(pool):
+    cache(pool, 1, 2)
+    before = snapshot(pool)
+    pool.match_prefix(prefix(1, 2, 3))
+    pool.find_block(prefix(1)[0])
+    assert snapshot(pool) == before
+
+
+def test_deregistered_blocks_are_freed_or_lose_their_hash(pool):
+    block_ids = cache(pool, 1, 2, 3)
+    pool.retain_memory_blocks(block_ids[:1])
+    told = []
+    pool.on_blocks_deregistered = lambda *told_of: told.append(told_of)
+    hashes = list(prefix(1, 2, 3))
+    pool.deregister_blocks([block_ids[0], block_ids[1], block_ids[1], 7])
+    assert told == [(block_ids[:2], hashes[:2])]
+    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks) == (6, 1, 1)
+    assert [pool.find_block(hash_id) for hash_id in hashes] == [None, None, block_ids[2]]
+    pool.check_invariants()
+    pool.release_memory_blocks(block_ids[:1])
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_children_match_again_when_their_parent_is_registered_anew(pool):
+    parent, child = cache(pool, 1, 2)
+    pool.deregister_blocks([parent])
+    anew = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(anew, prefix(1))
+    pool.release_memory_blocks(anew)
+    assert pool.match_prefix(prefix(1, 2)) == [*anew, child]
+    pool.check_invariants()
+    pool.allocate_memory_blocks(6)
+    assert pool.allocate_memory_blocks(2) == [child, *anew]
+
+
+def test_nothing_is_registered_without_prefix_caching():
+    pool = KVBlockAllocator(5, enable_prefix_caching=False)
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2)) == [None, None]
+    assert pool.match_prefix(prefix(1, 2)) == []
+    pool.release_memory_blocks(block_ids)
+    assert pool.num_free_blocks == 4
+
+
+def test_observers_see_finished_bookkeeping(pool):
+    seen = []
+
+    def look(block_ids, hash_ids):
+        pool.check_invariants()
+        seen.append([pool.find_block(hash_id) for hash_id in hash_ids])
+        seen.append([int(pool.block_hashes[block_id]) for block_id in block_ids])
+        block_ids.clear()  # Each observer has lists of its own.
+
+    pool.on_blocks_deregistered = look
+    pool.add_deregistration_observer(look)
+    cache(pool, 1, 2)
+    pool.allocate_memory_blocks(8)
+    assert seen == [[None, None], [-1, -1]] * 2
+
+
+def test_an_observer_that_raises_loses_no_block_and_stops_no_other(pool):
+    told = []
+
+    def fail(block_ids, hash_ids):
+        told.append("failed")
+        raise RuntimeError("observer's own fault")
+
+    pool.on_blocks_deregistered = fail
+    pool.add_deregistration_observer(fail)
+    pool.add_deregistration_observer(lambda block_ids, hash_ids: told.append(block_ids))
+    (block_id,) = cache(pool, 1)
+    with pytest.raises(RuntimeError, match="observer's own fault"):
+        pool.allocate_memory_blocks(8)
+    assert told == ["failed", "failed", [block_id]]
+    assert pool.num_free_blocks == 8
+    pool.check_invariants()
+
+
+def test_reset_frees_everything_and_says_so(pool):
+    told = []
+    pool.add_deregistration_observer(lambda *told_of: told.append(told_of))
+    fresh = snapshot(pool)
+    cached = cache(pool, 1)
+    pool.allocate_memory_blocks(3)
+    pool.reset()
+    assert snapshot(pool) == fresh
+    assert told == [(cached, list(prefix(1)))]
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_the_same_calls_give_the_same_blocks():
+    def run():
+        pool = KVBlockAllocator(33)
+        taken = [cache(pool, token % 7, token) for token in range(60)]
+        return taken, snapshot(pool)
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize(
+    ("breach", "statement"),
+    [
+        (lambda pool: pool.block_ref_counts.__setitem__(4, -1), "negative"),
+        (lambda pool: pool.block_ref_counts.__setitem__(8, 1), "every block but the dummy"),
+        (lambda pool: pool.block_hashes.__setitem__(5, 7), "block_hashes and the registered"),
+        (lambda pool: pool._free.append(pool._free[0]), "free twice"),
+        (lambda pool: pool._free.pop(), "every block but the dummy"),
+        (lambda pool: pool._tree._num_children.clear(), "children are counted"),
+        (lambda pool: pool._leaves.clear(), "the queue"),
+        (lambda pool: setattr(pool, "_num_cached", 0), "counted right"),
+    ],
+)
+def test_check_invariants_finds(breach, statement):
+    pool = KVBlockAllocator(9)
+    cache(pool, 1, 2)
+    pool.check_invariants()
+    breach(pool)
+    with pytest.raises(InvariantError, match=statement):
+        pool.check_invariants()
