@@ -1,0 +1,80 @@
+"""A minimal embedder of slots: a namespace with just the fields that a call reads."""
+
+from types import SimpleNamespace
+
+import torch
+
+from mamba_cache.slots import MambaSlotAllocator
+
+NUM_LAYERS, CONV, SSM = 2, (3, 2), (2, 5)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def make_context(num_blocks=12, max_requests=4, **fields):
+    kv_blocks = SimpleNamespace(
+        pool_size=num_blocks,
+        block_ref_counts=torch.zeros(num_blocks, dtype=torch.int32),
+        block_timestamps=torch.zeros(num_blocks, dtype=torch.int64),
+        block_hashes=torch.full((num_blocks,), -1, dtype=torch.int64),
+    )
+    base = {"device": "cpu", "max_requests": max_requests, "kv_block_allocator": kv_blocks}
+    return SimpleNamespace(**{**base, **fields})
+
+
+def make_allocator(max_slots=4, *, context=None, policy=None, placement=None, **fields):
+    return MambaSlotAllocator(
+        make_context(**fields) if context is None else context,
+        max_slots,
+        NUM_LAYERS,
+        CONV,
+        SSM,
+        *DTYPES,
+        policy=policy,
+        placement=placement,
+    )
+
+
+def randomize(tensor, generator):
+    """Fills with what no fresh tensor holds by chance: never zero, never equal by design."""
+    tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+
+
+def add_live_states(context, generator):
+    """Gives the context live states, and request i the row max_requests - 1 - i of them."""
+    rows = context.max_requests
+    context.mamba_conv_states = torch.empty(NUM_LAYERS, rows, *CONV, dtype=DTYPES[0])
+    context.mamba_ssm_states = torch.empty(NUM_LAYERS, rows, *SSM, dtype=DTYPES[1])
+    randomize(context.mamba_conv_states, generator)
+    randomize(context.mamba_ssm_states, generator)
+    context.mamba_metadata = SimpleNamespace(
+        request_to_mamba_state_idx=torch.arange(rows, dtype=torch.int32).flip(0),
+        intermediate_count=0,
+        per_request_intermediate_counts=[],
+    )
+
+
+def state_bits(conv_states, ssm_states, row):
+    """The bits of one state, as something that compares with ==."""
+    parts = (conv_states[:, row], ssm_states[:, row])
+    return tuple(bytes(part.contiguous().view(torch.uint8).flatten().tolist()) for part in parts)
+
+
+def slot_bits(allocator, slot):
+    return state_bits(allocator.conv_states, allocator.ssm_states, slot)
+
+
+def live_bits(context, row):
+    return state_bits(context.mamba_conv_states, context.mamba_ssm_states, row)
+
+
+def books(pool):
+    """All that a pool remembers, for comparing before and after."""
+    return (
+        pool.free_slots[: pool.free_count].tolist(),
+        pool.block_to_slot.tolist(),
+        pool.slot_to_block.tolist(),
+        pool.pin_counts.tolist(),
+        dict(pool.reserved),
+        dict(pool.hash_to_block_id),
+        pool.evicted_slots_total,
+    )

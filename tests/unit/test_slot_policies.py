@@ -1,0 +1,125 @@
+"""Which slots go first."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy
+from mamba_cache.slots.policies import policy_named
+
+SLOTS = np.array([1, 3, 4, 6])
+BLOCKS = np.array([9, 2, 7, 5], np.int32)
+
+
+def kv_blocks(**times):
+    """KV blocks used at the given times, which are listed by slot: ``s1=5``."""
+    stamps = np.full(10, -100)
+    for slot, time in times.items():
+        stamps[BLOCKS[SLOTS.tolist().index(int(slot[1:]))]] = time
+    return SimpleNamespace(block_timestamps=stamps)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_lru_takes_the_oldest_blocks_slots_first(count):
+    view = kv_blocks(s1=40, s3=10, s4=30, s6=20)
+    assert LruSlotPolicy().choose(count, SLOTS, BLOCKS, view) == [3, 6, 4, 1][:count]
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_lru_breaks_ties_by_slot(count):
+    view = kv_blocks(s1=7, s3=7, s4=0, s6=7)
+    assert LruSlotPolicy().choose(count, SLOTS, BLOCKS, view) == [4, 1, 3, 6][:count]
+
+
+def test_lru_bears_the_largest_timestamps():
+    newest = np.iinfo(np.int64).max
+    view = kv_blocks(s1=newest, s3=newest, s4=newest, s6=1)
+    assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [6, 1, 3]
+
+
+def test_lru_agrees_with_sorting_for_any_number(rng):
+    slots = np.arange(200)
+    view = SimpleNamespace(block_timestamps=rng.integers(-5, 40, 200))
+    blocks = rng.permutation(200).astype(np.int32)
+    expected = sorted(slots.tolist(), key=lambda s: (view.block_timestamps[blocks[s]], s))
+    for count in (1, 2, 15, 16, 17, 50, 199, 200, 300):
+        chosen = LruSlotPolicy().choose(count, slots, blocks, view)
+        assert chosen == expected[:count]
+        assert all(type(slot) is int for slot in chosen)
+
+
+def test_lru_leaves_the_timestamps_alone():
+    view = kv_blocks(s1=4, s3=3, s4=2, s6=1)
+    before = view.block_timestamps.copy()
+    LruSlotPolicy().choose(3, SLOTS, BLOCKS, view)
+    assert (view.block_timestamps == before).all()
+
+
+def test_ref_zero_takes_the_lowest_slots_and_reads_no_timestamps():
+    assert RefZeroSlotPolicy().choose(2, SLOTS, BLOCKS, SimpleNamespace()) == [1, 3]
+
+
+def test_consumed_takes_what_was_longest_neither_stored_nor_consumed():
+    policy = ConsumedSlotPolicy()
+    policy.reset(8)
+    for slot in (6, 4, 3, 1):
+        policy.on_stored([slot])
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [6, 4, 3, 1]
+    policy.on_consumed([6])
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6]
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6], "choosing is no use"
+    policy.on_stored([])
+    policy.on_stored([4])
+    assert policy.choose(2, SLOTS, BLOCKS, None) == [3, 1]
+
+
+def test_consumed_counts_slots_filled_by_hand_as_the_oldest():
+    policy = ConsumedSlotPolicy()
+    policy.reset(8)
+    policy.on_stored([1, 4, 6])
+    assert policy.choose(2, SLOTS, BLOCKS, None) == [3, 1]
+
+
+def test_consumed_forgets_at_reset():
+    policy = ConsumedSlotPolicy()
+    policy.reset(8)
+    policy.on_stored([1])
+    policy.reset(8)
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 3, 4, 6]
+
+
+@pytest.mark.parametrize("policy", [LruSlotPolicy(), RefZeroSlotPolicy()])
+def test_policies_without_memory_hear_everything_and_keep_nothing(policy):
+    policy.reset(4)
+    policy.on_stored([1])
+    policy.on_consumed([1])
+    assert not hasattr(policy, "__dict__")
+
+
+class Foreign(str):
+    """An engine's own enum member: its value is what counts."""
+
+    value = "ref_zero"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("lru", LruSlotPolicy),
+        (EvictionPolicy.LRU, LruSlotPolicy),
+        ("ref_zero", RefZeroSlotPolicy),
+        (EvictionPolicy.REF_ZERO, RefZeroSlotPolicy),
+        (Foreign("PrefixCachingEvictionPolicy.REF_ZERO"), RefZeroSlotPolicy),
+    ],
+)
+def test_policies_are_named_by_value(name, kind):
+    assert type(policy_named(name)) is kind
+
+
+@pytest.mark.parametrize("name", ["fifo", None, 3])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(InvalidArgumentError, match=r"one of \['lru', 'ref_zero'\], got"):
+        policy_named(name)
