@@ -1,0 +1,252 @@
+"""The engine: requests in, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request, Step
+from mamba_cache.engine._checks import check_int
+from mamba_cache.engine.model import LanguageModel
+from mamba_cache.engine.progress import token_progress
+from mamba_cache.engine.requests import Completion, EngineRequest, FinishReason, TokenEvent
+from mamba_cache.engine.sampling import SamplingParams, sample
+from mamba_cache.engine.scheduler import Scheduler
+from mamba_cache.errors import StepOrderError
+from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs requests through a model: continuous batching, chunked prefill, prefix caching.
+
+    Example::
+
+        engine = Engine(model, CacheConfig(num_kv_blocks=64, max_slots=16))
+        engine.submit(prompt_tokens, SamplingParams(max_new_tokens=32))
+        for event in engine.stream():
+            print(event.token)
+
+    One thread uses an engine at a time.
+
+    Args:
+        model: Computes the steps.
+        config: Settings of the cache; ``max_tokens`` is the token budget of one step.
+        wait_for_prefix: Whether a queued request may wait for a prefix that it shares with one
+            that is being computed, so that it need not compute it too.
+        max_wait_steps: Steps that one request waits at most.
+        slot_policy: As for ``DynamicInferenceContext``.
+        placement: Likewise.
+
+    Attributes:
+        context: The requests' memory, and the cache; ``context.stats()`` says what it did.
+
+    Raises:
+        BudgetError: A budget is too small for one block, or for one slot.
+        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: CacheConfig,
+        *,
+        wait_for_prefix: bool = True,
+        max_wait_steps: int = 64,
+        slot_policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        check_int("max_wait_steps", max_wait_steps, minimum=0)
+        self.context = DynamicInferenceContext(
+            config,
+            model.config.state_spec(model.dtype),
+            model.config.kv_spec(model.dtype),
+            device=model.device,
+            slot_policy=slot_policy,
+            placement=placement,
+        )
+        self._model = model
+        self._scheduler = Scheduler(
+            self.context, max_wait_steps=max_wait_steps if wait_for_prefix else 0
+        )
+        self._ids = count()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not finished."""
+        return len(self._scheduler)
+
+    def submit(
+        self,
+        prompt_tokens: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        cache_salt: str | bytes | None = None,
+        lora_id: str | int | None = None,
+        multimodal_keys: Sequence[tuple[int, str | bytes]] = (),
+        checkpoint_positions: Sequence[int] = (),
+    ) -> Hashable:
+        """Queue a prompt.
+
+        Args:
+            prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
+            sampling: How to choose tokens. Default: ``SamplingParams()``.
+            request_id: A name for it. Default: a number.
+            cache_salt: As in ``Request``, like all that follow.
+            lora_id: See there.
+            multimodal_keys: See there.
+            checkpoint_positions: See there.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty or malformed, or the id is in use.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+        """
+        submitted_at = time.perf_counter()
+        if request_id is None:
+            request_id = next(i for i in self._ids if i not in self._scheduler)
+        request = Request(
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            cache_salt=cache_salt,
+            lora_id=lora_id,
+            multimodal_keys=multimodal_keys,
+            checkpoint_positions=checkpoint_positions,
+        )
+        self._scheduler.add(self._prepare(request, sampling or SamplingParams(), submitted_at))
+        return request_id
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one step for all requests that fit into it.
+
+        If the model raises, the step is taken back and the exception goes on to the caller; the
+        step's requests resume with the next one.
+
+        Returns:
+            The tokens sampled, and the ends of requests that failed. Empty while prompts are being
+            computed, and when there are no requests.
+        """
+        step = self._scheduler.begin_step()
+        events = [] if step is None else self._run(step)
+        now = time.perf_counter()
+        for failed in self._scheduler.failed:
+            end = failed.request.complete(FinishReason.FAILED, now, failed.error)
+            events.append(TokenEvent(failed.request.request_id, None, False, end))
+        self._scheduler.failed.clear()
+        return events
+
+    def stream(self) -> Iterator[TokenEvent]:
+        """Step until all requests are finished, those submitted meanwhile too.
+
+        Yields:
+            Every event.
+        """
+        while self.num_requests:
+            yield from self.step()
+
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Run prompts to their ends. If that raises, none of them stays in the engine.
+
+        Args:
+            prompts: Each as for ``submit``.
+            sampling: How to choose the tokens of all.
+            progress: Whether to show a bar on stderr; needs the extra ``progress``.
+
+        Returns:
+            What became of each prompt, in order. One that did not fit has its ``error`` set.
+
+        Raises:
+            StepOrderError: Other requests are not finished; their events would be lost here.
+            MissingExtraError: The bar is asked for, but rich is not installed.
+            InvalidArgumentError: A prompt is empty or malformed.
+            SequenceLengthError: A prompt is longer than ``max_sequence_length``.
+        """
+        if self.num_requests:
+            raise StepOrderError(
+                f"generate needs an engine without requests, this one has {self.num_requests}: "
+                f"finish them with stream, or submit the prompts"
+            )
+        done: dict[Hashable, Completion] = {}
+        try:
+            with token_progress(progress) as show:
+                ids = [self.submit(prompt, sampling) for prompt in prompts]
+                total = self._scheduler.tokens_left
+                while self.num_requests:
+                    ends = [event.completion for event in self.step() if event.completion]
+                    done.update({end.request_id: end for end in ends})
+                    show(total - self._scheduler.tokens_left, total)
+        except BaseException:
+            self._scheduler.clear()
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def cancel(self, request_id: Hashable) -> None:
+        """End a request, queued or running; what it cached so far stays findable.
+
+        Raises:
+            UnknownRequestError: There is no such request, or it is finished.
+        """
+        self._scheduler.remove(request_id)
+
+    def _prepare(
+        self, request: Request, sampling: SamplingParams, submitted_at: float
+    ) -> EngineRequest:
+        prepared = self.context.prepare(request)
+        config = self.context.config
+        reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
+        return EngineRequest(
+            prepared,
+            sampling,
+            submitted_at,
+            reusable_blocks=reusable_tokens // config.block_size_tokens,
+            digests=prepared.chain.hashes.digests,
+        )
+
+    def _run(self, step: Step) -> list[TokenEvent]:
+        try:
+            logits = self._model.forward(step.metadata, self.context).cpu()
+            tokens = {
+                scheduled.request_id: self._sample(scheduled.request_id, row)
+                for scheduled, row in zip(step.requests, logits, strict=True)
+                if scheduled.samples
+            }
+            self.context.commit_step(tokens)
+        except BaseException:
+            self.context.abort_step()
+            raise
+        now = time.perf_counter()
+        for scheduled in step.requests:
+            self._scheduler.running(scheduled.request_id).note_computed(scheduled)
+        return [self._take(request_id, token, now) for request_id, token in tokens.items()]
+
+    def _sample(self, request_id: Hashable, logits: torch.Tensor) -> int:
+        request = self._scheduler.running(request_id)
+        return sample(logits, request.sampling, len(request.generated))
+
+    def _take(self, request_id: Hashable, token: int, now: float) -> TokenEvent:
+        """Give a request its token, and finish it if that was its last."""
+        request = self._scheduler.running(request_id)
+        is_first = request.first_token_at is None
+        if is_first:
+            request.first_token_at = now
+        request.generated.append(token)
+        reason = request.finish_reason(self.context.config.max_sequence_length)
+        if reason is None:
+            return TokenEvent(request_id, token, is_first)
+        self._scheduler.remove(request_id)
+        return TokenEvent(request_id, token, is_first, request.complete(reason, now))

@@ -1,0 +1,49 @@
+"""What the engine needs of a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from mamba_cache.metadata import StepMetadata
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+__all__ = ["LanguageModel", "ModelShape"]
+
+
+class ModelShape(Protocol):
+    """What a model says about the memory that it needs."""
+
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        """What one slot holds for weights of ``dtype``."""
+
+    def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """What one KV block holds for weights of ``dtype``."""
+
+
+class LanguageModel(Protocol):
+    """A hybrid model that computes one step of the context."""
+
+    @property
+    def config(self) -> ModelShape:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    def forward(self, metadata: StepMetadata, caches: Any) -> torch.Tensor:
+        """Compute a step: advance live states, fill the KV cache, write checkpoints.
+
+        Args:
+            metadata: The step.
+            caches: The ``DynamicInferenceContext``; a model names what it reads of it.
+
+        Returns:
+            Logits [num_requests, vocab_size] of each request's last token, in batch order.
+        """

@@ -1,0 +1,212 @@
+"""Decides who takes part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from mamba_cache.context import DynamicInferenceContext, RequestStatus, Step
+from mamba_cache.engine.requests import EngineRequest
+from mamba_cache.engine.waiting import branch_positions, is_worth_waiting
+from mamba_cache.errors import BlockCapacityError, CapacityError, InvalidArgumentError
+
+__all__ = ["FailedRequest", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request that memory does not suffice for.
+
+    Attributes:
+        request: The request.
+        error: What is short.
+    """
+
+    request: EngineRequest
+    error: CapacityError
+
+
+class Scheduler:
+    """Fills steps: decoding requests first, then prompts begun, then preempted, then queued ones.
+
+    Whoever was admitted earlier has precedence: when memory runs out, the youngest request gives
+    its memory back and resumes later. So the oldest always gets on, and with it the whole engine.
+
+    Args:
+        context: Where requests run.
+        max_wait_steps: Steps in which a queued request may wait for a prefix that another one
+            computes; 0: nobody waits.
+
+    Attributes:
+        failed: Requests that were taken out because they do not fit even alone; whoever reports
+            them clears the list.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, *, max_wait_steps: int) -> None:
+        self.failed: list[FailedRequest] = []
+        self._context = context
+        self._block_size = context.config.block_size_tokens
+        # Without slots nothing can be resumed from, so waiting would gain nothing.
+        self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
+        self._queue: dict[Hashable, EngineRequest] = {}
+        self._running: dict[Hashable, EngineRequest] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._running)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._queue or request_id in self._running
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that all requests together may still compute or skip."""
+        requests = (*self._queue.values(), *self._running.values())
+        return sum(request.tokens_left for request in requests)
+
+    def running(self, request_id: Hashable) -> EngineRequest:
+        """Return a request that was admitted."""
+        return self._running[request_id]
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidArgumentError: Its id is not hashable, or in use.
+        """
+        request_id = request.request_id
+        if not isinstance(request_id, Hashable):
+            raise InvalidArgumentError(
+                f"request ids must be hashable, got {type(request_id).__name__}"
+            )
+        if request_id in self:
+            raise InvalidArgumentError(f"request id {request_id!r} is in use")
+        self._queue[request_id] = request
+
+    def remove(self, request_id: Hashable) -> None:
+        """Forget a request, and take back what it holds; what it cached stays findable.
+
+        Raises:
+            UnknownRequestError: There is no such request, or it is finished.
+        """
+        if request_id in self._queue:
+            del self._queue[request_id]
+        else:
+            self._context.finish(request_id)
+            del self._running[request_id]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in (*self._queue, *self._running):
+            self.remove(request_id)
+        self.failed.clear()
+
+    def begin_step(self) -> Step | None:
+        """Begin a step with all who can take part.
+
+        Returns:
+            The step; None if no request is left that could run.
+        """
+        while (shortage := self._schedule()) and not self._has_work():
+            self._make_room(shortage)
+        while self._has_work():
+            decoding = self._with_status(RequestStatus.DECODING)[: self._context.config.max_tokens]
+            try:
+                return self._context.begin_step([request.request_id for request in decoding])
+            except BlockCapacityError as error:
+                self._make_room(FailedRequest(decoding[-1], error))
+        return None
+
+    def _schedule(self) -> FailedRequest | None:
+        """Schedule chunks while the token budget lasts; return who was the first not to fit."""
+        budget = self._context.config.max_tokens - len(self._with_status(RequestStatus.DECODING))
+        for place, requests in (
+            (self._continue, self._with_status(RequestStatus.PREFILLING)),
+            (self._resume, self._with_status(RequestStatus.PREEMPTED)),
+            (self._admit, list(self._queue.values())),
+        ):
+            for request in requests:
+                if budget <= 0:
+                    return None
+                try:
+                    budget -= place(request, budget)
+                except CapacityError as error:
+                    # Those behind it stay behind it: small ones must not starve a large one.
+                    return FailedRequest(request, error)
+        return None
+
+    def _continue(self, request: EngineRequest, budget: int) -> int:
+        start = request.num_computed
+        positions = self._branches_off(request, start)
+        num_tokens = self._context.schedule_prefill(
+            request.request_id,
+            chunk_tokens=self._chunk_tokens(start, request.num_tokens, budget),
+            checkpoint_positions=positions,
+        )
+        request.branch_positions.update(positions)
+        return num_tokens
+
+    def _resume(self, request: EngineRequest, budget: int) -> int:
+        # Where it will start is not known yet, but that it is the end of a block.
+        chunk_tokens = self._chunk_tokens(0, request.num_tokens, budget)
+        admission = self._context.resume_request(request.request_id, chunk_tokens=chunk_tokens)
+        request.note_admission(admission)
+        return admission.chunk_tokens
+
+    def _admit(self, request: EngineRequest, budget: int) -> int:
+        skip_tokens = self._context.match(request.prepared).skip_tokens
+        if self._waits(request, skip_tokens):
+            request.waited_steps += 1
+            return 0
+        positions = self._branches_off(request, skip_tokens)
+        admission = self._context.add_request(
+            request.prepared,
+            chunk_tokens=self._chunk_tokens(skip_tokens, request.num_tokens, budget),
+            checkpoint_positions=positions,
+        )
+        request.branch_positions.update(positions)
+        self._running[request.request_id] = self._queue.pop(request.request_id)
+        request.note_admission(admission)
+        return admission.chunk_tokens
+
+    def _chunk_tokens(self, start: int, end: int, budget: int) -> int:
+        """Return how many tokens to compute, up to a block's end if not to ``end``."""
+        if end - start <= budget:
+            return end - start
+        whole_blocks = (start + budget) // self._block_size * self._block_size - start
+        return whole_blocks if whole_blocks > 0 else budget
+
+    def _branches_off(self, request: EngineRequest, start: int) -> list[int]:
+        return branch_positions(
+            request, self._queue.values(), start=start, block_size_tokens=self._block_size
+        )
+
+    def _waits(self, request: EngineRequest, skip_tokens: int) -> bool:
+        return request.waited_steps < self._max_wait_steps and is_worth_waiting(
+            request,
+            self._with_status(RequestStatus.SCHEDULED, RequestStatus.PREFILLING),
+            skip_tokens=skip_tokens,
+            block_size_tokens=self._block_size,
+        )
+
+    def _make_room(self, shortage: FailedRequest) -> None:
+        """Preempt the youngest request that holds memory; if none is left, give up."""
+        holding = self._with_status(*(set(RequestStatus) - {RequestStatus.PREEMPTED}))
+        if len(holding) > 1:
+            self._context.preempt(holding[-1].request_id)
+            return
+        error = shortage.error
+        detail = f"request {shortage.request.request_id!r} does not fit even alone"
+        self.remove(shortage.request.request_id)
+        self.failed.append(
+            FailedRequest(shortage.request, type(error)(error.required, error.available, detail))
+        )
+
+    def _has_work(self) -> bool:
+        return bool(self._with_status(RequestStatus.SCHEDULED, RequestStatus.DECODING))
+
+    def _with_status(self, *wanted: RequestStatus) -> list[EngineRequest]:
+        return [
+            request
+            for request_id, request in self._running.items()
+            if self._context.status(request_id) in wanted
+        ]
