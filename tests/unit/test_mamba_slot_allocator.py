@@ -1,0 +1,489 @@
+"""MambaSlotAllocator: slots of blocks, as an embedder asks for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, books, make_allocator, make_context
+
+from mamba_cache.errors import (
+    DoubleFreeError,
+    InvalidArgumentError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    UnknownBlockError,
+)
+from mamba_cache.slots import (
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+    ConsumedSlotPolicy,
+    LastBlock,
+    LruSlotPolicy,
+    MambaSlotAllocator,
+    MegatronPlacement,
+    RefZeroSlotPolicy,
+)
+from mamba_cache.states import StateSpec, StateTensorSpec
+
+
+def touch(allocator, *blocks):
+    """Uses the blocks one after the other, the last one latest."""
+    times = allocator.context.kv_block_allocator.block_timestamps
+    for block in blocks:
+        times[block] = int(times.max()) + 1
+
+
+def refer(allocator, *blocks):
+    allocator.context.kv_block_allocator.block_ref_counts[list(blocks)] += 1
+
+
+def full(*, slots=4, **options):
+    """An allocator whose slots hold blocks 0 to slots - 1, block 0 the least recently used."""
+    allocator = make_allocator(slots, **options)
+    for block in range(slots):
+        allocator.allocate_slots_batch([block])
+        touch(allocator, block)
+    allocator.register_block_hashes_batch(range(slots), range(100, 100 + slots))
+    return allocator
+
+
+def test_the_attributes_that_embedders_read():
+    allocator = make_allocator(3, num_blocks=7, max_mamba_intermediate_states_per_step=5)
+    tensors = {
+        "free_slots": ((3,), torch.int32, [0, 1, 2]),
+        "block_to_slot": ((7,), torch.int32, [-1] * 7),
+        "slot_to_block": ((3,), torch.int32, [-1] * 3),
+        "_intermediate_counts_cpu": ((4,), torch.int32, [0] * 4),
+        "_intermediate_offsets_cpu": ((4, 3), torch.int32, [[0] * 3] * 4),
+        "_intermediate_block_ids_cpu": ((4, 3), torch.int32, [[-1] * 3] * 4),
+        "_eos_cache_block_id_cpu": ((4,), torch.int32, [-1] * 4),
+    }
+    for name, (shape, dtype, values) in tensors.items():
+        tensor = getattr(allocator, name)
+        assert (tensor.shape, tensor.dtype, tensor.tolist()) == (shape, dtype, values), name
+    assert allocator.conv_states.shape == (NUM_LAYERS, 3, *CONV)
+    assert allocator.ssm_states.shape == (NUM_LAYERS, 3, *SSM)
+    assert allocator.intermediate_conv_out.shape == (NUM_LAYERS, 5, *CONV)
+    assert allocator.intermediate_ssm_out.shape == (NUM_LAYERS, 5, *SSM)
+    assert (allocator.conv_states.dtype, allocator.intermediate_ssm_out.dtype) == DTYPES
+    assert (allocator.max_slots, allocator.free_count, allocator.num_mamba_layers) == (3, 3, 2)
+    assert (allocator.max_intermediate_count, allocator.hash_to_block_id) == (5, {})
+    assert allocator._has_intermediates is False
+    assert MAX_INTERMEDIATE_OFFSETS_PER_REQUEST == 3
+
+
+def test_without_a_wish_for_it_there_is_no_scratch():
+    allocator = make_allocator()
+    assert allocator.max_intermediate_count == 0
+    assert allocator.intermediate_conv_out.numel() == allocator.intermediate_ssm_out.numel() == 0
+
+
+def test_older_embedders_call_the_pool_size_total_count():
+    context = make_context(num_blocks=9)
+    context.kv_block_allocator.total_count = context.kv_block_allocator.pool_size
+    del context.kv_block_allocator.pool_size
+    assert make_allocator(context=context).block_to_slot.shape == (9,)
+
+
+def test_a_kv_pool_that_knows_no_hashes_will_do():
+    context = make_context()
+    del context.kv_block_allocator.block_hashes
+    allocator = make_allocator(1, context=context)
+    allocator.allocate_slots_batch([3])
+    allocator.invalidate_block(3)
+    assert allocator.free_count == 1
+
+
+def test_the_device_is_torchs_current_one_unless_the_context_has_its_own(monkeypatch):
+    context = make_context()
+    del context.device
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    assert make_allocator(context=context).ssm_states.device.type == "cpu"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("must not be asked"))
+    assert make_allocator().conv_states.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gdp_num_householder": 2}, "gdp_num_householder must be 0, got 2"),
+        (
+            {"ssm_chunk_alignment": 192, "mamba_chunk_size": 128},
+            r"multiple of mamba_chunk_size \(128\), got 192",
+        ),
+        ({"prefix_caching_eviction_policy": "fifo"}, "one of .*'lru'.*, got 'fifo'"),
+        ({"max_mamba_intermediate_states_per_step": -1}, "num_rows must be"),
+    ],
+)
+def test_contexts_that_cannot_be_served(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_allocator(**fields)
+
+
+def test_max_slots_is_a_count():
+    with pytest.raises(InvalidArgumentError, match="max_slots must be an int >= 0, got -1"):
+        make_allocator(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lru", LruSlotPolicy), ("ref_zero", RefZeroSlotPolicy)]
+)
+def test_the_context_names_the_policy_unless_one_is_given(name, kind):
+    assert type(make_allocator(prefix_caching_eviction_policy=name).policy) is kind
+    given = ConsumedSlotPolicy()
+    assert make_allocator(policy=given, prefix_caching_eviction_policy=name).policy is given
+
+
+def test_lru_and_megatrons_three_are_the_defaults():
+    allocator = make_allocator()
+    assert type(allocator.policy) is LruSlotPolicy
+    assert type(allocator.placement) is MegatronPlacement
+    assert make_allocator(placement=LastBlock()).placement == LastBlock()
+
+
+def test_from_spec_makes_the_same():
+    spec = StateSpec.mamba(NUM_LAYERS, CONV, SSM, *DTYPES)
+    policy, placement = RefZeroSlotPolicy(), LastBlock()
+    made = MambaSlotAllocator.from_spec(make_context(), 3, spec, policy=policy, placement=placement)
+    assert made.conv_states.shape == (NUM_LAYERS, 3, *CONV)
+    assert made.ssm_states.shape == (NUM_LAYERS, 3, *SSM)
+    assert (made.conv_states.dtype, made.ssm_states.dtype) == DTYPES
+    assert (made.policy, made.placement, made.num_mamba_layers) == (policy, placement, 2)
+
+
+def test_from_spec_refuses_other_states():
+    spec = StateSpec((StateTensorSpec("ssm", 2, SSM, torch.float32),))
+    with pytest.raises(InvalidArgumentError, match="must be of conv and ssm states"):
+        MambaSlotAllocator.from_spec(make_context(), 3, spec)
+
+
+def test_a_block_keeps_its_slot_and_duplicates_share_one():
+    allocator = make_allocator()
+    [slot] = allocator.allocate_slots_batch([5])
+    slots = allocator.allocate_slots_batch([7, 5, 7, 2])
+    assert slots[0] == slots[2]
+    assert slots[1] == slot
+    assert len(set(slots)) == 3
+    assert [allocator.get_slot(b) for b in (7, 5, 2)] == [slots[0], slot, slots[3]]
+    assert allocator.allocate_slots_batch([]) == []
+    allocator.check_invariants()
+
+
+@pytest.mark.parametrize("make", [list, set, tuple, np.array, torch.tensor])
+def test_block_ids_come_in_any_container(make):
+    allocator = full()
+    assert allocator.allocate_slots_batch(make([2])) == [allocator.get_slot(2)]
+    allocator.on_kv_blocks_deregistered(make([2, 3]), make([100]))
+    assert allocator.hash_to_block_id == {101: 1}
+    allocator.check_invariants()
+
+
+def test_unknown_blocks_are_refused():
+    allocator = make_allocator()
+    for block in (-1, 12):
+        for call in (
+            allocator.get_slot,
+            allocator.has_state,
+            allocator.invalidate_block,
+            lambda b: allocator.allocate_slots_batch([0, b]),
+            lambda b: allocator.reserve_slots([0, b]),
+            lambda b: allocator.register_block_hashes_batch([0, b], [1, 2]),
+            lambda b: allocator.on_kv_blocks_deregistered([0, b], []),
+        ):
+            with pytest.raises(UnknownBlockError, match=rf"\[0, 12\), got \[{block}\]"):
+                call(block)
+    assert books(allocator.pool) == books(make_allocator().pool)
+
+
+def test_eviction_takes_the_least_recently_used_and_its_hash():
+    allocator = full()
+    slots = [allocator.get_slot(block) for block in range(4)]
+    touch(allocator, 0)
+    assert allocator.allocate_slots_batch([8, 9]) == [slots[1], slots[2]]
+    assert not allocator.has_state(1)
+    assert allocator.hash_to_block_id == {100: 0, 103: 3}
+    assert allocator.evicted_slots_total == 2
+    allocator.check_invariants()
+
+
+def test_free_slots_go_first():
+    allocator = full()
+    freed = allocator.get_slot(3)
+    allocator.invalidate_block(3)
+    oldest = allocator.get_slot(0)
+    assert allocator.allocate_slots_batch([8, 9]) == [freed, oldest]
+    assert allocator.evicted_slots_total == 1
+
+
+def test_referenced_blocks_keep_their_slots():
+    allocator = full()
+    refer(allocator, 0, 2)
+    allocator.allocate_slots_batch([8, 9])
+    assert [allocator.has_state(block) for block in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("policy", [None, RefZeroSlotPolicy(), ConsumedSlotPolicy()])
+def test_too_little_capacity_changes_nothing(policy):
+    allocator = full(policy=policy)
+    allocator.invalidate_block(3)
+    refer(allocator, 0)
+    before = books(allocator.pool)
+    with pytest.raises(
+        MambaSlotCapacityError, match="only 3 free or evictable slots are available"
+    ) as caught:
+        allocator.allocate_slots_batch([6, 7, 8, 9])
+    assert (caught.value.required, caught.value.available) == (4, 3)
+    assert books(allocator.pool) == before
+
+
+def test_an_allocator_without_slots_is_always_full():
+    allocator = make_allocator(0)
+    assert allocator.reserve_slots([1]) == [None]
+    with pytest.raises(MambaSlotCapacityError):
+        allocator.allocate_slots_batch([1])
+
+
+def test_what_an_embedder_wrote_by_hand_decides_the_eviction():
+    allocator = make_allocator(4, num_blocks=8)
+    kv_blocks = allocator.context.kv_block_allocator
+    for i in range(4):
+        allocator.block_to_slot[i] = i
+        allocator.slot_to_block[i] = i
+        kv_blocks.block_timestamps[i] = 10 - i
+        kv_blocks.block_hashes[i] = 50 + i
+        allocator.hash_to_block_id[50 + i] = i
+    allocator.free_count = 0
+    kv_blocks.block_ref_counts[3] = 1
+    assert allocator.allocate_slots_batch([5, 6]) == [2, 1]
+    assert allocator.block_to_slot.tolist() == [0, -1, -1, 3, -1, 2, 1, -1]
+    assert allocator.slot_to_block.tolist() == [0, 6, 5, 3]
+    assert allocator.hash_to_block_id == {50: 0, 53: 3}
+    kv_blocks.block_timestamps[0] = 99
+    kv_blocks.block_timestamps[6] = -3  # lowered by hand
+    assert allocator.allocate_slots_batch([7]) == [1]
+    allocator.check_invariants()
+
+
+def test_kv_arrays_may_be_numpy():
+    allocator = full()
+    kv_blocks = allocator.context.kv_block_allocator
+    for name in ("block_ref_counts", "block_timestamps", "block_hashes"):
+        setattr(kv_blocks, name, getattr(kv_blocks, name).numpy())
+    kv_blocks.block_ref_counts[0] = 1
+    allocator.allocate_slots_batch([8])
+    assert not allocator.has_state(1)
+
+
+def test_evicted_slots_are_handed_to_the_caller():
+    allocator = full()
+    slots = allocator._evict_lru_slots_batch(2)
+    assert allocator.free_count == 0
+    assert not allocator.has_state(0)
+    assert not allocator.has_state(1)
+    assert allocator.hash_to_block_id == {102: 2, 103: 3}
+    for slot in slots:
+        allocator.free_slots[allocator.free_count] = slot
+        allocator.free_count += 1
+    allocator.check_invariants()
+    assert allocator.allocate_slots_batch([9]) == [slots[-1]]
+
+
+def test_eviction_may_be_limited_to_candidates():
+    allocator = full()
+    slot = allocator.get_slot(2)
+    assert allocator._evict_lru_slots_batch(1, torch.tensor([3, 2])) == [slot]
+    with pytest.raises(MambaSlotCapacityError):
+        allocator._evict_lru_slots_batch(2, [3])
+    assert allocator.has_state(3)
+
+
+def test_reservations_are_invisible_until_committed():
+    allocator = make_allocator()
+    [slot] = allocator.reserve_slots([5])
+    assert not allocator.has_state(5)
+    assert (allocator.num_reserved_slots, allocator.num_cached_slots) == (1, 0)
+    assert allocator.commit_reserved([slot], [5], [55]) == [slot]
+    assert (allocator.get_slot(5), allocator.hash_to_block_id) == (slot, {55: 5})
+    assert (allocator.num_reserved_slots, allocator.num_cached_slots) == (0, 1)
+    allocator.check_invariants()
+
+
+def test_no_slot_is_reserved_twice_for_a_block():
+    allocator = full(slots=2, policy=None)
+    refer(allocator, 0, 1)
+    assert allocator.reserve_slots([0, 1]) == [None, None]
+    assert allocator.skipped_checkpoints_total == 0
+    allocator = make_allocator()
+    [first, repeated] = allocator.reserve_slots([5, 5])
+    assert (first, repeated) == (3, None)
+    assert allocator.reserve_slots([5, 6]) == [None, 2]
+    assert allocator.skipped_checkpoints_total == 0
+
+
+def test_reserving_evicts_but_fills_up_without_an_error():
+    allocator = full()
+    allocator.invalidate_block(3)
+    refer(allocator, 0, 1)
+    got = allocator.reserve_slots([6, 7, 8, 9])
+    assert [slot is None for slot in got] == [False, False, True, True]
+    assert allocator.skipped_checkpoints_total == 2
+    assert [allocator.has_state(block) for block in range(3)] == [True, True, False]
+    allocator.check_invariants()
+
+
+def test_reserving_evicts_no_block_that_it_names():
+    allocator = full(slots=2)
+    assert allocator.reserve_slots([0, 1, 5]) == [None, None, None]
+    assert allocator.skipped_checkpoints_total == 1
+    assert allocator.has_state(0)
+
+
+def test_reserved_slots_are_not_evicted():
+    allocator = make_allocator(2)
+    slots = allocator.reserve_slots([1, 2])
+    with pytest.raises(MambaSlotCapacityError):
+        allocator.allocate_slots_batch([3])
+    allocator.cancel_reserved(slots)
+    assert len(allocator.allocate_slots_batch([3, 4])) == 2
+
+
+def test_commit_to_a_block_that_was_stored_meanwhile_keeps_the_older_state():
+    allocator = make_allocator(3, policy=ConsumedSlotPolicy())
+    [reserved] = allocator.reserve_slots([5])
+    [older] = allocator.allocate_slots_batch([4])
+    assert allocator.commit_reserved([reserved], [4], [44]) == [older]
+    assert allocator.num_reserved_slots == 0
+    assert allocator.allocate_slots_batch([6]) == [reserved]
+
+
+def test_only_reservations_can_be_committed_or_cancelled():
+    allocator = full()
+    with pytest.raises(InvalidArgumentError, match="must be different and reserved"):
+        allocator.commit_reserved([0], [9], [99])
+    with pytest.raises(DoubleFreeError, match="must be different and reserved"):
+        allocator.cancel_reserved([0])
+    assert allocator.hash_to_block_id == {100: 0, 101: 1, 102: 2, 103: 3}
+
+
+def test_pinned_slots_are_not_evicted_until_unpinned():
+    allocator = full(slots=2)
+    leases = allocator.pin_slots([allocator.get_slot(0)])
+    assert allocator.is_pinned(allocator.get_slot(0))
+    allocator.allocate_slots_batch([8])
+    assert allocator.has_state(0)
+    with pytest.raises(MambaSlotCapacityError):
+        allocator.allocate_slots_batch([8, 9])
+    allocator.unpin_slots(leases)
+    allocator.allocate_slots_batch([8, 9])
+    assert not allocator.has_state(0)
+
+
+def test_an_invalidated_pin_is_found_out_by_its_holder():
+    allocator = full()
+    [lease] = allocator.pin_slots([allocator.get_slot(0)])
+    assert allocator.is_current(lease)
+    allocator.invalidate_block(0)
+    assert not allocator.is_current(lease)
+    allocator.unpin_slots([lease])
+    with pytest.raises(MissingStateError, match="hold no state"):
+        allocator.pin_slots([lease.slot])
+
+
+def test_a_consumed_state_outlives_those_stored_after_it():
+    allocator = full(slots=3, policy=ConsumedSlotPolicy())
+    allocator.note_consumed([allocator.get_slot(0)])
+    allocator.allocate_slots_batch([8])
+    assert [allocator.has_state(block) for block in range(3)] == [True, False, True]
+    with pytest.raises(InvalidArgumentError, match=r"\[0, 3\), got \[3\]"):
+        allocator.note_consumed([3])
+
+
+def test_committed_states_are_as_fresh_as_allocated_ones():
+    allocator = make_allocator(2, policy=ConsumedSlotPolicy())
+    slots = allocator.reserve_slots([0, 1])
+    allocator.commit_reserved(slots[:1], [0], [0])
+    allocator.commit_reserved(slots[1:], [1], [0])
+    allocator.note_consumed([slots[0]])
+    allocator.allocate_slots_batch([2])
+    assert allocator.has_state(0)
+
+
+def test_invalidating_frees_and_forgets_and_is_no_error_twice():
+    allocator = full()
+    slot = allocator.get_slot(2)
+    for _ in range(2):
+        allocator.invalidate_block(2)
+        assert (allocator.get_slot(2), allocator.free_count) == (-1, 1)
+        assert 102 not in allocator.hash_to_block_id
+    assert allocator.slot_to_block[slot] == -1
+    allocator._invalidate_blocks_batch([0, 1, 2, 0])
+    assert (allocator.free_count, allocator.hash_to_block_id) == (3, {103: 3})
+    allocator.check_invariants()
+
+
+def test_deregistration_frees_by_block_and_by_hash():
+    allocator = full()
+    allocator.on_kv_blocks_deregistered([0], [103, 999])
+    assert [allocator.has_state(block) for block in range(4)] == [False, True, True, False]
+    assert allocator.hash_to_block_id == {101: 1, 102: 2}
+
+
+def test_deregistration_drops_hashes_of_blocks_without_a_slot():
+    allocator = full()
+    allocator.register_block_hashes_batch([7], [700])
+    allocator.on_kv_blocks_deregistered([], [700])
+    assert 700 not in allocator.hash_to_block_id
+
+
+def test_deregistration_is_all_or_nothing():
+    allocator = full()
+    before = books(allocator.pool)
+    with pytest.raises(UnknownBlockError):
+        allocator.on_kv_blocks_deregistered([0, 12], [101])
+    with pytest.raises(InvalidArgumentError, match="hashes must be integers"):
+        allocator.on_kv_blocks_deregistered([0], ["101"])
+    assert books(allocator.pool) == before
+
+
+def test_hashes_are_registered_where_positive():
+    allocator = make_allocator()
+    allocator.register_block_hashes_batch([1, 2, 3, 4], [10, 0, -1, 40])
+    assert allocator.hash_to_block_id == {10: 1, 40: 4}
+    with pytest.raises(InvalidArgumentError, match="equally long"):
+        allocator.register_block_hashes_batch([1, 2], [10])
+
+
+def test_reset_returns_to_the_initial_state():
+    allocator = full(
+        policy=ConsumedSlotPolicy(), max_mamba_intermediate_states_per_step=2, num_blocks=12
+    )
+    allocator.reserve_slots([9])
+    allocator.pin_slots([allocator.get_slot(3)])
+    allocator.skipped_checkpoints_total = 5
+    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
+        getattr(allocator, name).fill_(7)
+    tables = {
+        "_intermediate_offsets_cpu": 0,
+        "_intermediate_counts_cpu": 0,
+        "_intermediate_block_ids_cpu": -1,
+        "_eos_cache_block_id_cpu": -1,
+    }
+    for name in tables:
+        getattr(allocator, name).fill_(7)
+    allocator._has_intermediates = True
+    allocator.reset()
+    assert books(allocator.pool) == books(make_allocator().pool)
+    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
+        assert not getattr(allocator, name).any(), name
+    for name, value in tables.items():
+        assert (getattr(allocator, name) == value).all(), name
+    assert (allocator._has_intermediates, allocator.skipped_checkpoints_total) == (False, 0)
+    assert allocator.policy.choose(1, np.array([2]), np.array([0]), None) == [2]
+    allocator.check_invariants()
+
+
+def test_a_minimal_namespace_can_embed_it():
+    kv_blocks = SimpleNamespace(pool_size=4)
+    context = SimpleNamespace(device="cpu", max_requests=1, kv_block_allocator=kv_blocks)
+    allocator = make_allocator(2, context=context)
+    assert allocator.reserve_slots([0, 1]) != [None, None]

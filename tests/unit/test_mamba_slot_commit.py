@@ -1,0 +1,290 @@
+"""MambaSlotAllocator: checkpoints recorded, written into a scratch, and committed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from slot_rig import add_live_states, live_bits, make_allocator, make_context, randomize, slot_bits
+from slot_rig import state_bits as bits
+
+from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.slots.commit import CommitBatch, last_write_wins
+
+BLOCK = 256
+
+
+@pytest.fixture
+def context(generator):
+    """One paused request, one that decodes, and two that prefill, in rows 2 and 3."""
+    context = make_context(
+        num_blocks=20,
+        block_size_tokens=BLOCK,
+        mamba_chunk_size=128,
+        ssm_chunk_alignment=128,
+        max_mamba_intermediate_states_per_step=5,
+        paused_request_count=1,
+        batch_dimensions=SimpleNamespace(decode_req_count=1, prefill_req_count=2),
+        request_to_kv_block_ids=torch.arange(20, dtype=torch.int32).reshape(4, 5),
+    )
+    add_live_states(context, generator)
+    return context
+
+
+@pytest.fixture
+def allocator(context, generator):
+    allocator = make_allocator(6, context=context)
+    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
+        randomize(getattr(allocator, name), generator)
+    return allocator
+
+
+def record(allocator, row, prompt, *, finished=0, skip=0, matched=0):
+    request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
+    blocks = -(-prompt // BLOCK)
+    allocator.compute_and_store_offsets(request, row, skip, prompt - finished, matched, [], blocks)
+
+
+def wrote(context, *counts):
+    """What the forward reports: states for each prefill request."""
+    context.mamba_metadata.intermediate_count = sum(counts)
+    context.mamba_metadata.per_request_intermediate_counts = list(counts)
+
+
+def scratch_bits(allocator, row):
+    return bits(allocator.intermediate_conv_out, allocator.intermediate_ssm_out, row)
+
+
+def two_prefills(allocator, context):
+    """Row 2: 1,100 tokens, 1 block matched: blocks 10 and 13. Row 3: 768 tokens: 16, EOS 17."""
+    record(allocator, 2, 1100, matched=1)
+    record(allocator, 3, 768)
+    context.kv_block_allocator.block_hashes[:] = torch.arange(20) + 1000
+    wrote(context, 2, 1)
+
+
+def test_offsets_are_recorded_in_the_requests_row(allocator):
+    record(allocator, 2, 1100, matched=2, skip=256)
+    assert allocator._has_intermediates is True
+    assert allocator._intermediate_counts_cpu.tolist() == [0, 0, 2, 0]
+    assert allocator._intermediate_offsets_cpu[2].tolist() == [256, 768, 0]
+    assert allocator._intermediate_block_ids_cpu[2].tolist() == [11, 13, -1]
+    assert allocator._eos_cache_block_id_cpu.tolist() == [-1] * 4
+
+
+def test_an_eos_checkpoint_alone_is_recorded_too(allocator):
+    record(allocator, 3, BLOCK)
+    assert allocator._has_intermediates is True
+    assert allocator._intermediate_counts_cpu[3] == 0
+    assert allocator._eos_cache_block_id_cpu.tolist() == [-1, -1, -1, 15]
+
+
+def test_nothing_to_record_leaves_the_flag_down(allocator):
+    record(allocator, 3, 100)
+    assert allocator._has_intermediates is False
+
+
+def test_recording_again_replaces_the_row(allocator):
+    record(allocator, 2, 1024, matched=1)
+    record(allocator, 2, 1100, finished=512)
+    assert allocator._intermediate_offsets_cpu[2].tolist() == [512, 0, 0]
+    assert allocator._intermediate_block_ids_cpu[2].tolist() == [13, -1, -1]
+    assert allocator._eos_cache_block_id_cpu[2] == -1
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_rows_must_exist(allocator, row):
+    with pytest.raises(InvalidArgumentError, match=rf"current_id must be in \[0, 4\), got {row}"):
+        record(allocator, row, 1100)
+
+
+def test_an_older_embedder_has_the_ssm_chunk_alone(allocator, context):
+    del context.ssm_chunk_alignment
+    context.mamba_chunk_size = 512
+    record(allocator, 2, 1100, matched=1)
+    assert allocator._intermediate_offsets_cpu[2].tolist() == [1024, 0, 0]
+
+
+def test_checkpoints_beyond_three_are_counted(context):
+    allocator = make_allocator(context=context, placement=EveryNthBlock(1))
+    record(allocator, 2, 5 * BLOCK - 1)
+    assert allocator._intermediate_block_ids_cpu[2].tolist() == [11, 12, 13]
+    assert allocator.skipped_checkpoints_total == 1
+
+
+@pytest.mark.parametrize("name", ["get_intermediate_cpu_data", "get_intermediate_gpu_data"])
+def test_kernels_get_the_prefill_requests_rows(allocator, context, name):
+    get = getattr(allocator, name)
+    assert get() == (None, None)
+    record(allocator, 2, 1100, matched=1)
+    record(allocator, 3, 900)
+    offsets, counts = get()
+    assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
+    assert offsets.tolist() == [[256, 1024, 0], [768, 0, 0]]
+    assert counts.tolist() == [2, 1]
+    context.batch_dimensions.prefill_req_count = 0
+    assert get() == (None, None)
+
+
+def test_uploaded_rows_keep_their_address(allocator):
+    record(allocator, 2, 1100)
+    first = allocator.transfer_intermediate_to_gpu(2, 1)
+    allocator._intermediate_offsets_cpu[2, 0] = 640  # by hand: the table on the CPU is the truth
+    second = allocator.transfer_intermediate_to_gpu(2, 2)
+    assert [t.data_ptr() for t in first] == [t.data_ptr() for t in second]
+    assert second[0].tolist() == [[640, 0, 0], [0, 0, 0]]
+    assert allocator.transfer_intermediate_to_gpu(2, 0) == (None, None)
+
+
+def test_a_commit_saves_scratch_and_live_states_and_publishes_them(allocator, context):
+    two_prefills(allocator, context)
+    scratch = [scratch_bits(allocator, i) for i in range(3)]
+    live = live_bits(context, 0)  # the row of request 3
+    allocator.commit_intermediate_states()
+    for block, expected in zip([10, 13, 16, 17], [*scratch, live], strict=True):
+        assert slot_bits(allocator, allocator.get_slot(block)) == expected, block
+    assert allocator.hash_to_block_id == {1010: 10, 1013: 13, 1016: 16, 1017: 17}
+    assert allocator.num_cached_slots == 4
+    assert allocator._has_intermediates is False
+    assert allocator._intermediate_counts_cpu.tolist() == [0] * 4
+    assert allocator._eos_cache_block_id_cpu.tolist() == [-1] * 4
+    allocator.check_invariants()
+
+
+def test_only_what_the_forward_wrote_is_saved(allocator, context):
+    two_prefills(allocator, context)
+    wrote(context, 0, 1)
+    expected = scratch_bits(allocator, 0)
+    allocator.commit_intermediate_states()
+    assert sorted(allocator.hash_to_block_id.values()) == [16, 17]
+    assert slot_bits(allocator, allocator.get_slot(16)) == expected
+
+
+def test_stale_counts_of_an_earlier_forward_are_not_read(allocator, context):
+    two_prefills(allocator, context)
+    wrote(context, 2, 1)
+    context.mamba_metadata.intermediate_count = 0
+    allocator.commit_intermediate_states()
+    assert [*allocator.hash_to_block_id.values()] == [17]
+
+
+def test_blocks_without_a_hash_are_saved_but_not_findable(allocator, context):
+    two_prefills(allocator, context)
+    context.kv_block_allocator.block_hashes[13] = -1
+    allocator.commit_intermediate_states()
+    assert allocator.has_state(13)
+    assert 13 not in allocator.hash_to_block_id.values()
+
+
+def test_nothing_to_commit_only_clears(allocator, context):
+    record(allocator, 0, 1024)  # a row outside the batch's prefill requests
+    allocator.commit_intermediate_states()
+    assert allocator.num_cached_slots == 0
+    assert allocator._has_intermediates is False
+    assert allocator._eos_cache_block_id_cpu[0] == 3
+
+
+def test_a_commit_calls_its_six_steps_in_order(allocator):
+    calls = []
+
+    def step(name, result=None):
+        def replaced(*args):
+            calls.append((name, args))
+            return result
+
+        setattr(allocator, name, replaced)
+
+    step("_collect_commit_data", ([4, 5], [0, 1], [6], [3], [40, 50, 60]))
+    step("allocate_slots_batch", [0, 1, 2])
+    step("_copy_intermediate_to_cache")
+    step("store_from_live_batch")
+    step("register_block_hashes_batch")
+    step("_clear_intermediate_state")
+    allocator.commit_intermediate_states()
+    assert calls == [
+        ("_collect_commit_data", ()),
+        ("allocate_slots_batch", ([4, 5, 6],)),
+        ("_copy_intermediate_to_cache", ([0, 1], [0, 1])),
+        ("store_from_live_batch", ([2], [3])),
+        ("register_block_hashes_batch", ([4, 5, 6], [40, 50, 60])),
+        ("_clear_intermediate_state", ()),
+    ]
+    calls.clear()
+    step("_collect_commit_data", ([], [], [6], [3], [60]))
+    step("allocate_slots_batch", [2])
+    allocator.commit_intermediate_states()
+    assert calls[2:4] == [
+        ("_copy_intermediate_to_cache", ([], [])),
+        ("store_from_live_batch", ([2], [3])),
+    ]
+
+
+def test_a_commit_keeps_what_there_is_room_for_in_order(allocator, context):
+    two_prefills(allocator, context)
+    allocator.allocate_slots_batch([0, 1, 2, 3, 16])
+    context.kv_block_allocator.block_ref_counts[:] = 1
+    scratch = [scratch_bits(allocator, i) for i in range(3)]
+    allocator.commit_intermediate_states()
+    # One slot was free: block 10 has it; 16 has its own; 13 and 17 are dropped.
+    assert [allocator.has_state(block) for block in (10, 13, 16, 17)] == [True, False, True, False]
+    assert slot_bits(allocator, allocator.get_slot(10)) == scratch[0]
+    assert slot_bits(allocator, allocator.get_slot(16)) == scratch[2]
+    assert allocator.hash_to_block_id == {1010: 10, 1016: 16}
+    assert allocator.skipped_checkpoints_total == 2
+    assert allocator._has_intermediates is False
+    allocator.check_invariants()
+
+
+def test_a_commit_without_any_room_only_clears(allocator, context):
+    two_prefills(allocator, context)
+    allocator.allocate_slots_batch(range(6))
+    context.kv_block_allocator.block_ref_counts[:] = 1
+    allocator.commit_intermediate_states()
+    assert allocator.block_to_slot[:7].tolist() == [0, 1, 2, 3, 4, 5, -1]
+    assert allocator.skipped_checkpoints_total == 4
+    assert allocator._has_intermediates is False
+    assert allocator._intermediate_counts_cpu.tolist() == [0] * 4
+
+
+def test_two_requests_that_end_the_same_block_leave_one_whole_state(allocator, context):
+    two_prefills(allocator, context)
+    allocator._intermediate_block_ids_cpu[3, 0] = 10
+    last = scratch_bits(allocator, 2)
+    allocator.commit_intermediate_states()
+    assert slot_bits(allocator, allocator.get_slot(10)) == last
+    assert allocator.num_cached_slots == 3
+
+
+def test_a_commit_whose_copy_is_refused_leaves_nothing_findable(allocator, context):
+    two_prefills(allocator, context)
+    allocator.allocate_slots_batch([16])
+    context.mamba_ssm_states = context.mamba_ssm_states.double()
+    with pytest.raises(InvalidArgumentError, match="agree in dtype"):
+        allocator.commit_intermediate_states()
+    assert [allocator.has_state(block) for block in (10, 13, 16, 17)] == [False, False, True, False]
+    assert allocator.hash_to_block_id == {}
+    allocator.check_invariants()
+
+
+def test_a_second_shortage_is_the_callers_to_see(allocator):
+    def shortage(blocks):
+        raise MambaSlotCapacityError(len(blocks), 1)
+
+    allocator._collect_commit_data = lambda: ([4, 5], [0, 1], [], [], [40, 50])
+    allocator.allocate_slots_batch = shortage
+    with pytest.raises(MambaSlotCapacityError) as caught:
+        allocator.commit_intermediate_states()
+    assert caught.value.required == 1
+
+
+def test_within_capacity_counts_a_new_block_once():
+    batch = CommitBatch([1, 2, 1, 3], [0, 1, 2, 3], [2, 9, 1], [5, 6, 7], [10, 20, 10, 30, 2, 9, 1])
+    kept = batch.within_capacity({9}, 1)
+    assert kept == CommitBatch([1, 1], [0, 2], [9, 1], [6, 7], [10, 10, 9, 1])
+    assert batch.within_capacity(set(), 0).block_ids == []
+    assert batch.within_capacity(set(), 4) == batch
+
+
+def test_last_write_wins():
+    assert last_write_wins([3, 1, 3, 2, 1]) == [-1, -1, 3, 2, 1]
+    assert last_write_wins([]) == []

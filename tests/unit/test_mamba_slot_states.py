@@ -1,0 +1,200 @@
+"""MambaSlotAllocator: states moved between live rows, slots and the scratch, compared by bits."""
+
+import pytest
+import torch
+from slot_rig import (
+    CONV,
+    DTYPES,
+    SSM,
+    add_live_states,
+    live_bits,
+    make_allocator,
+    make_context,
+    randomize,
+    slot_bits,
+    state_bits,
+)
+
+from mamba_cache.errors import InvalidArgumentError, MissingStateError
+from mamba_cache.slots import ConsumedSlotPolicy
+from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
+
+
+@pytest.fixture
+def context(generator):
+    context = make_context()
+    add_live_states(context, generator)
+    return context
+
+
+@pytest.fixture
+def allocator(context, generator):
+    """Four slots full of random bits; blocks 5 and 6 have the slots 3 and 2."""
+    allocator = make_allocator(4, context=context, policy=ConsumedSlotPolicy())
+    randomize(allocator.conv_states, generator)
+    randomize(allocator.ssm_states, generator)
+    assert allocator.allocate_slots_batch([6, 5]) == [2, 3]
+    return allocator
+
+
+def all_slots(allocator):
+    return [slot_bits(allocator, slot) for slot in range(allocator.max_slots)]
+
+
+def all_live(context):
+    return [live_bits(context, row) for row in range(context.max_requests)]
+
+
+def test_live_states_are_saved_by_request(allocator, context):
+    slots, live = all_slots(allocator), all_live(context)
+    allocator.store_from_live_batch([3, 0], [1, 3])  # whose rows are 2 and 0
+    assert all_slots(allocator) == [live[0], slots[1], slots[2], live[2]]
+    assert all_live(context) == live
+
+
+def test_of_two_states_for_one_slot_the_last_is_kept_whole(allocator, context):
+    live = all_live(context)
+    allocator.store_from_live_batch([3, 0, 3], [0, 1, 2])
+    assert [slot_bits(allocator, 3), slot_bits(allocator, 0)] == [live[1], live[2]]
+
+
+def test_nothing_is_saved_for_nobody():
+    allocator = make_allocator()
+    allocator.store_from_live_batch([], [])
+    assert allocator.restore_to_live_batch([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "requests", "message"),
+    [
+        ([0, 1], [0], "equally long"),
+        ([4], [0], r"slots must be in \[0, 4\), got \[4\]"),
+        ([-1], [0], r"slots must be in \[0, 4\), got \[-1\]"),
+        ([0], [4], r"requests must be in \[0, 4\)"),
+        ([0], [-1], r"requests must be in \[0, 4\)"),
+        ([0, 1], [0, 2], r"the rows of live state are \[3, -1\]"),
+    ],
+)
+def test_bad_saves_are_refused(allocator, context, slots, requests, message):
+    context.mamba_metadata.request_to_mamba_state_idx[2] = -1
+    before = all_slots(allocator)
+    with pytest.raises(InvalidArgumentError, match=message):
+        allocator.store_from_live_batch(slots, requests)
+    assert all_slots(allocator) == before
+
+
+def test_a_state_is_restored_bit_by_bit(allocator, context):
+    slots, live = all_slots(allocator), all_live(context)
+    assert allocator.restore_to_live(0, 5) is True
+    assert all_live(context) == [*live[:3], slots[3]]
+    assert all_slots(allocator) == slots
+
+
+def test_a_block_without_a_slot_leaves_the_live_state_alone(allocator, context):
+    live = all_live(context)
+    assert allocator.restore_to_live(0, 7) is False
+    assert all_live(context) == live
+
+
+def test_a_batch_restores_those_that_it_can(allocator, context):
+    slots, live = all_slots(allocator), all_live(context)
+    context.mamba_metadata.request_to_mamba_state_idx[1] = -1  # it has no slot: no row is needed
+    assert allocator.restore_to_live_batch([3, 1, 0], [6, 7, 5]) == [True, False, True]
+    assert all_live(context) == [slots[2], *live[1:3], slots[3]]
+
+
+def test_two_requests_may_restore_one_block(allocator, context):
+    slots = all_slots(allocator)
+    assert allocator.restore_to_live_batch([0, 1], [5, 5]) == [True, True]
+    assert all_live(context)[2:] == [slots[3], slots[3]]
+
+
+@pytest.mark.parametrize(
+    ("requests", "blocks", "message"),
+    [
+        ([0, 0], [5, 6], "each destination row may be listed once"),
+        ([0], [5, 6], "equally long"),
+        ([4], [5], r"requests must be in \[0, 4\)"),
+    ],
+)
+def test_bad_restores_are_refused(allocator, context, requests, blocks, message):
+    live = all_live(context)
+    with pytest.raises(InvalidArgumentError, match=message):
+        allocator.restore_to_live_batch(requests, blocks)
+    assert all_live(context) == live
+
+
+def test_a_restored_state_counts_as_consumed(allocator):
+    allocator.allocate_slots_batch([7, 8])
+    allocator.restore_to_live(0, 6)
+    allocator.allocate_slots_batch([9])
+    assert allocator.has_state(6)
+    assert not allocator.has_state(5)
+
+
+def test_rows_are_copied_to_slots_and_back(allocator, context):
+    slots, live = all_slots(allocator), all_live(context)
+    allocator.copy_live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
+    assert all_slots(allocator) == [live[1], *slots[1:]]
+    rows = torch.tensor([3, 0, PAD_SLOT_ID], dtype=torch.int32)
+    allocator.restore_slots(torch.tensor([2, ZERO_SOURCE, 1], dtype=torch.int32), rows)
+    zero = state_bits(torch.zeros(2, 1, *CONV, dtype=DTYPES[0]), torch.zeros(2, 1, *SSM), 0)
+    assert all_live(context) == [zero, live[1], live[2], slots[2]]
+
+
+def test_the_embedder_may_put_other_live_states_in_place(allocator, context, generator):
+    allocator.restore_to_live(0, 5)
+    old = all_live(context)
+    kept = (context.mamba_conv_states, context.mamba_ssm_states)
+    add_live_states(context, generator)
+    allocator.restore_to_live(1, 6)
+    assert live_bits(context, 2) == slot_bits(allocator, 2)
+    assert [state_bits(*kept, row) for row in range(4)] == old
+    # In a larger tensor, so that the strides differ too.
+    wide = torch.empty(2, 9, *CONV, dtype=DTYPES[0])
+    randomize(wide, generator)
+    context.mamba_conv_states = wide[:, 2:6]
+    allocator.store_from_live_batch([1], [0])
+    assert slot_bits(allocator, 1) == live_bits(context, 3)
+
+
+def test_live_states_of_another_kind_are_refused(allocator, context):
+    context.mamba_conv_states = context.mamba_conv_states.float()
+    with pytest.raises(InvalidArgumentError, match="agree in dtype"):
+        allocator.restore_to_live(0, 5)
+
+
+def test_one_layer_is_stored_from_tensors(allocator, generator):
+    conv, ssm = torch.empty(CONV, dtype=DTYPES[0]), torch.empty(SSM, dtype=DTYPES[1])
+    randomize(conv, generator)
+    randomize(ssm, generator)
+    before = [allocator.conv_states.clone(), allocator.ssm_states.clone()]
+    allocator.store_from_tensors(5, 1, ssm, conv)
+    before[0][1, 3], before[1][1, 3] = conv, ssm
+    assert torch.equal(allocator.conv_states, before[0])
+    assert torch.equal(allocator.ssm_states, before[1])
+
+
+@pytest.mark.parametrize(
+    ("block", "layer", "ssm", "conv", "error", "message"),
+    [
+        (7, 0, torch.ones(SSM), torch.ones(CONV).bfloat16(), MissingStateError, "no slot"),
+        (5, 2, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"\[0, 2\)"),
+        (5, -1, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, "got -1"),
+        (5, 0, torch.ones(1), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"got \(1,\)"),
+        (5, 0, torch.ones(SSM), torch.ones(CONV), InvalidArgumentError, "got .* torch.float32"),
+        (
+            5,
+            0,
+            torch.ones(SSM).half(),
+            torch.ones(CONV).bfloat16(),
+            InvalidArgumentError,
+            "float16",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(allocator, block, layer, ssm, conv, error, message):
+    before = all_slots(allocator)
+    with pytest.raises(error, match=message):
+        allocator.store_from_tensors(block, layer, ssm, conv)
+    assert all_slots(allocator) == before
