@@ -39,8 +39,9 @@ class MambaMetadata(Protocol):
     intermediate_count: int
     """States that the forward wrote into the scratch, over all requests of the batch."""
 
-    per_request_intermediate_counts: Sequence[int]
-    """The same for each prefill request of the batch, in batch order."""
+    @property
+    def per_request_intermediate_counts(self) -> Sequence[int]:
+        """The same for each prefill request of the batch, in batch order."""
 
 
 class BatchDimensions(Protocol):
@@ -74,13 +75,25 @@ class SlotContext(Protocol):
     ssm_chunk_alignment: int
     max_mamba_intermediate_states_per_step: int
     """Rows of the scratch that the forward writes checkpoint states to; 0: no scratch."""
-    kv_block_allocator: KVBlockView
+
+    @property
+    def kv_block_allocator(self) -> KVBlockView:
+        """The KV blocks' owner."""
+
     request_to_kv_block_ids: Any
     """[max_requests, max blocks of a request] int, CPU."""
-    mamba_metadata: MambaMetadata
+
+    @property
+    def mamba_metadata(self) -> MambaMetadata:
+        """The rows of live states."""
+
     mamba_conv_states: Any
     """Live conv states, [num_mamba_layers, max_requests, *conv], on the device."""
     mamba_ssm_states: Any
     """Live SSM states, [num_mamba_layers, max_requests, *ssm], on the device."""
-    batch_dimensions: BatchDimensions
+
+    @property
+    def batch_dimensions(self) -> BatchDimensions:
+        """The kinds of requests in the batch."""
+
     paused_request_count: int

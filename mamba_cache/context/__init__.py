@@ -2,12 +2,14 @@
 
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.matching import MissReason, PrefixMatch
+from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.requests import Admission, PreparedRequest, Request, RequestStatus
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
 
 __all__ = [
     "Admission",
+    "CacheMemory",
     "CacheStats",
     "DynamicInferenceContext",
     "MissReason",

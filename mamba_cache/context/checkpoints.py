@@ -152,8 +152,8 @@ class Publisher:
             blocks.append(block)
             ids.append(hashes[index])
         self._slots.cancel_reserved(private)
-        kept = self._slots.commit_reserved(slots, blocks, ids)
-        self._counters.saved_states += sum(a == b for a, b in zip(kept, slots, strict=True))
+        housing = self._slots.commit_reserved(slots, blocks, ids)
+        self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -166,7 +166,11 @@ class Publisher:
             boundary: Its newest decode checkpoint.
         """
         old, active.decode_lease = active.decode_lease, self._lease_of(active, boundary)
-        if old is not None and self._slots.is_current(old) and not self._slots.is_pinned(old.slot):
+        if (
+            old is not None
+            and self._slots.is_current(old)
+            and not self._slots.pool.pin_counts[old.slot]
+        ):
             self._slots.invalidate_block(old.block_id)
 
     def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:

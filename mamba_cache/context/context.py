@@ -6,14 +6,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
-from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.memory import BatchCounts, LiveRows, kv_pool_size, num_slots
+from mamba_cache.context.memory import BatchCounts, CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
-from mamba_cache.context.request_memory import RequestMemory
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -27,19 +25,17 @@ from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvariantError, StepOrderError
-from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import (
     CheckpointPlacement,
-    MambaSlotAllocator,
     MegatronPlacement,
     SlotEvictionPolicy,
 )
-from mamba_cache.states import KVCacheSpec, StatePool, StateSpec, extract_checkpoint_states
+from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["DynamicInferenceContext"]
 
 
-class DynamicInferenceContext:
+class DynamicInferenceContext(CacheMemory):
     """Runs requests over a KV cache and live states, and reuses the prefixes that they share.
 
     One step of an embedding engine::
@@ -50,7 +46,8 @@ class DynamicInferenceContext:
         context.commit_step(next_tokens)         # what was written becomes findable
 
     A call that raises an error of this package leaves the context as it was, but for the recency
-    of blocks that it looked at. One thread uses a context at a time.
+    of blocks that it looked at. One thread uses a context at a time. ``CacheMemory`` describes what
+    it holds for the model, such as ``kv_cache`` and ``live_states``.
 
     Args:
         config: Settings.
@@ -61,15 +58,6 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: the one that belongs to
             ``config.eviction_policy``.
         placement: Where states are saved. Default: Megatron's three positions.
-
-    Attributes:
-        config: Settings.
-        device: Where states, keys and values are.
-        kv_block_allocator: Bookkeeping of KV blocks.
-        slot_allocator: Bookkeeping of slots, and the saved states.
-        kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
-            values; None without ``kv_spec``. The last block is the dummy block.
-        live_states: The states that running requests read and write, a row each.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -86,87 +74,32 @@ class DynamicInferenceContext:
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> None:
-        self.config = config
-        self.device = torch.device(device)
+        super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
             max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
         )
-        self._allocate(state_spec, kv_spec)
-        self._expose_to_slots()
-        self.slot_allocator = MambaSlotAllocator.from_spec(
-            self, num_slots(config, state_spec), state_spec, policy=slot_policy
-        )
-        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
-        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+        kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
         planner = CheckpointPlanner(
-            self.slot_allocator,
+            slots,
             placement or MegatronPlacement(),
-            self._counters,
+            counters,
             block_size_tokens=config.block_size_tokens,
             max_inside=config.checkpoints_per_step,
         )
         publisher = Publisher(
-            self.kv_block_allocator,
-            self.slot_allocator,
-            self._counters,
-            block_size_tokens=config.block_size_tokens,
+            kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )
-        self._admitter = Admitter(
-            config, self.kv_block_allocator, self.slot_allocator, self._memory, planner
-        )
+        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, planner)
         self._runner = StepRunner(
-            buffers=self._buffers,
-            slots=self.slot_allocator,
+            buffers=self.step_buffers,
+            slots=slots,
             planner=planner,
             admitter=self._admitter,
             publisher=publisher,
-            counters=self._counters,
+            counters=counters,
         )
-
-    def _allocate(self, state_spec: StateSpec, kv_spec: KVCacheSpec | None) -> None:
-        config = self.config
-        self.kv_block_allocator = KVBlockAllocator(
-            kv_pool_size(config, kv_spec),
-            eviction_policy=config.eviction_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
-            as_tensor=torch.from_numpy,
-        )
-        self.kv_cache = kv_spec and kv_spec.allocate(
-            self.kv_block_allocator.pool_size, config.block_size_tokens, self.device
-        )
-        self.live_states = StatePool(state_spec, config.max_requests, device=self.device)
-        self._memory = RequestMemory(
-            self.kv_block_allocator,
-            max_requests=config.max_requests,
-            max_blocks=config.max_blocks_per_request,
-            block_size_tokens=config.block_size_tokens,
-        )
-        self._buffers = StepBuffers(
-            self._memory.block_tables,
-            block_size_tokens=config.block_size_tokens,
-            chunk_size=config.ssm_chunk_size,
-            max_tokens=config.max_tokens,
-            max_checkpoints=config.checkpoints_per_step,
-            device=self.device,
-        )
-
-    def _expose_to_slots(self) -> None:
-        """Set what ``protocols.SlotContext`` lists: slots read these of whatever embeds them."""
-        config = self.config
-        self.max_requests = config.max_requests
-        self.block_size_tokens = config.block_size_tokens
-        self.prefix_caching_eviction_policy = config.eviction_policy
-        self.mamba_chunk_size = config.ssm_chunk_size
-        self.ssm_chunk_alignment = config.chunk_alignment
-        self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
-        self.request_to_kv_block_ids = torch.from_numpy(self._memory.block_tables)
-        self.mamba_metadata = LiveRows(config.max_requests)
-        self.mamba_conv_states = self.live_states["conv"]
-        self.mamba_ssm_states = self.live_states["ssm"]
-        self.batch_dimensions = BatchCounts()
-        self.paused_request_count = 0
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its blocks, so that it can be matched many times.
@@ -295,7 +228,7 @@ class DynamicInferenceContext:
         decodes, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
         if not decodes and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        self._memory.grow([(active, active.num_computed + 1) for active in decodes])
+        self.request_memory.grow([(active, active.num_computed + 1) for active in decodes])
         self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
         return self._runner.begin(decodes, prefills)
 
@@ -392,38 +325,6 @@ class DynamicInferenceContext:
         """Return what the cache did so far and what it holds now."""
         return collect_stats(self._counters, self.kv_block_allocator, self.slot_allocator)
 
-    def extract_checkpoint_states(
-        self,
-        layer: int,
-        chunk_states: torch.Tensor,
-        conv_input: torch.Tensor,
-        metadata: StepMetadata,
-    ) -> None:
-        """Write one Mamba layer's states at the step's checkpoints straight into their slots.
-
-        Call it before the layer overwrites its live conv state.
-
-        Args:
-            layer: Which Mamba layer, from 0.
-            chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
-            conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
-            metadata: The step's metadata.
-        """
-        if self.device.type == "cpu" and not metadata.num_checkpoints:
-            return  # on a GPU the launch must be in a captured graph, whatever the first batch had
-        extract_checkpoint_states(
-            self.slot_allocator.conv_states[layer],
-            self.slot_allocator.ssm_states[layer],
-            self.mamba_conv_states[layer],
-            chunk_states,
-            conv_input,
-            checkpoint_chunks=metadata.checkpoint_chunks,
-            checkpoint_conv_ends=metadata.checkpoint_conv_ends,
-            checkpoint_seq_starts=metadata.checkpoint_seq_starts,
-            checkpoint_rows=metadata.checkpoint_rows,
-            checkpoint_slots=metadata.checkpoint_slots,
-        )
-
     def check_invariants(self) -> None:
         """Prove that all bookkeeping agrees. Costs nothing when it is not called.
 
@@ -433,7 +334,7 @@ class DynamicInferenceContext:
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         active = list(self._requests)
-        self._memory.check_invariants(
+        self.request_memory.check_invariants(
             [a for a in active if a.status is not RequestStatus.PREEMPTED]
         )
         reserved = [c.slot for a in active if a.chunk is not None for c in a.chunk.checkpoints]

@@ -1,4 +1,4 @@
-"""Sizes of the pools, and the small facts about live rows that slots read."""
+"""The memory of a context: KV cache, live states and slots, with the books over each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
+from mamba_cache.context.request_memory import RequestMemory
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import KVCacheSpec, StateSpec, blocks_in_budget, slots_in_budget
+from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.states import (
+    KVCacheSpec,
+    StatePool,
+    StateSpec,
+    blocks_in_budget,
+    extract_checkpoint_states,
+    slots_in_budget,
+)
 
-__all__ = ["BatchCounts", "LiveRows", "kv_pool_size", "num_slots"]
+__all__ = ["BatchCounts", "CacheMemory", "LiveRows"]
 
 
 class LiveRows:
@@ -41,7 +52,127 @@ class BatchCounts:
     decode_req_count: int = 0
 
 
-def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
+class CacheMemory:
+    """Tensors for a model's states, keys and values, and the allocators that keep their books.
+
+    It has every field of ``protocols.SlotContext``, so that slots can be embedded in it.
+
+    Args:
+        config: Settings.
+        state_spec: What one state holds.
+        kv_spec: What one token's keys and values hold, or None.
+        device: Where the tensors are.
+        slot_policy: Which states are given up first.
+
+    Attributes:
+        config: Settings.
+        device: Where the tensors are.
+        kv_block_allocator: Bookkeeping of KV blocks.
+        slot_allocator: Bookkeeping of slots, and the saved states.
+        request_memory: Rows and KV blocks of requests.
+        step_buffers: The tensors of a step's metadata.
+        kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
+            values; None without ``kv_spec``. The last block is the dummy block.
+        live_states: The states that running requests read and write, a row each.
+
+    Raises:
+        BudgetError: A budget is too small for one block, or for one slot.
+        InvalidArgumentError: The settings do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None,
+        *,
+        device: torch.device | str,
+        slot_policy: SlotEvictionPolicy | None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.kv_block_allocator = KVBlockAllocator(
+            _kv_pool_size(config, kv_spec),
+            eviction_policy=config.eviction_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            as_tensor=torch.from_numpy,
+        )
+        self.kv_cache = kv_spec and kv_spec.allocate(
+            self.kv_block_allocator.pool_size, config.block_size_tokens, self.device
+        )
+        self.live_states = StatePool(state_spec, config.max_requests, device=self.device)
+        self.request_memory = RequestMemory(
+            self.kv_block_allocator,
+            max_requests=config.max_requests,
+            max_blocks=config.max_blocks_per_request,
+            block_size_tokens=config.block_size_tokens,
+        )
+        self.step_buffers = StepBuffers(
+            self.request_memory.block_tables,
+            block_size_tokens=config.block_size_tokens,
+            chunk_size=config.ssm_chunk_size,
+            max_tokens=config.max_tokens,
+            max_checkpoints=config.checkpoints_per_step,
+            device=self.device,
+        )
+        self._expose_to_slots()
+        self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
+        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
+        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+
+    def _expose_to_slots(self) -> None:
+        """Set what ``protocols.SlotContext`` lists beside the attributes above."""
+        config = self.config
+        self.max_requests = config.max_requests
+        self.block_size_tokens = config.block_size_tokens
+        self.prefix_caching_eviction_policy = config.eviction_policy
+        self.mamba_chunk_size = config.ssm_chunk_size
+        self.ssm_chunk_alignment = config.chunk_alignment
+        self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
+        self.request_to_kv_block_ids = torch.from_numpy(self.request_memory.block_tables)
+        self.mamba_metadata = LiveRows(config.max_requests)
+        self.mamba_conv_states = self.live_states["conv"]
+        self.mamba_ssm_states = self.live_states["ssm"]
+        self.batch_dimensions = BatchCounts()
+        self.paused_request_count = 0
+
+    def extract_checkpoint_states(
+        self,
+        layer: int,
+        chunk_states: torch.Tensor,
+        conv_input: torch.Tensor,
+        metadata: StepMetadata,
+    ) -> None:
+        """Write one Mamba layer's states at the step's checkpoints straight into their slots.
+
+        Call it before the layer overwrites its live conv state.
+
+        Args:
+            layer: Which Mamba layer, from 0.
+            chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
+            conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
+            metadata: The step's metadata.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # A captured graph is replayed with other batches, so it covers the padding as well.
+        entries = slice(None if capturing else metadata.num_checkpoints)
+        if metadata.checkpoint_slots[entries].numel() == 0:
+            return
+        extract_checkpoint_states(
+            self.slot_allocator.conv_states[layer],
+            self.slot_allocator.ssm_states[layer],
+            self.mamba_conv_states[layer],
+            chunk_states,
+            conv_input,
+            checkpoint_chunks=metadata.checkpoint_chunks[entries],
+            checkpoint_conv_ends=metadata.checkpoint_conv_ends[entries],
+            checkpoint_seq_starts=metadata.checkpoint_seq_starts[entries],
+            checkpoint_rows=metadata.checkpoint_rows[entries],
+            checkpoint_slots=metadata.checkpoint_slots[entries],
+        )
+
+
+def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     """Return the KV blocks of the pool, the dummy block included.
 
     Raises:
@@ -58,7 +189,34 @@ def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
 
 
-def num_slots(config: CacheConfig, state_spec: StateSpec) -> int:
+def _slot_allocator(
+    memory: CacheMemory, state_spec: StateSpec, policy: SlotEvictionPolicy | None
+) -> MambaSlotAllocator:
+    """Make the slots for states of a conv window and an SSM state in each Mamba layer.
+
+    Raises:
+        BudgetError: The budget does not hold one slot.
+        InvalidArgumentError: The state is made of other tensors.
+    """
+    tensors = {tensor.name: tensor for tensor in state_spec.tensors}
+    if tensors.keys() != {"conv", "ssm"}:
+        raise InvalidArgumentError(
+            f"a state must be made of 'conv' and 'ssm' (StateSpec.mamba), got {sorted(tensors)}"
+        )
+    conv, ssm = tensors["conv"], tensors["ssm"]
+    return MambaSlotAllocator(
+        memory,
+        _num_slots(memory.config, state_spec),
+        conv.num_layers,
+        conv.shape,
+        ssm.shape,
+        conv.dtype,
+        ssm.dtype,
+        policy=policy,
+    )
+
+
+def _num_slots(config: CacheConfig, state_spec: StateSpec) -> int:
     """Return the slots that the budget holds; none if prefix caching is off.
 
     Raises:

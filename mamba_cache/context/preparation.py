@@ -53,7 +53,7 @@ class RequestPreparer:
         Raises:
             InvalidArgumentError: They are not 1-D ints, or one is no token id.
         """
-        array = as_token_array(tokens).copy()  # the caller may write into theirs
+        array: TokenArray = as_token_array(tokens).copy()  # the caller may write into theirs
         limit = self._config.vocab_size
         if limit is not None and len(array) and int(array.max()) >= limit:
             raise InvalidArgumentError(

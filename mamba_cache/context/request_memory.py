@@ -49,7 +49,11 @@ class RequestMemory:
         return len(self._free_rows)
 
     def check_row_available(self) -> None:
-        """Raise ``RequestCapacityError`` if no row is free."""
+        """Check that a request can be added.
+
+        Raises:
+            RequestCapacityError: No row is free.
+        """
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
 

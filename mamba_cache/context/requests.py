@@ -22,10 +22,12 @@ __all__ = [
     "PreparedRequest",
     "Request",
     "RequestStatus",
+    "TokenArray",
     "check_positions",
 ]
 
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
+"""Token ids, 1-D, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
