@@ -36,6 +36,7 @@ class PlainCaches:
 
     def __init__(self, config, dtype, *, num_blocks, block_size, num_rows, num_slots=0):
         self.block_size = block_size
+        self.dummy_block = num_blocks
         self.kv_cache = config.kv_spec(dtype).allocate(num_blocks + 1, block_size, "cpu")
         self.live_states = StatePool(config.state_spec(dtype), num_rows, device="cpu")
         self.slots = StatePool(config.state_spec(dtype), num_slots, device="cpu")
@@ -45,10 +46,6 @@ class PlainCaches:
             *self.slots.tensors.values(),
         ):
             tensor.fill_(torch.nan)
-
-    @property
-    def dummy_block(self):
-        return self.kv_cache.shape[2] - 1
 
     def extract_checkpoint_states(self, layer, chunk_states, conv_input, metadata):
         extract_checkpoint_states(

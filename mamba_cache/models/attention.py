@@ -52,6 +52,7 @@ class AttentionLayer:
         projected = F.linear(hidden, self.qkv_proj)
         projected = torch.unflatten(projected, 1, (heads + 2 * kv_heads, -1))
         queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
+        assert caches.kv_cache is not None  # the model has checked its caches
         kv_cache = caches.kv_cache[self.layer]
         write_kv(kv_cache, keys, values, metadata.kv_slot_mapping[: metadata.num_tokens])
 

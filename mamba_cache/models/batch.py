@@ -20,10 +20,11 @@ class ModelCaches(Protocol):
     """The memory that a model's layers read and write: what the embedder supplies."""
 
     @property
-    def kv_cache(self) -> Tensor:
+    def kv_cache(self) -> Tensor | None:
         """[attention layers, 2, blocks, block_size_tokens, num_kv_heads, head_dim]: keys, values.
 
-        The last block is the dummy block, which no request reads.
+        The last block is the dummy block, which no request reads. None will do for a model
+        without attention.
         """
 
     @property

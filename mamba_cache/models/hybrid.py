@@ -18,6 +18,7 @@ from mamba_cache.models.batch import ModelCaches, PackedBatch
 from mamba_cache.models.config import HybridModelConfig, state_dtype_of
 from mamba_cache.models.mamba import Mamba2Layer
 from mamba_cache.models.weights import WeightMaker, rms_norm
+from mamba_cache.states import KVCacheSpec
 
 __all__ = ["HybridModel"]
 
@@ -102,20 +103,21 @@ class HybridModel:
             raise InvalidArgumentError(
                 f"live_states must be made for {spec}, got {caches.live_states.spec}"
             )
-        kv_spec, kv_cache = self.config.kv_spec(self.dtype), caches.kv_cache
-        shape = (
-            kv_spec.num_layers,
-            2,
-            *kv_cache.shape[2:4],
-            kv_spec.num_kv_heads,
-            kv_spec.head_dim,
+        _check_kv_cache(caches.kv_cache, self.config.kv_spec(self.dtype))
+
+
+def _check_kv_cache(kv_cache: Tensor | None, spec: KVCacheSpec) -> None:
+    if kv_cache is None:
+        if spec.num_layers:
+            raise InvalidArgumentError(f"kv_cache must be made for {spec}, got None")
+        return
+    shape = (spec.num_layers, 2, *kv_cache.shape[2:4], spec.num_kv_heads, spec.head_dim)
+    if tuple(kv_cache.shape) != shape or kv_cache.dtype != spec.dtype:
+        raise InvalidArgumentError(
+            f"kv_cache must be {spec.dtype} of shape [{spec.num_layers}, 2, blocks, "
+            f"block_size_tokens, {spec.num_kv_heads}, {spec.head_dim}], got "
+            f"{kv_cache.dtype} of shape {list(kv_cache.shape)}"
         )
-        if tuple(kv_cache.shape) != shape or kv_cache.dtype != self.dtype:
-            raise InvalidArgumentError(
-                f"kv_cache must be {self.dtype} of shape [{kv_spec.num_layers}, 2, blocks, "
-                f"block_size_tokens, {kv_spec.num_kv_heads}, {kv_spec.head_dim}], got "
-                f"{kv_cache.dtype} of shape {list(kv_cache.shape)}"
-            )
 
 
 def _make_layer(

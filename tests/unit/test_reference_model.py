@@ -155,6 +155,8 @@ def test_needs_no_layer_of_any_kind(pattern, generator):
     model, caches = HybridModel(config, dtype=torch.float64), make_caches(config)
     tokens = draw_tokens(generator, 13)
     sequence = start(caches, tokens, row=0)
+    if "*" not in pattern:
+        caches.kv_cache = None
     run_step(model, caches, [], [Work(sequence, 12)])
     logits = run_step(model, caches, [Work(sequence, 1)], [])
     expected = logits_by_the_formulas(model, tokens)[-1]
@@ -353,6 +355,9 @@ def test_forward_refuses_foreign_caches_and_empty_steps(generator):
         foreign.kv_cache = kv_cache
         with pytest.raises(InvalidArgumentError, match=r"kv_cache must be torch\.float64"):
             model.forward(metadata, foreign)
+    foreign.kv_cache = None
+    with pytest.raises(InvalidArgumentError, match="kv_cache must be made for KVCacheSpec"):
+        model.forward(metadata, foreign)
     empty = dataclasses.replace(metadata, num_prefills=0)
     with pytest.raises(InvalidArgumentError, match="at least one"):
         model.forward(empty, caches)
