@@ -60,8 +60,9 @@ def write_reference(_app: object) -> None:
     """Write a page for each module, so that none can be forgotten; inner ones in a folder apart."""
     shutil.rmtree(REFERENCE, ignore_errors=True)
     (REFERENCE / "inner").mkdir(parents=True)
-    modules = pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
-    for name in ["mamba_cache", *(module.name for module in modules)]:
+    found = pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
+    names = [module.name for module in found if not module.name.endswith("__main__")]
+    for name in ["mamba_cache", *names]:
         module = importlib.import_module(name)
         body = [name, "=" * len(name), "", f".. automodule:: {name}", ""]
         body += exports(module) if hasattr(module, "__path__") else []
