@@ -1,0 +1,204 @@
+"""SlotPool against a model of plain dicts, under any sequence of moves."""
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slot_rig import books
+
+from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
+from mamba_cache.slots import SlotPool
+
+NUM_BLOCKS = 9
+blocks = st.integers(0, NUM_BLOCKS - 1)
+hashes = st.integers(-1, 12)
+
+
+class SlotPoolMachine(RuleBasedStateMachine):
+    """The model: which block each slot caches or is reserved for, its readers, and the hashes."""
+
+    @initialize(max_slots=st.integers(0, 5))
+    def make(self, max_slots):
+        self.pool = SlotPool(max_slots, NUM_BLOCKS)
+        self.max_slots = max_slots
+        self.cached = {}
+        self.reserved = {}
+        self.leases = []
+        self.ended = []
+        self.found = {}
+        self.hash_of = {}
+
+    @property
+    def free(self):
+        return [s for s in range(self.max_slots) if s not in self.cached | self.reserved]
+
+    def pinned(self, slot):
+        return any(lease.slot == slot for lease in self.leases)
+
+    def vacate(self, slot):
+        block = self.cached.pop(slot)
+        self.forget(block)
+        self.ended += [lease for lease in self.leases if lease.slot == slot]
+        self.leases = [lease for lease in self.leases if lease.slot != slot]
+
+    def forget(self, block):
+        hash_id = self.hash_of.pop(block, None)
+        if self.found.get(hash_id) == block:
+            del self.found[hash_id]
+
+    def publish(self, block, hash_id):
+        if hash_id > 0:
+            self.forget(block)
+            self.hash_of[block] = hash_id
+            self.found[hash_id] = block
+
+    def draw_move(self, data, wanted, taken):
+        """New tenants, as many as there is room for, and the victims they need."""
+        new = [b for b in dict.fromkeys(wanted) if b not in taken]
+        evictable = [s for s in sorted(self.cached) if not self.pinned(s)]
+        new = new[: len(self.free) + len(evictable)]
+        short = max(len(new) - len(self.free), 0)
+        order = data.draw(st.permutations(evictable))
+        return new, order[:short]
+
+    @rule(data=st.data(), wanted=st.lists(blocks, max_size=4))
+    def store(self, data, wanted):
+        new, victims = self.draw_move(data, wanted, self.cached.values())
+        free = self.free
+        slots = self.pool.store(new, victims)
+        assert sorted(slots) == sorted(set(slots))
+        assert set(slots) <= {*free, *victims}
+        assert slots[len(slots) - len(victims) :] == victims
+        for slot in victims:
+            self.vacate(slot)
+        self.cached.update(zip(slots, new, strict=True))
+
+    @rule(data=st.data(), wanted=st.lists(blocks, max_size=3))
+    def reserve(self, data, wanted):
+        taken = [*self.cached.values(), *self.reserved.values()]
+        new, victims = self.draw_move(data, wanted, taken)
+        slots = self.pool.reserve(new, victims)
+        for slot in victims:
+            self.vacate(slot)
+        self.reserved.update(zip(slots, new, strict=True))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def commit(self, data):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.reserved)), unique=True))
+        named = data.draw(st.lists(blocks, min_size=len(slots), max_size=len(slots)))
+        ids = data.draw(st.lists(hashes, min_size=len(slots), max_size=len(slots)))
+        got = self.pool.commit(slots, named, ids)
+        for slot, block in zip(slots, named, strict=True):
+            del self.reserved[slot]
+            if block not in self.cached.values():
+                self.cached[slot] = block
+        for block, hash_id in zip(named, ids, strict=True):
+            self.publish(block, hash_id)
+        assert [self.cached[slot] for slot in got] == named
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def cancel(self, data):
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.reserved)), unique=True))
+        self.pool.cancel(slots)
+        for slot in slots:
+            del self.reserved[slot]
+        if slots:
+            before = books(self.pool)
+            with pytest.raises(DoubleFreeError):
+                self.pool.cancel(slots)
+            assert books(self.pool) == before
+
+    @rule(named=st.lists(blocks, max_size=4))
+    def free_blocks(self, named):
+        expected = {slot for slot, block in self.cached.items() if block in named}
+        assert set(self.pool.free_blocks(named)) == expected
+        for slot in expected:
+            self.vacate(slot)
+
+    @rule(data=st.data())
+    def register(self, data):
+        housed = st.sampled_from(sorted(self.cached.values())) if self.cached else st.nothing()
+        pairs = data.draw(st.lists(st.tuples(housed, hashes), max_size=3 if self.cached else 0))
+        self.pool.register_hashes([b for b, _ in pairs], [h for _, h in pairs])
+        for block, hash_id in pairs:
+            self.publish(block, hash_id)
+
+    @rule(data=st.data())
+    def pin(self, data):
+        slots = data.draw(
+            st.lists(st.sampled_from(range(self.max_slots)), max_size=2 if self.max_slots else 0)
+            if self.max_slots
+            else st.just([])
+        )
+        if set(slots) <= set(self.cached):
+            leases = self.pool.pin(slots)
+            assert [(x.slot, x.block_id) for x in leases] == [(s, self.cached[s]) for s in slots]
+            self.leases += leases
+        else:
+            before = books(self.pool)
+            with pytest.raises(MissingStateError):
+                self.pool.pin(slots)
+            assert books(self.pool) == before
+
+    @precondition(lambda self: self.leases or self.ended)
+    @rule(data=st.data())
+    def unpin(self, data):
+        lease = data.draw(st.sampled_from(self.leases + self.ended))
+        held = self.leases.count(lease)
+        if held:
+            before = books(self.pool)
+            with pytest.raises(DoubleFreeError):
+                self.pool.unpin([lease] * (held + 1))
+            assert books(self.pool) == before
+        self.pool.unpin([lease])
+        (self.leases if held else self.ended).remove(lease)
+
+    @rule(wanted=st.lists(st.integers(-2, NUM_BLOCKS + 1), min_size=1, max_size=4), data=st.data())
+    def misuse(self, wanted, data):
+        slots = data.draw(st.lists(st.integers(-2, self.max_slots + 1), min_size=1, max_size=3))
+        before = books(self.pool)
+        if len(slots) > len(set(slots)) or not set(slots) <= set(self.reserved):
+            with pytest.raises(InvalidArgumentError):
+                self.pool.commit(slots, [0] * len(slots), [0] * len(slots))
+        if min(wanted) < 0 or max(wanted) >= NUM_BLOCKS:
+            for call in (self.pool.store, self.pool.reserve, self.pool.free_blocks):
+                with pytest.raises(InvalidArgumentError):
+                    call(wanted)
+        assert books(self.pool) == before
+
+    @rule()
+    def reset(self):
+        self.pool.reset()
+        self.ended += self.leases
+        self.cached, self.reserved, self.leases = {}, {}, []
+        self.found, self.hash_of = {}, {}
+
+    @invariant()
+    def books_agree_with_the_model(self):
+        self.pool.check_invariants()
+        pool = self.pool
+        assert {s: int(b) for s, b in enumerate(pool.slot_to_block) if b >= 0} == self.cached
+        assert pool.reserved == self.reserved
+        assert sorted(pool.free_slots[: pool.free_count].tolist()) == self.free
+        assert pool.hash_to_block_id == self.found
+        assert pool.num_cached_slots == len(self.cached)
+        assert all(pool.is_current(lease) for lease in self.leases)
+        assert not any(pool.is_current(lease) for lease in self.ended)
+        assert [pool.is_pinned(s) for s in range(self.max_slots)] == [
+            self.pinned(s) for s in range(self.max_slots)
+        ]
+
+    @invariant()
+    def evictable_slots_are_those_the_model_allows(self):
+        refs = np.arange(NUM_BLOCKS) % 2
+        expected = [
+            slot
+            for slot, block in sorted(self.cached.items())
+            if not self.pinned(slot) and block % 2 == 0 and block != 4
+        ]
+        assert self.pool.evictable_slots(refs, [4]).tolist() == expected
+
+
+TestSlotPool = SlotPoolMachine.TestCase

@@ -1,0 +1,194 @@
+"""What went wrong with saved states elsewhere, and must not go wrong here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from slot_rig import (
+    add_live_states,
+    books,
+    live_bits,
+    make_allocator,
+    make_context,
+    randomize,
+    slot_bits,
+)
+
+from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MambaSlotCapacityError
+from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, SlotPool
+
+every_policy = pytest.mark.parametrize(
+    "policy", [LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy()], ids=repr
+)
+
+
+@pytest.fixture
+def allocator(generator):
+    """Slots 0 and 1 hold random states of blocks 0 and 1, hashes 100 and 101; 2 and 3 are free."""
+    context = make_context()
+    add_live_states(context, generator)
+    allocator = make_allocator(4, context=context)
+    for tensor in (allocator.conv_states, allocator.ssm_states):
+        randomize(tensor, generator)
+    allocator.allocate_slots_batch([8, 9])
+    allocator.allocate_slots_batch([0, 1])
+    allocator.on_kv_blocks_deregistered([8, 9], [])
+    allocator.register_block_hashes_batch([0, 1], [100, 101])
+    return allocator
+
+
+@every_policy
+def test_a_call_never_evicts_the_slot_of_a_block_that_it_names(policy):
+    """Megatron Core: two blocks shared a slot after one call that named a cached block."""
+    allocator = make_allocator(2, policy=policy)
+    first = allocator.allocate_slots_batch([0, 1])
+    slots = allocator.allocate_slots_batch([2, 0])
+    assert slots[1] == first[0]
+    assert slots[0] == first[1]
+    assert not allocator.has_state(1)
+    with pytest.raises(MambaSlotCapacityError):
+        allocator.allocate_slots_batch([0, 2, 3])
+    allocator.check_invariants()
+
+
+def test_an_invalidated_block_is_not_findable(allocator):
+    """Megatron Core: the hash outlived the slot, and a later restore cleared the live state."""
+    allocator.invalidate_block(0)
+    assert 100 not in allocator.hash_to_block_id
+    live = live_bits(allocator.context, 3)
+    assert allocator.restore_to_live(0, 0) is False
+    assert live_bits(allocator.context, 3) == live
+
+
+def test_an_evicted_block_is_not_findable(allocator):
+    allocator.allocate_slots_batch([4, 5, 6])
+    assert 100 not in allocator.hash_to_block_id
+    assert not allocator.has_state(0)
+
+
+def test_a_slot_without_a_hash_does_not_survive_its_block(allocator):
+    """Megatron Core: deregistration looked for hashes only."""
+    allocator.allocate_slots_batch([7])
+    allocator.on_kv_blocks_deregistered([7], [])
+    assert not allocator.has_state(7)
+    assert allocator.free_count == 2
+
+
+def test_an_aborted_step_publishes_nothing(allocator):
+    """vLLM #56525, #57580: a hash was visible before its state was written, then never written."""
+    before = books(allocator.pool)
+    slots = allocator.reserve_slots([4, 5])
+    assert set(allocator.hash_to_block_id) == {100, 101}
+    allocator.cancel_reserved(slots)
+    allocator.cancel_reserved(allocator.reserve_slots([4, 5]))
+    assert books(allocator.pool)[1:] == before[1:]
+    assert sorted(books(allocator.pool)[0]) == sorted(before[0])
+
+
+def test_a_second_request_of_the_step_cannot_read_an_unwritten_state(allocator):
+    """vLLM #29387: it read a state that the same step was still computing."""
+    [slot] = allocator.reserve_slots([4])
+    assert allocator.reserve_slots([4]) == [None]
+    assert not allocator.has_state(4)
+    assert allocator.restore_to_live(1, 4) is False
+    with pytest.raises(LookupError):
+        allocator.pin_slots([slot])
+
+
+def test_no_slot_to_be_had_is_no_error_for_optional_work(allocator):
+    """SGLang #36770, #40128: an assertion failed when every state was locked."""
+    allocator.pin_slots([allocator.get_slot(0), allocator.get_slot(1)])
+    allocator.reserve_slots([4, 5])
+    assert allocator.reserve_slots([6]) == [None]
+    assert allocator.skipped_checkpoints_total == 1
+
+
+def test_slots_taken_at_match_time_come_back_when_admission_fails(allocator):
+    """SGLang #16067, #20182: the slot of a request that was never admitted leaked."""
+    before = books(allocator.pool)
+    for _ in range(10):
+        leases = allocator.pin_slots([allocator.get_slot(0)])
+        slots = allocator.reserve_slots([4, 5])
+        allocator.cancel_reserved(slots)
+        allocator.unpin_slots(leases)
+    assert books(allocator.pool)[1:] == before[1:]
+    allocator.check_invariants()
+
+
+def test_a_double_free_raises():
+    """SGLang's slot allocator took one back silently."""
+    pool = SlotPool(2, 2)
+    [slot] = pool.reserve([0])
+    pool.cancel([slot])
+    with pytest.raises(DoubleFreeError):
+        pool.cancel([slot])
+    assert pool.free_count == 2
+
+
+def test_checkpoints_off_the_kernels_chunks_are_refused_at_construction():
+    """SGLang #33515: a cache chunk of 128 was looked up in states kept every 64 tokens."""
+    with pytest.raises(InvalidArgumentError, match="multiple of mamba_chunk_size"):
+        make_allocator(ssm_chunk_alignment=64, mamba_chunk_size=128)
+
+
+def test_a_state_is_never_rounded_on_its_way_into_a_slot(allocator):
+    """SGLang #33515: the kernel's float32 state went into a bfloat16 pool; a hit was no miss."""
+    before = slot_bits(allocator, allocator.get_slot(0))
+    context = allocator.context
+    context.mamba_ssm_states = context.mamba_ssm_states.bfloat16()
+    with pytest.raises(InvalidArgumentError, match="agree in dtype"):
+        allocator.store_from_live_batch([allocator.get_slot(0)], [0])
+    assert slot_bits(allocator, allocator.get_slot(0)) == before
+
+
+def test_a_recycled_slot_does_not_show_its_previous_tenants_state(allocator):
+    """vLLM #56524: a fresh request read what the slot had held before."""
+    old = slot_bits(allocator, allocator.get_slot(0))
+    allocator.invalidate_block(0)
+    [slot] = allocator.reserve_slots([4])
+    assert slot_bits(allocator, slot) == old
+    assert allocator.restore_to_live(0, 4) is False
+    allocator.store_from_live_batch([slot], [1])
+    allocator.commit_reserved([slot], [4], [104])
+    assert slot_bits(allocator, allocator.get_slot(4)) == live_bits(allocator.context, 2)
+
+
+def test_a_reader_notices_that_its_slot_went_to_the_same_block_anew(allocator):
+    """The plan of a restore is made again when the slot is gone in between, whoever has it now."""
+    slot = allocator.get_slot(0)
+    [lease] = allocator.pin_slots([slot])
+    allocator.invalidate_block(0)
+    assert allocator.allocate_slots_batch([0]) == [slot]
+    assert not allocator.is_current(lease)
+
+
+def test_a_hit_refreshes_only_the_state_that_it_consumed():
+    """SGLang #31643: refreshing every ancestor's state too cost a third of the hits."""
+    allocator = make_allocator(3, policy=ConsumedSlotPolicy())
+    for block in (0, 1, 2):
+        allocator.allocate_slots_batch([block])
+    allocator.context.kv_block_allocator.block_timestamps[[0, 1, 2]] = 9  # the KV hit: all three
+    allocator.note_consumed([allocator.get_slot(2)])
+    allocator.allocate_slots_batch([5])
+    allocator.note_consumed([allocator.get_slot(2)])
+    allocator.allocate_slots_batch([6])
+    assert [allocator.has_state(block) for block in (0, 1, 2)] == [False, False, True]
+
+
+def test_one_huge_prompt_asks_for_three_slots_at_most():
+    """SGLang #36935: the chunk states of one prompt flooded the cache."""
+    context = make_context(
+        block_size_tokens=64,
+        request_to_kv_block_ids=torch.zeros(4, 1000, dtype=torch.int32),
+    )
+    allocator = make_allocator(context=context)
+    request = SimpleNamespace(prompt_tokens=range(63_999), finished_chunk_token_count=0)
+    allocator.compute_and_store_offsets(request, 0, 0, 63_999, 17, [], 1000)
+    assert allocator._intermediate_counts_cpu[0] == 2
+    assert allocator._intermediate_offsets_cpu[0].tolist() == [17 * 64, 999 * 64, 0]
+
+
+def test_two_requests_that_save_one_block_leave_no_mixture(allocator):
+    """Copies of one launch run side by side: of two into one slot, one must win whole."""
+    allocator.store_from_live_batch([2, 2, 2], [0, 1, 2])
+    assert slot_bits(allocator, 2) == live_bits(allocator.context, 1)
