@@ -41,6 +41,7 @@ nitpick_ignore_regex = [
 
 DOCSTRINGS = Config(
     napoleon_use_ivar=True,  # `Attributes:` documents fields, so autodoc need not
+    napoleon_attr_annotations=False,  # the signature has their types
     napoleon_custom_sections=["Returns"],  # text, which need not begin with a type
 )
 REFERENCE = Path(__file__).parent / "reference" / "api"
