@@ -296,10 +296,10 @@ class MambaSlotAllocator(SlotControl):
             Offsets [prefill_count, 3] and counts [prefill_count], int32: views. (None, None) if
             there are no prefill requests or nothing is recorded.
         """
-        start, count = self._prefill_rows()
-        if not count or not self._has_intermediates:
+        if not self._has_intermediates:
             return None, None
-        return self._tables.rows(start, count)
+        start, count = self._prefill_rows()
+        return self._tables.rows(start, count) if count else (None, None)
 
     def get_intermediate_gpu_data(
         self,

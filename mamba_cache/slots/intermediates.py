@@ -101,7 +101,7 @@ class IntermediateTables:
 
     Args:
         max_requests: Rows.
-        device: Where the kernels run. For a CUDA device the tables on the CPU are pinned.
+        device: Where the kernels run.
 
     Attributes:
         offsets_cpu: [max_requests, 3] int32. Intermediate offsets in tokens, 0 past the count.
@@ -113,9 +113,8 @@ class IntermediateTables:
 
     def __init__(self, max_requests: int, device: torch.device) -> None:
         wide = (max_requests, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
-        pin = device.type == "cuda"
-        self.offsets_cpu = torch.empty(wide, dtype=torch.int32, pin_memory=pin)
-        self.counts_cpu = torch.empty(max_requests, dtype=torch.int32, pin_memory=pin)
+        self.offsets_cpu = torch.empty(wide, dtype=torch.int32)
+        self.counts_cpu = torch.empty(max_requests, dtype=torch.int32)
         self.block_ids_cpu = torch.empty(wide, dtype=torch.int32)
         self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32)
         self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
@@ -163,7 +162,10 @@ class IntermediateTables:
         stop = start + num_rows
         on_device = self._offsets_device[start:stop], self._counts_device[start:stop]
         for target, source in zip(on_device, self.rows(start, num_rows), strict=True):
-            target.copy_(source, non_blocking=True)
+            # The device may read long after this call, when the rows have been cleared already, so
+            # it gets a copy of its own: pinned, since from pageable memory it would be waited for.
+            snapshot = source.pin_memory() if target.is_cuda else source
+            target.copy_(snapshot, non_blocking=True)
         return on_device
 
     def reached(
