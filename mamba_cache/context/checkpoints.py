@@ -28,6 +28,8 @@ class CheckpointPlanner:
         block_size_tokens: Tokens of a block. A state is saved at block boundaries only, and those
             lie on the SSM chunk grid because the settings say so.
         max_inside: Checkpoints inside prefill chunks that the buffers of one step hold.
+        save_prompt_states: Whether prefill chunks have checkpoints.
+        save_decode_states: Whether decoded tokens that end a block have one.
     """
 
     def __init__(
@@ -38,12 +40,16 @@ class CheckpointPlanner:
         *,
         block_size_tokens: int,
         max_inside: int,
+        save_prompt_states: bool,
+        save_decode_states: bool,
     ) -> None:
         self._slots = slots
         self._placement = placement
         self._counters = counters
         self._block_size = block_size_tokens
         self._room = max_inside
+        self._save_prompt_states = save_prompt_states
+        self._save_decode_states = save_decode_states
 
     def plan(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         """Return ``chunk`` with its checkpoints planned.
@@ -52,6 +58,8 @@ class CheckpointPlanner:
             active: The request, with the blocks of the chunk.
             chunk: What is computed.
         """
+        if not self._save_prompt_states:
+            return chunk
         positions = sorted(self._positions(active, chunk))
         inside = [p for p in positions if p < chunk.end]
         without_room = max(0, len(inside) - self._room)
@@ -69,7 +77,7 @@ class CheckpointPlanner:
     def plan_decode(self, active: ActiveRequest) -> Chunk:
         """Return the chunk of one decoded token, with a checkpoint if it ends a block."""
         chunk = Chunk(active.num_computed, 1)
-        if chunk.end % self._block_size:
+        if chunk.end % self._block_size or not self._save_decode_states:
             return chunk
         kept = self._reserve(active, [chunk.end])
         return replace(chunk, boundary=kept[0] if kept else None)

@@ -87,6 +87,8 @@ class DynamicInferenceContext(CacheMemory):
             counters,
             block_size_tokens=config.block_size_tokens,
             max_inside=config.checkpoints_per_step,
+            save_prompt_states=config.enable_prefix_caching,
+            save_decode_states=config.enable_prefix_caching and config.save_decode_states,
         )
         publisher = Publisher(
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
@@ -333,13 +335,10 @@ class DynamicInferenceContext(CacheMemory):
         """
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
-        active = list(self._requests)
-        self.request_memory.check_invariants(
-            [a for a in active if a.status is not RequestStatus.PREEMPTED]
-        )
-        reserved = [c.slot for a in active if a.chunk is not None for c in a.chunk.checkpoints]
-        if len(reserved) != self.slot_allocator.num_reserved_slots:
+        self.request_memory.check_invariants(self._requests.holding_memory())
+        planned = {c.slot for chunk in self._requests.chunks() for c in chunk.checkpoints}
+        reserved = self.slot_allocator.pool.reserved.keys()
+        if planned != reserved:
             raise InvariantError(
-                f"{self.slot_allocator.num_reserved_slots} slots are reserved, "
-                f"but chunks plan {len(reserved)}"
+                f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(planned)}"
             )

@@ -89,6 +89,7 @@ class CacheMemory:
         device: torch.device | str,
         slot_policy: SlotEvictionPolicy | None,
     ) -> None:
+        _check_tensors(state_spec)
         self.config = config
         self.device = torch.device(device)
         self.kv_block_allocator = KVBlockAllocator(
@@ -189,6 +190,19 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
 
 
+def _check_tensors(state_spec: StateSpec) -> None:
+    """Check that a state is made of what slots are made for.
+
+    Raises:
+        InvalidArgumentError: It is made of other tensors.
+    """
+    names = [tensor.name for tensor in state_spec.tensors]
+    if names != ["conv", "ssm"]:
+        raise InvalidArgumentError(
+            f"a state must be made of 'conv' and 'ssm' (StateSpec.mamba), got {names}"
+        )
+
+
 def _slot_allocator(
     memory: CacheMemory, state_spec: StateSpec, policy: SlotEvictionPolicy | None
 ) -> MambaSlotAllocator:
@@ -196,14 +210,8 @@ def _slot_allocator(
 
     Raises:
         BudgetError: The budget does not hold one slot.
-        InvalidArgumentError: The state is made of other tensors.
     """
-    tensors = {tensor.name: tensor for tensor in state_spec.tensors}
-    if tensors.keys() != {"conv", "ssm"}:
-        raise InvalidArgumentError(
-            f"a state must be made of 'conv' and 'ssm' (StateSpec.mamba), got {sorted(tensors)}"
-        )
-    conv, ssm = tensors["conv"], tensors["ssm"]
+    conv, ssm = state_spec.tensors
     return MambaSlotAllocator(
         memory,
         _num_slots(memory.config, state_spec),

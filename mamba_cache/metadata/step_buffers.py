@@ -250,7 +250,7 @@ class _HostBuffer:
             return
         device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
         if self._copied is None:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
 

@@ -1,0 +1,137 @@
+"""The tensors of a step against plain-Python loops over its plan."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
+
+MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
+
+
+@st.composite
+def plans(draw):
+    chunk = draw(st.sampled_from([2, 4]))
+    block = chunk * draw(st.integers(1, 2))
+    rows = draw(st.permutations(range(MAX_REQUESTS)))
+    num_decodes = draw(st.integers(0, MAX_REQUESTS))
+    num_prefills = draw(st.integers(0, MAX_REQUESTS - num_decodes))
+    longest = block * MAX_BLOCKS
+    slices = []
+    for index in range(num_decodes + num_prefills):
+        length = 1 if index < num_decodes else draw(st.integers(1, min(11, longest)))
+        start = draw(st.integers(0, longest - length))
+        tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
+        slices.append(SequenceSlice(rows[index], start, tokens, draw(st.integers(0, longest))))
+    prefills = slices[num_decodes:]
+    ends = [
+        (which, position)
+        for which, piece in enumerate(prefills)
+        for position in range(piece.start + 1, piece.start + len(piece.token_ids) + 1)
+        if position % chunk == 0
+    ]
+    chosen = (
+        draw(st.lists(st.sampled_from(ends), unique=True, max_size=MAX_CHECKPOINTS)) if ends else []
+    )
+    pairs = st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), max_size=MAX_REQUESTS)
+    return (
+        chunk,
+        block,
+        StepPlan(
+            decodes=slices[:num_decodes],
+            prefills=prefills,
+            checkpoints=[CheckpointEntry(w, p, 100 + i) for i, (w, p) in enumerate(chosen)],
+            restores=draw(pairs),
+            boundaries=draw(pairs),
+        ),
+    )
+
+
+def oracle(plan, tables, block, chunk):
+    """Every tensor as a list without padding, by loops."""
+    out = {name: [] for name in (
+        "token_ids", "positions", "kv_slot_mapping", "num_computed_tokens", "seq_lens",
+        "state_rows", "last_chunk_indices", "chunk_seq_idx", "checkpoint_chunks",
+        "checkpoint_conv_ends", "checkpoint_seq_starts", "checkpoint_rows", "checkpoint_slots",
+    )}  # fmt: skip
+    out["query_start_loc"], out["cu_chunk_seqlens"] = [0], []
+    for piece in (*plan.decodes, *plan.prefills):
+        for position, token in enumerate(piece.token_ids.tolist(), piece.start):
+            out["token_ids"].append(token)
+            out["positions"].append(position)
+            place = int(tables[piece.row, position // block]) * block + position % block
+            out["kv_slot_mapping"].append(
+                place if position >= piece.first_writable else PAD_SLOT_ID
+            )
+        out["num_computed_tokens"].append(piece.start)
+        out["seq_lens"].append(piece.start + len(piece.token_ids))
+        out["state_rows"].append(piece.row)
+        out["query_start_loc"].append(len(out["token_ids"]))
+    chunk_ending, starts, packed = {}, [], 0
+    for which, piece in enumerate(plan.prefills):
+        starts.append(packed)
+        for position in range(piece.start, piece.start + len(piece.token_ids)):
+            if position == piece.start or position % chunk == 0:
+                out["cu_chunk_seqlens"].append(packed)
+                out["chunk_seq_idx"].append(which)
+            packed += 1
+            chunk_ending[which, position + 1] = len(out["chunk_seq_idx"]) - 1
+        out["last_chunk_indices"].append(len(out["chunk_seq_idx"]) - 1)
+    out["cu_chunk_seqlens"].append(packed)
+    for entry in plan.checkpoints:
+        piece = plan.prefills[entry.prefill_index]
+        start = starts[entry.prefill_index]
+        out["checkpoint_chunks"].append(chunk_ending[entry.prefill_index, entry.position])
+        out["checkpoint_conv_ends"].append(start + entry.position - piece.start)
+        out["checkpoint_seq_starts"].append(start)
+        out["checkpoint_rows"].append(piece.row)
+        out["checkpoint_slots"].append(entry.slot)
+    for name, pairs in (("restore", plan.restores), ("boundary", plan.boundaries)):
+        first, second = ("sources", "rows") if name == "restore" else ("rows", "slots")
+        out[f"{name}_{first}"] = [pair[0] for pair in pairs]
+        out[f"{name}_{second}"] = [pair[1] for pair in pairs]
+    return out
+
+
+@given(plans(), plans(), st.integers(0, 2**32 - 1))
+def test_tensors_equal_loops(before, drawn, seed):
+    """Also after another plan, whose values must not shine through the padding."""
+    chunk, block, plan = drawn
+    tables = np.random.default_rng(seed).integers(
+        0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
+    )
+    buffers = StepBuffers(
+        tables,
+        block_size_tokens=block,
+        chunk_size=chunk,
+        max_tokens=MAX_TOKENS,
+        max_checkpoints=MAX_CHECKPOINTS,
+        device=torch.device("cpu"),
+    )
+    if before[:2] == drawn[:2]:
+        buffers.fill(before[2])
+    addresses = None
+    for _ in range(2):
+        metadata = buffers.fill(plan)
+        wanted = oracle(plan, tables, block, chunk)
+        padding = {
+            "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
+            "query_start_loc": metadata.num_tokens,
+            "cu_chunk_seqlens": metadata.num_prefill_tokens,
+        }  # fmt: skip
+        for name, values in wanted.items():
+            tensor = getattr(metadata, name)
+            assert tensor[: len(values)].tolist() == values, name
+            assert set(tensor[len(values) :].tolist()) <= {padding.get(name, -1)}, name
+        rows = [piece.row for piece in (*plan.decodes, *plan.prefills)]
+        assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
+        assert metadata.num_requests == len(rows)
+        assert metadata.num_tokens == len(wanted["token_ids"])
+        assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
+        assert metadata.num_checkpoints == len(plan.checkpoints)
+        assert metadata.max_seq_len == max(wanted["seq_lens"], default=0)
+        now = [getattr(metadata, name).data_ptr() for name in wanted]
+        assert addresses in (None, now)
+        addresses = now
