@@ -78,3 +78,24 @@ def books(pool):
         dict(pool.hash_to_block_id),
         pool.evicted_slots_total,
     )
+
+
+def touch(allocator, *blocks):
+    """Uses the blocks one after the other, the last one latest."""
+    times = allocator.context.kv_block_allocator.block_timestamps
+    for block in blocks:
+        times[block] = int(times.max()) + 1
+
+
+def refer(allocator, *blocks):
+    allocator.context.kv_block_allocator.block_ref_counts[list(blocks)] += 1
+
+
+def full(*, slots=4, **options):
+    """An allocator whose slots hold blocks 0 to slots - 1, block 0 the least recently used."""
+    allocator = make_allocator(slots, **options)
+    for block in range(slots):
+        allocator.allocate_slots_batch([block])
+        touch(allocator, block)
+    allocator.register_block_hashes_batch(range(slots), range(100, 100 + slots))
+    return allocator

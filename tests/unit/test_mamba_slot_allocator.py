@@ -5,13 +5,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, books, make_allocator, make_context
+from slot_rig import (
+    CONV,
+    DTYPES,
+    NUM_LAYERS,
+    SSM,
+    books,
+    full,
+    make_allocator,
+    make_context,
+    refer,
+    touch,
+)
 
 from mamba_cache.errors import (
-    DoubleFreeError,
     InvalidArgumentError,
     MambaSlotCapacityError,
-    MissingStateError,
     UnknownBlockError,
 )
 from mamba_cache.slots import (
@@ -24,27 +33,6 @@ from mamba_cache.slots import (
     RefZeroSlotPolicy,
 )
 from mamba_cache.states import StateSpec, StateTensorSpec
-
-
-def touch(allocator, *blocks):
-    """Uses the blocks one after the other, the last one latest."""
-    times = allocator.context.kv_block_allocator.block_timestamps
-    for block in blocks:
-        times[block] = int(times.max()) + 1
-
-
-def refer(allocator, *blocks):
-    allocator.context.kv_block_allocator.block_ref_counts[list(blocks)] += 1
-
-
-def full(*, slots=4, **options):
-    """An allocator whose slots hold blocks 0 to slots - 1, block 0 the least recently used."""
-    allocator = make_allocator(slots, **options)
-    for block in range(slots):
-        allocator.allocate_slots_batch([block])
-        touch(allocator, block)
-    allocator.register_block_hashes_batch(range(slots), range(100, 100 + slots))
-    return allocator
 
 
 def test_the_attributes_that_embedders_read():
@@ -295,117 +283,6 @@ def test_eviction_may_be_limited_to_candidates():
     with pytest.raises(MambaSlotCapacityError):
         allocator._evict_lru_slots_batch(2, [3])
     assert allocator.has_state(3)
-
-
-def test_reservations_are_invisible_until_committed():
-    allocator = make_allocator()
-    [slot] = allocator.reserve_slots([5])
-    assert not allocator.has_state(5)
-    assert (allocator.num_reserved_slots, allocator.num_cached_slots) == (1, 0)
-    assert allocator.commit_reserved([slot], [5], [55]) == [slot]
-    assert (allocator.get_slot(5), allocator.hash_to_block_id) == (slot, {55: 5})
-    assert (allocator.num_reserved_slots, allocator.num_cached_slots) == (0, 1)
-    allocator.check_invariants()
-
-
-def test_no_slot_is_reserved_twice_for_a_block():
-    allocator = full(slots=2, policy=None)
-    refer(allocator, 0, 1)
-    assert allocator.reserve_slots([0, 1]) == [None, None]
-    assert allocator.skipped_checkpoints_total == 0
-    allocator = make_allocator()
-    [first, repeated] = allocator.reserve_slots([5, 5])
-    assert (first, repeated) == (3, None)
-    assert allocator.reserve_slots([5, 6]) == [None, 2]
-    assert allocator.skipped_checkpoints_total == 0
-
-
-def test_reserving_evicts_but_fills_up_without_an_error():
-    allocator = full()
-    allocator.invalidate_block(3)
-    refer(allocator, 0, 1)
-    got = allocator.reserve_slots([6, 7, 8, 9])
-    assert [slot is None for slot in got] == [False, False, True, True]
-    assert allocator.skipped_checkpoints_total == 2
-    assert [allocator.has_state(block) for block in range(3)] == [True, True, False]
-    allocator.check_invariants()
-
-
-def test_reserving_evicts_no_block_that_it_names():
-    allocator = full(slots=2)
-    assert allocator.reserve_slots([0, 1, 5]) == [None, None, None]
-    assert allocator.skipped_checkpoints_total == 1
-    assert allocator.has_state(0)
-
-
-def test_reserved_slots_are_not_evicted():
-    allocator = make_allocator(2)
-    slots = allocator.reserve_slots([1, 2])
-    with pytest.raises(MambaSlotCapacityError):
-        allocator.allocate_slots_batch([3])
-    allocator.cancel_reserved(slots)
-    assert len(allocator.allocate_slots_batch([3, 4])) == 2
-
-
-def test_commit_to_a_block_that_was_stored_meanwhile_keeps_the_older_state():
-    allocator = make_allocator(3, policy=ConsumedSlotPolicy())
-    [reserved] = allocator.reserve_slots([5])
-    [older] = allocator.allocate_slots_batch([4])
-    assert allocator.commit_reserved([reserved], [4], [44]) == [older]
-    assert allocator.num_reserved_slots == 0
-    assert allocator.allocate_slots_batch([6]) == [reserved]
-
-
-def test_only_reservations_can_be_committed_or_cancelled():
-    allocator = full()
-    with pytest.raises(InvalidArgumentError, match="must be different and reserved"):
-        allocator.commit_reserved([0], [9], [99])
-    with pytest.raises(DoubleFreeError, match="must be different and reserved"):
-        allocator.cancel_reserved([0])
-    assert allocator.hash_to_block_id == {100: 0, 101: 1, 102: 2, 103: 3}
-
-
-def test_pinned_slots_are_not_evicted_until_unpinned():
-    allocator = full(slots=2)
-    leases = allocator.pin_slots([allocator.get_slot(0)])
-    assert allocator.is_pinned(allocator.get_slot(0))
-    allocator.allocate_slots_batch([8])
-    assert allocator.has_state(0)
-    with pytest.raises(MambaSlotCapacityError):
-        allocator.allocate_slots_batch([8, 9])
-    allocator.unpin_slots(leases)
-    allocator.allocate_slots_batch([8, 9])
-    assert not allocator.has_state(0)
-
-
-def test_an_invalidated_pin_is_found_out_by_its_holder():
-    allocator = full()
-    [lease] = allocator.pin_slots([allocator.get_slot(0)])
-    assert allocator.is_current(lease)
-    allocator.invalidate_block(0)
-    assert not allocator.is_current(lease)
-    allocator.unpin_slots([lease])
-    with pytest.raises(MissingStateError, match="hold no state"):
-        allocator.pin_slots([lease.slot])
-
-
-def test_a_consumed_state_outlives_those_stored_after_it():
-    allocator = full(slots=3, policy=ConsumedSlotPolicy())
-    allocator.note_consumed([allocator.get_slot(0)])
-    allocator.allocate_slots_batch([8])
-    assert [allocator.has_state(block) for block in range(3)] == [True, False, True]
-    with pytest.raises(InvalidArgumentError, match=r"\[0, 3\), got \[3\]"):
-        allocator.note_consumed([3])
-
-
-def test_committed_states_are_as_fresh_as_allocated_ones():
-    allocator = make_allocator(2, policy=ConsumedSlotPolicy())
-    slots = allocator.reserve_slots([0, 1])
-    allocator.commit_reserved(slots[:1], [0], [0])
-    allocator.commit_reserved(slots[1:], [1], [0])
-    allocator.note_consumed([slots[0]])
-    allocator.allocate_slots_batch([2])
-    assert allocator.has_state(0)
 
 
 def test_invalidating_frees_and_forgets_and_is_no_error_twice():
