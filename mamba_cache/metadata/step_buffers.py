@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from mamba_cache.metadata.step import StepMetadata
 __all__ = ["CheckpointEntry", "SequenceSlice", "StepBuffers", "StepPlan"]
 
 _ALIGNMENT_BYTES = 64
-_HOST_BUFFERS = 4
+_PINNED_BUFFERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,12 @@ class StepBuffers:
         self._layout = _Layout(max_requests, max_tokens, max_chunks, max_checkpoints, max_blocks)
         self._device_buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._tensors = self._layout.views(self._device_buffer)
-        on_gpu = device.type == "cuda"
-        self._host_buffers = (
-            [_HostBuffer(self._layout) for _ in range(_HOST_BUFFERS)]
-            if on_gpu
-            else [_HostBuffer(self._layout, self._device_buffer)]
+        kind, count = (
+            (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_SharedBuffer, 1)
         )
-        self._next_host = 0
+        self._host_buffers = itertools.cycle(
+            [kind(self._layout, self._device_buffer) for _ in range(count)]
+        )
 
     def fill(self, plan: StepPlan) -> StepMetadata:
         """Write the plan's tensors and enqueue their copy to the device.
@@ -125,15 +125,14 @@ class StepBuffers:
         Returns:
             The step's metadata, whose tensors are valid on the current stream until the next call.
         """
-        host = self._host_buffers[self._next_host]
-        self._next_host = (self._next_host + 1) % len(self._host_buffers)
+        host = next(self._host_buffers)
         host.wait()
         slices = [*plan.decodes, *plan.prefills]
         tokens = _fill_tokens(host.arrays, slices, self._block_tables, self._block_size)
         num_chunks = self._fill_chunks(host.arrays, plan)
         _fill_pairs(host.arrays, "restore_sources", "restore_rows", plan.restores)
         _fill_pairs(host.arrays, "boundary_rows", "boundary_slots", plan.boundaries)
-        host.copy_to(self._device_buffer, self._layout.used_bytes(len(slices)))
+        host.send(self._layout.used_bytes(len(slices)))
         return StepMetadata(
             num_decodes=len(plan.decodes),
             num_prefills=len(plan.prefills),
@@ -218,6 +217,10 @@ class _Layout:
         tensors["block_tables"] = tensors["block_tables"].view(self._table_shape)
         return tensors
 
+    def arrays(self, buffer: torch.Tensor) -> dict[str, Any]:
+        """Return each tensor of a ``buffer`` on the host as a numpy view."""
+        return {name: tensor.numpy() for name, tensor in self.views(buffer).items()}
+
     def used_bytes(self, num_requests: int) -> int:
         """Return the bytes to copy for a batch of ``num_requests`` requests."""
         return self._table_offset + num_requests * self._table_shape[1] * torch.int32.itemsize
@@ -228,29 +231,35 @@ class _Layout:
         self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class _HostBuffer:
-    """One host side of the buffers: pinned memory and the event of its last copy."""
+class _SharedBuffer:
+    """The host side on a CPU: the kernels read the same memory."""
 
-    def __init__(self, layout: _Layout, shared: torch.Tensor | None = None) -> None:
-        self._is_device_memory = shared is not None
-        if shared is None:
-            shared = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
-        self._buffer = shared
-        self.arrays = {name: tensor.numpy() for name, tensor in layout.views(shared).items()}
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
+        self.arrays = layout.arrays(device_buffer)
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def send(self, num_bytes: int) -> None:
+        """There is nothing to copy."""
+
+
+class _PinnedBuffer:  # pragma: no cover - tests/gpu run it
+    """One host side on a GPU: pinned memory, and the event of its last copy."""
+
+    def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
+        self._device_buffer = device_buffer
+        self._buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.arrays = layout.arrays(self._buffer)
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
 
-    def copy_to(self, device_buffer: torch.Tensor, num_bytes: int) -> None:
-        """Enqueue the copy of the first ``num_bytes`` bytes."""
-        if self._is_device_memory:
-            return
-        device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
-        if self._copied is None:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def send(self, num_bytes: int) -> None:
+        """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
+        self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
         self._copied.record()
 
 

@@ -101,8 +101,7 @@ class Mamba2Layer:
         )
         inputs = self._scan_inputs(mixed, dt)
         y, chunk_states = ssd_chunk_scan(inputs, ssm_live[rows], batch.chunks)
-        if batch.metadata.num_checkpoints:
-            caches.extract_checkpoint_states(self.layer, chunk_states, conv_input, batch.metadata)
+        caches.extract_checkpoint_states(self.layer, chunk_states, conv_input, batch.metadata)
         conv_live[rows], ssm_live[rows] = windows, chunk_states[batch.chunks.last_chunks]
         return (y + self.d[:, None] * inputs.x).flatten(1)
 
