@@ -41,7 +41,6 @@ nitpick_ignore_regex = [
 
 DOCSTRINGS = Config(
     napoleon_use_ivar=True,  # `Attributes:` documents fields, so autodoc need not
-    napoleon_attr_annotations=False,  # the signature has their types
     napoleon_custom_sections=["Returns"],  # text, which need not begin with a type
 )
 REFERENCE = Path(__file__).parent / "reference" / "api"
@@ -85,6 +84,20 @@ def read_docstring(
     lines[:] = GoogleDocstring(text, DOCSTRINGS, what=what, name=name, obj=obj).lines()
 
 
+def read_signature(
+    _app: object,
+    _what: str,
+    _name: str,
+    _obj: object,
+    _options: object,
+    args: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """Let Sphinx parse the signature of a dataclass in which a field has a `default_factory`."""
+    return (args.replace("<factory>", "..."), returns) if args else None
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-docstring", read_docstring)
+    app.connect("autodoc-process-signature", read_signature)
