@@ -6,7 +6,7 @@ Read ``engine`` first: one step is a dozen lines. ``scheduler`` decides who take
 
 from mamba_cache.engine.engine import Engine
 from mamba_cache.engine.model import LanguageModel, ModelShape
-from mamba_cache.engine.requests import Completion, FinishReason, TokenEvent
+from mamba_cache.engine.results import Completion, FinishReason, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams, sample
 
 __all__ = [

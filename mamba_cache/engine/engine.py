@@ -14,7 +14,8 @@ from mamba_cache.context import DynamicInferenceContext, Request, Step
 from mamba_cache.engine._checks import check_int
 from mamba_cache.engine.model import LanguageModel
 from mamba_cache.engine.progress import token_progress
-from mamba_cache.engine.requests import Completion, EngineRequest, FinishReason, TokenEvent
+from mamba_cache.engine.requests import EngineRequest
+from mamba_cache.engine.results import Completion, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams, sample
 from mamba_cache.engine.scheduler import Scheduler
 from mamba_cache.errors import StepOrderError
@@ -122,7 +123,10 @@ class Engine:
             multimodal_keys=multimodal_keys,
             checkpoint_positions=checkpoint_positions,
         )
-        self._scheduler.add(self._prepare(request, sampling or SamplingParams(), submitted_at))
+        prepared, sampling = self.context.prepare(request), sampling or SamplingParams()
+        self._scheduler.add(
+            EngineRequest.make(prepared, sampling, self.context.config, submitted_at)
+        )
         return request_id
 
     def step(self) -> list[TokenEvent]:
@@ -138,9 +142,7 @@ class Engine:
         step = self._scheduler.begin_step()
         events = [] if step is None else self._run(step)
         now = time.perf_counter()
-        for failed in self._scheduler.failed:
-            end = failed.request.complete(FinishReason.FAILED, now, failed.error)
-            events.append(TokenEvent(failed.request.request_id, None, False, end))
+        events += [failed.request.fail(failed.error, now) for failed in self._scheduler.failed]
         self._scheduler.failed.clear()
         return events
 
@@ -203,20 +205,6 @@ class Engine:
         """
         self._scheduler.remove(request_id)
 
-    def _prepare(
-        self, request: Request, sampling: SamplingParams, submitted_at: float
-    ) -> EngineRequest:
-        prepared = self.context.prepare(request)
-        config = self.context.config
-        reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
-        return EngineRequest(
-            prepared,
-            sampling,
-            submitted_at,
-            reusable_blocks=reusable_tokens // config.block_size_tokens,
-            digests=prepared.chain.hashes.digests,
-        )
-
     def _run(self, step: Step) -> list[TokenEvent]:
         try:
             logits = self._model.forward(step.metadata, self.context).cpu()
@@ -232,21 +220,15 @@ class Engine:
         now = time.perf_counter()
         for scheduled in step.requests:
             self._scheduler.running(scheduled.request_id).note_computed(scheduled)
-        return [self._take(request_id, token, now) for request_id, token in tokens.items()]
+        return [self._accept(request_id, token, now) for request_id, token in tokens.items()]
 
     def _sample(self, request_id: Hashable, logits: torch.Tensor) -> int:
         request = self._scheduler.running(request_id)
         return sample(logits, request.sampling, len(request.generated))
 
-    def _take(self, request_id: Hashable, token: int, now: float) -> TokenEvent:
-        """Give a request its token, and finish it if that was its last."""
-        request = self._scheduler.running(request_id)
-        is_first = request.first_token_at is None
-        if is_first:
-            request.first_token_at = now
-        request.generated.append(token)
-        reason = request.finish_reason(self.context.config.max_sequence_length)
-        if reason is None:
-            return TokenEvent(request_id, token, is_first)
-        self._scheduler.remove(request_id)
-        return TokenEvent(request_id, token, is_first, request.complete(reason, now))
+    def _accept(self, request_id: Hashable, token: int, now: float) -> TokenEvent:
+        longest = self.context.config.max_sequence_length
+        event = self._scheduler.running(request_id).accept(token, now, longest)
+        if event.finished:
+            self._scheduler.remove(request_id)
+        return event

@@ -1,90 +1,22 @@
-"""Requests of the engine, and what it tells of them."""
+"""The engine's record of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import Enum
 
-from mamba_cache.context import Admission, MissReason, PreparedRequest, ScheduledRequest
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
+from mamba_cache.engine.results import Completion, FinishReason, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams
 from mamba_cache.errors import CapacityError
 
-__all__ = ["Completion", "EngineRequest", "FinishReason", "TokenEvent"]
-
-
-class FinishReason(str, Enum):
-    """Why a request ended."""
-
-    STOP = "stop"
-    """It generated one of its stop tokens."""
-
-    LENGTH = "length"
-    """It reached ``max_new_tokens``, or the context's ``max_sequence_length``."""
-
-    FAILED = "failed"
-    """It needs more memory than there is, even when it runs alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What became of a request.
-
-    Attributes:
-        request_id: The request.
-        tokens: What it generated.
-        finish_reason: Why it ended.
-        error: What was short, if it failed.
-        ttft_seconds: From ``submit`` to its first token; None if it has none.
-        total_seconds: From ``submit`` to its end.
-        prompt_tokens: Tokens of the prompt.
-        kv_matched_blocks: Blocks of the prompt that were cached when it first ran.
-        state_matched_blocks: How many of them lie before the state that it resumed from.
-        skipped_tokens: Tokens of the prompt that were not computed.
-        computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
-            request was preempted, or its step aborted, and some had to be computed again.
-        miss_reason: Why nothing was skipped; None if something was.
-    """
-
-    request_id: Hashable
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    error: CapacityError | None
-    ttft_seconds: float | None
-    total_seconds: float
-    prompt_tokens: int
-    kv_matched_blocks: int
-    state_matched_blocks: int
-    skipped_tokens: int
-    computed_tokens: int
-    miss_reason: MissReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A token of a request, or the end of one that failed.
-
-    Attributes:
-        request_id: The request.
-        token: The token; None if the request failed.
-        is_first: Whether it is the request's first.
-        completion: What became of the request, with its last event.
-    """
-
-    request_id: Hashable
-    token: int | None
-    is_first: bool
-    completion: Completion | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the request ended."""
-        return self.completion is not None
+__all__ = ["EngineRequest"]
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """The engine's record of a request that is not finished.
+    """A request that is not finished.
 
     Where it stands, ``DynamicInferenceContext.status`` knows; it is not repeated here.
 
@@ -109,7 +41,7 @@ class EngineRequest:
     sampling: SamplingParams
     submitted_at: float
     reusable_blocks: int
-    digests: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...]
     generated: list[int] = field(default_factory=list)
     num_computed: int = 0
     prefill_tokens: int = 0
@@ -117,6 +49,24 @@ class EngineRequest:
     first_token_at: float | None = None
     branch_positions: set[int] = field(default_factory=set)
     waited_steps: int = 0
+
+    @classmethod
+    def make(
+        cls,
+        prepared: PreparedRequest,
+        sampling: SamplingParams,
+        config: CacheConfig,
+        submitted_at: float,
+    ) -> EngineRequest:
+        """Return the record of a new request, for a context with these settings."""
+        reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
+        return cls(
+            prepared,
+            sampling,
+            submitted_at,
+            reusable_blocks=reusable_tokens // config.block_size_tokens,
+            digests=prepared.chain.hashes.digests,
+        )
 
     @property
     def request_id(self) -> Hashable:
@@ -150,8 +100,22 @@ class EngineRequest:
         if scheduled.is_prefill:
             self.prefill_tokens += scheduled.num_tokens
 
-    def finish_reason(self, max_sequence_length: int) -> FinishReason | None:
-        """Say why it has all its tokens; None if it goes on."""
+    def accept(self, token: int, now: float, max_sequence_length: int) -> TokenEvent:
+        """Append a sampled token; the event says whether it was the last."""
+        self.generated.append(token)
+        is_first = self.first_token_at is None
+        if is_first:
+            self.first_token_at = now
+        reason = self._finish_reason(max_sequence_length)
+        completion = None if reason is None else self._complete(reason, now)
+        return TokenEvent(self.request_id, token, is_first, completion)
+
+    def fail(self, error: CapacityError, now: float) -> TokenEvent:
+        """End the request without a further token."""
+        completion = self._complete(FinishReason.FAILED, now, error)
+        return TokenEvent(self.request_id, None, False, completion)
+
+    def _finish_reason(self, max_sequence_length: int) -> FinishReason | None:
         if self.generated[-1] in self.sampling.stop_tokens:
             return FinishReason.STOP
         too_long = self.num_tokens > max_sequence_length  # its last token cannot be computed
@@ -159,10 +123,9 @@ class EngineRequest:
             return FinishReason.LENGTH
         return None
 
-    def complete(
+    def _complete(
         self, reason: FinishReason, now: float, error: CapacityError | None = None
     ) -> Completion:
-        """Sum up the request, which ends at ``now``."""
         admission, first = self.admission, self.first_token_at
         return Completion(
             request_id=self.request_id,

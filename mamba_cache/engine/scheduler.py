@@ -10,17 +10,12 @@ from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.engine.waiting import branch_positions, is_worth_waiting
 from mamba_cache.errors import BlockCapacityError, CapacityError, InvalidArgumentError
 
-__all__ = ["FailedRequest", "Scheduler"]
+__all__ = ["Scheduler", "Shortage"]
 
 
 @dataclass(frozen=True, slots=True)
-class FailedRequest:
-    """A request that memory does not suffice for.
-
-    Attributes:
-        request: The request.
-        error: What is short.
-    """
+class Shortage:
+    """A request, and what there is not enough of for it."""
 
     request: EngineRequest
     error: CapacityError
@@ -43,7 +38,7 @@ class Scheduler:
     """
 
     def __init__(self, context: DynamicInferenceContext, *, max_wait_steps: int) -> None:
-        self.failed: list[FailedRequest] = []
+        self.failed: list[Shortage] = []
         self._context = context
         self._block_size = context.config.block_size_tokens
         # Without slots nothing can be resumed from, so waiting would gain nothing.
@@ -113,10 +108,10 @@ class Scheduler:
             try:
                 return self._context.begin_step([request.request_id for request in decoding])
             except BlockCapacityError as error:
-                self._make_room(FailedRequest(decoding[-1], error))
+                self._make_room(Shortage(decoding[-1], error))
         return None
 
-    def _schedule(self) -> FailedRequest | None:
+    def _schedule(self) -> Shortage | None:
         """Schedule chunks while the token budget lasts; return who was the first not to fit."""
         budget = self._context.config.max_tokens - len(self._with_status(RequestStatus.DECODING))
         for place, requests in (
@@ -131,7 +126,7 @@ class Scheduler:
                     budget -= place(request, budget)
                 except CapacityError as error:
                     # Those behind it stay behind it: small ones must not starve a large one.
-                    return FailedRequest(request, error)
+                    return Shortage(request, error)
         return None
 
     def _continue(self, request: EngineRequest, budget: int) -> int:
@@ -188,7 +183,7 @@ class Scheduler:
             block_size_tokens=self._block_size,
         )
 
-    def _make_room(self, shortage: FailedRequest) -> None:
+    def _make_room(self, shortage: Shortage) -> None:
         """Preempt the youngest request that holds memory; if none is left, give up."""
         holding = self._with_status(*(set(RequestStatus) - {RequestStatus.PREEMPTED}))
         if len(holding) > 1:
@@ -198,7 +193,7 @@ class Scheduler:
         detail = f"request {shortage.request.request_id!r} does not fit even alone"
         self.remove(shortage.request.request_id)
         self.failed.append(
-            FailedRequest(shortage.request, type(error)(error.required, error.available, detail))
+            Shortage(shortage.request, type(error)(error.required, error.available, detail))
         )
 
     def _has_work(self) -> bool:

@@ -1,0 +1,81 @@
+"""What the engine tells of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+from mamba_cache.context import MissReason
+from mamba_cache.errors import CapacityError
+
+__all__ = ["Completion", "FinishReason", "TokenEvent"]
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """It generated one of its stop tokens."""
+
+    LENGTH = "length"
+    """It reached ``max_new_tokens``, or the context's ``max_sequence_length``."""
+
+    FAILED = "failed"
+    """It needs more memory than there is, even when it runs alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What became of a request.
+
+    Attributes:
+        request_id: The request.
+        tokens: What it generated.
+        finish_reason: Why it ended.
+        error: What was short, if it failed.
+        ttft_seconds: From ``submit`` to its first token; None if it has none.
+        total_seconds: From ``submit`` to its end.
+        prompt_tokens: Tokens of the prompt.
+        kv_matched_blocks: Blocks of the prompt that were cached when it first ran.
+        state_matched_blocks: How many of them lie before the state that it resumed from.
+        skipped_tokens: Tokens of the prompt that were not computed.
+        computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
+            request was preempted, or its step aborted, and some had to be computed again.
+        miss_reason: Why nothing was skipped; None if something was.
+    """
+
+    request_id: Hashable
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    error: CapacityError | None
+    ttft_seconds: float | None
+    total_seconds: float
+    prompt_tokens: int
+    kv_matched_blocks: int
+    state_matched_blocks: int
+    skipped_tokens: int
+    computed_tokens: int
+    miss_reason: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A token of a request, or the end of one that failed.
+
+    Attributes:
+        request_id: The request.
+        token: The token; None if the request failed.
+        is_first: Whether it is the request's first.
+        completion: What became of the request, with its last event.
+    """
+
+    request_id: Hashable
+    token: int | None
+    is_first: bool
+    completion: Completion | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request ended."""
+        return self.completion is not None
