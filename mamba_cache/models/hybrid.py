@@ -23,7 +23,7 @@ from mamba_cache.states import KVCacheSpec
 __all__ = ["HybridModel"]
 
 
-class MLPLayer:
+class _MLPLayer:
     """Two projections around a squared ReLU; it keeps nothing between tokens."""
 
     def __init__(self, config: HybridModelConfig, weights: WeightMaker) -> None:
@@ -38,7 +38,7 @@ class HybridModel:
     """A language model of random weights, in the dtype given.
 
     Args:
-        config: Its shape.
+        config: Its shape. Default: ``HybridModelConfig()``.
         dtype: Of weights, keys, values and conv states. SSM states have at least float32.
         device: Where it runs.
         seed: Of the weights: the same for every dtype and device.
@@ -49,7 +49,7 @@ class HybridModel:
 
     def __init__(
         self,
-        config: HybridModelConfig,
+        config: HybridModelConfig | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -57,7 +57,7 @@ class HybridModel:
     ) -> None:
         if not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
-        self.config = config
+        self.config = config = config or HybridModelConfig()
         self.dtype = dtype
         self.device = torch.device(device)
         weights = WeightMaker(seed, dtype, self.device)
@@ -122,11 +122,11 @@ def _check_kv_cache(kv_cache: Tensor | None, spec: KVCacheSpec) -> None:
 
 def _make_layer(
     config: HybridModelConfig, index: int, weights: WeightMaker
-) -> Mamba2Layer | AttentionLayer | MLPLayer:
+) -> Mamba2Layer | AttentionLayer | _MLPLayer:
     kind = config.layer_pattern[index]
     of_this_kind = config.layer_pattern[:index].count(kind)
     if kind == "M":
         return Mamba2Layer(config, of_this_kind, weights)
     if kind == "*":
         return AttentionLayer(config, of_this_kind, weights)
-    return MLPLayer(config, weights)
+    return _MLPLayer(config, weights)
