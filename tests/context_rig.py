@@ -84,6 +84,36 @@ def generate(context, prompt, num_tokens, *, request_id="only", **options):
     return tokens, logits, admission
 
 
+def add(context, request_id, prompt, **options):
+    return context.add_request(Request(request_id=request_id, prompt_tokens=prompt), **options)
+
+
+def saved_prefix_lengths(context, prompt):
+    """Boundaries of ``prompt`` at which a state can be found, in blocks."""
+    hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).chain.hashes
+    kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
+    blocks = [kv_blocks.find_block(h, d) for h, d in zip(hashes, hashes.digests, strict=True)]
+    return [i + 1 for i, b in enumerate(blocks) if b is not None and slots.has_state(b)]
+
+
+def uncached(prompt, num_tokens):
+    """Tokens and logits of a run without a cache."""
+    context = make_context(make_config(enable_prefix_caching=False))
+    return generate(context, prompt, num_tokens)[:2]
+
+
+def assert_same_run(run, prompt):
+    tokens, logits = run[0], run[1]
+    wanted_tokens, wanted_logits = uncached(prompt, len(tokens))
+    assert tokens == wanted_tokens
+    for row, wanted in zip(logits, wanted_logits, strict=True):
+        torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+
+
+def prepared(context, prompt):
+    return context.prepare(Request(request_id="probe", prompt_tokens=prompt))
+
+
 class UncachedRuns:
     """What greedy decoding gives for a prompt without a cache, computed once for each prompt."""
 

@@ -220,9 +220,9 @@ class ContextMachine(RuleBasedStateMachine):
         last_complete = len(tokens) // BLOCK * BLOCK
         for boundary in range(BLOCK, end + 1, BLOCK):
             key = (seen.salt, tokens[:boundary])
-            if request.is_prefill and boundary == last_complete and boundary > request.start:
-                if key not in self.perhaps_saved:
-                    self.surely_saved.add(key)
+            is_last = request.is_prefill and boundary == last_complete > request.start
+            if is_last and key not in self.perhaps_saved:
+                self.surely_saved.add(key)
             self.perhaps_saved.add(key)
 
     def remember_states(self):

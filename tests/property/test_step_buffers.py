@@ -80,6 +80,15 @@ def oracle(plan, tables, block, chunk):
             chunk_ending[which, position + 1] = len(out["chunk_seq_idx"]) - 1
         out["last_chunk_indices"].append(len(out["chunk_seq_idx"]) - 1)
     out["cu_chunk_seqlens"].append(packed)
+    list_checkpoints(out, plan, starts, chunk_ending)
+    for name, pairs in (("restore", plan.restores), ("boundary", plan.boundaries)):
+        first, second = ("sources", "rows") if name == "restore" else ("rows", "slots")
+        out[f"{name}_{first}"] = [pair[0] for pair in pairs]
+        out[f"{name}_{second}"] = [pair[1] for pair in pairs]
+    return out
+
+
+def list_checkpoints(out, plan, starts, chunk_ending):
     for entry in plan.checkpoints:
         piece = plan.prefills[entry.prefill_index]
         start = starts[entry.prefill_index]
@@ -88,11 +97,6 @@ def oracle(plan, tables, block, chunk):
         out["checkpoint_seq_starts"].append(start)
         out["checkpoint_rows"].append(piece.row)
         out["checkpoint_slots"].append(entry.slot)
-    for name, pairs in (("restore", plan.restores), ("boundary", plan.boundaries)):
-        first, second = ("sources", "rows") if name == "restore" else ("rows", "slots")
-        out[f"{name}_{first}"] = [pair[0] for pair in pairs]
-        out[f"{name}_{second}"] = [pair[1] for pair in pairs]
-    return out
 
 
 @given(plans(), plans(), st.integers(0, 2**32 - 1))
