@@ -147,17 +147,16 @@ class BlockHasher:
             InvalidArgumentError: A key is not a str, bytes, int or None.
         """
         data = _encode(self._secret, block_size_tokens, cache_salt, lora_id)
-        return self._mix(data, b"block root")
+        return self._mix(data)
 
     def with_keys(self, parent: bytes, keys: Sequence[tuple[int, str | bytes]]) -> bytes:
         """Return ``parent`` with the (offset in the block, multimodal key) pairs mixed in."""
         data = _encode(parent, *(part for key in keys for part in key))
-        return self._mix(data, b"block keys")
+        return self._mix(data)
 
-    def _mix(self, data: bytes, purpose: bytes) -> bytes:
+    def _mix(self, data: bytes) -> bytes:
         # Another hash function than the chain's, so that no block of tokens can stand in for it.
-        digest_size = self.digest_size_bytes
-        return hashlib.blake2b(data, digest_size=digest_size, person=purpose).digest()
+        return hashlib.blake2b(data, digest_size=self.digest_size_bytes).digest()
 
 
 def _sha256(data: bytes) -> bytes:

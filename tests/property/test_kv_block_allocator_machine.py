@@ -64,6 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def start(self):
         self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
         self.model = Model()
+        self.requests = []
         self.told = []
         self.evicted = 0
         self.pool.add_deregistration_observer(
@@ -82,12 +83,16 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(0, POOL_SIZE))
     def allocate(self, num_blocks):
+        self.take(num_blocks)
+
+    def take(self, num_blocks):
+        """Allocate, and return the blocks or None."""
         free, victims = self.model.free(), self.model.victims()
         if num_blocks > len(free) + len(victims):
             with pytest.raises(BlockCapacityError) as caught:
                 self.pool.allocate_memory_blocks(num_blocks)
             assert caught.value.available == len(free) + len(victims)
-            return
+            return None
         taken = self.pool.allocate_memory_blocks(num_blocks)
         evicted = victims[: max(num_blocks - len(free), 0)]
         assert set(taken) <= set(free) | set(evicted)
@@ -98,6 +103,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.model.touch(taken)
         for block in taken:
             self.model.refs[block] = 1
+        return taken
 
     @rule(blocks=st.lists(BLOCKS, max_size=3))
     def retain(self, blocks):
@@ -110,11 +116,24 @@ class AllocatorMachine(RuleBasedStateMachine):
         for block in blocks:
             self.model.refs[block] += 1
 
-    @rule(prefix=SEQUENCES)
-    def take_up_a_match(self, prefix):
+    @rule(prefix=SEQUENCES, looks_first=st.booleans())
+    def start_request(self, prefix, looks_first):
+        """Without a look, as when another request of the same step computes the prefix too."""
         matched = self.pool.match_prefix(self.hashes(prefix))
         assert matched == self.expected_match(prefix)
+        matched = matched if looks_first else []
         self.retain(matched)
+        taken = self.take(len(prefix) - len(matched))
+        if taken is None:
+            self.release(matched)
+            return
+        self.register(taken, prefix, len(matched))
+        self.requests.append(matched + taken)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish_request(self, data):
+        self.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
 
     @rule(blocks=st.lists(BLOCKS, max_size=3))
     def release(self, blocks):
@@ -130,32 +149,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         if self.policy is EvictionPolicy.REF_ZERO:
             self.forget([block for block in counts if not self.model.refs[block]])
 
-    @precondition(lambda self: any(self.model.refs))
-    @rule()
-    def release_all_used(self):
-        used = [block for block, refs in enumerate(self.model.refs) for _ in range(refs)]
-        self.pool.release_memory_blocks(used)
-        self.model.touch(used)
-        self.model.refs = [0] * (POOL_SIZE - 1)
-        if self.policy is EvictionPolicy.REF_ZERO:
-            self.forget(used)
-
-    @rule(prefix=SEQUENCES, start=st.integers(0, 4), data=st.data())
-    def register(self, prefix, start, data):
-        """A request writes what follows the first ``start`` blocks of ``prefix``."""
-        unregistered = [b for b in range(POOL_SIZE - 1) if self.model.refs[b]]
-        unregistered = [b for b in unregistered if b not in self.model.prefix_of]
-        ends = range(start + 1, len(prefix) + 1)[: len(unregistered)]
-        blocks = data.draw(st.permutations(unregistered))[: len(ends)]
+    def register(self, blocks, prefix, start):
+        """Register what follows the first ``start`` blocks of ``prefix``; twice changes nothing."""
         hashes = self.hashes(prefix)
-        expected = []
-        for block, end in zip(blocks, ends, strict=True):
-            expected.append(self.model.block_of.setdefault(prefix[:end], block))
+        ends = range(start + 1, len(prefix) + 1)
+        expected = [
+            self.model.block_of.setdefault(prefix[:end], block)
+            for block, end in zip(blocks, ends, strict=True)
+        ]
         for _ in range(2):
             canonical = self.pool.register_kv_block_hashes(
-                blocks,
-                hashes[start : start + len(blocks)],
-                parent_hash=hashes[start - 1] if 0 < start <= len(prefix) else None,
+                blocks, hashes[start:], parent_hash=hashes[start - 1] if start else None
             )
             assert canonical == expected
 

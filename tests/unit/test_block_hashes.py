@@ -14,6 +14,7 @@ from mamba_cache.blocks import (
     as_token_array,
     compute_block_hashes,
 )
+from mamba_cache.blocks.hashing import _encode
 from mamba_cache.errors import InvalidArgumentError
 
 HASHERS = pytest.mark.parametrize(
@@ -87,6 +88,8 @@ KEYS = [
     {"lora_id": 7},
     {"cache_salt": "tenant", "lora_id": 7},
     {"cache_salt": "tenant7"},
+    {"cache_salt": "asb", "lora_id": "c"},
+    {"cache_salt": "a", "lora_id": "bsc"},
     {"multimodal_keys": [(0, "image")]},
     {"multimodal_keys": [(0, b"image")]},
     {"multimodal_keys": [(1, b"image")]},
@@ -107,6 +110,7 @@ def test_block_sizes_do_not_share_a_block():
     hasher = BlockHasher()
     one, two = (compute_block_hashes([5, 6, 7], size, hasher=hasher) for size in (1, 3))
     assert not set(one) & set(two)
+    assert hasher.root(1, None, None) != hasher.root(3, None, None)
 
 
 def test_a_multimodal_key_concerns_its_block_and_all_after_it(tokens):
@@ -123,10 +127,11 @@ def test_the_order_of_multimodal_keys_is_free(tokens):
 
 def test_a_multimodal_key_cannot_be_spelled_in_tokens(tokens):
     """Mixing a key in is no chain step, so no block of tokens gives the parent it gives."""
-    hasher = BlockHasher(secret=b"key")
+    hasher = BlockHasher("sha256", b"key")
     root = hasher.root(4, None, None)
-    assert hasher.with_keys(root, [(0, "image")]) != hasher.digest(root + b"image")
-    assert len(hasher.with_keys(root, [(0, "image")])) == hasher.digest_size_bytes
+    mixed = hasher.with_keys(root, [(0, "image")])
+    assert mixed != hasher.digest(_encode(root, 0, "image"))
+    assert len(mixed) == hasher.digest_size_bytes
 
 
 def test_the_default_secret_is_the_process_s_own(tokens):
