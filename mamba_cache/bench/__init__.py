@@ -1,1 +1,1 @@
-"""."""
+"""Benchmarks: ``python -m mamba_cache.bench <name>``."""

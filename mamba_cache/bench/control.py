@@ -1,0 +1,113 @@
+"""How long the decisions take: no state is copied and no model runs here.
+
+All of it is single-threaded Python, so each figure holds for one core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.bench.measure import Measurement, median_us, progress
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
+
+__all__ = ["MEASUREMENTS", "measure_evict_and_allocate", "measure_hash_chain", "run_control"]
+
+POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+CHAIN_TOKENS = 131_072
+CHAIN_SPEEDUPS = {256: 4.0, 16: 2.5}
+_SEQUENCE_BLOCKS = 16
+
+
+def measure_evict_and_allocate(
+    pool_sizes: Sequence[int] = POOL_SIZES, *, num_blocks: int = 4, runs: int = 2_000
+) -> Iterator[Measurement]:
+    """Time taking blocks from a full cache and giving them back, per number of cached blocks."""
+    medians = []
+    for size in pool_sizes:
+        progress(f"evict and allocate {num_blocks} of {size:,} cached blocks")
+        medians.append(_evict_and_allocate_us(size, num_blocks, runs))
+        name = f"evict and allocate {num_blocks} of {size:,} cached KV blocks"
+        yield Measurement(name, medians[-1], "us", limit=60, runs=runs)
+    ratio = medians[-1] / medians[0]
+    name = f"the same, {pool_sizes[-1]:,} blocks over {pool_sizes[0]:,}"
+    yield Measurement(name, ratio, "x", limit=3, runs=runs)
+
+
+def measure_hash_chain(num_tokens: int = CHAIN_TOKENS, *, runs: int = 200) -> Iterator[Measurement]:
+    """Time ``compute_block_hashes`` against a plain SHA-256 chain over the same int32 tokens."""
+    tokens = np.random.default_rng().integers(0, 2**31, num_tokens, dtype=np.int32)
+    for block_size, speedup in CHAIN_SPEEDUPS.items():
+        progress(f"hash {num_tokens:,} tokens in blocks of {block_size}")
+        own = median_us(partial(compute_block_hashes, tokens, block_size), runs=runs)
+        plain = median_us(partial(_sha256_chain, tokens, block_size), runs=runs)
+        yield Measurement(
+            f"hash chain of {num_tokens:,} tokens, block {block_size}, faster than SHA-256",
+            plain / own,
+            "x",
+            limit=speedup,
+            at_least=True,
+            runs=runs,
+            detail=f"{own:,.0f} us, SHA-256 {plain:,.0f} us",
+        )
+
+
+MEASUREMENTS: tuple[Callable[[], Iterator[Measurement]], ...] = (
+    measure_evict_and_allocate,
+    measure_hash_chain,
+)
+"""What ``control`` runs, in order."""
+
+
+def run_control() -> list[Measurement]:
+    """Run every measurement, one after the other."""
+    return [measurement for measure in MEASUREMENTS for measurement in measure()]
+
+
+def _evict_and_allocate_us(pool_size: int, num_blocks: int, runs: int) -> float:
+    pool = _full_cache(pool_size)
+    seconds = []
+    for _ in range(runs):
+        hashes = _fresh_hashes(num_blocks)
+        start = time.perf_counter()
+        block_ids = pool.allocate_memory_blocks(num_blocks)
+        allocated = time.perf_counter()
+        pool.register_kv_block_hashes(block_ids, hashes)
+        registered = time.perf_counter()
+        pool.release_memory_blocks(block_ids)
+        seconds.append(time.perf_counter() - registered + allocated - start)
+    assert pool.evicted_blocks_total == runs * num_blocks
+    return statistics.median(seconds) * 1e6
+
+
+def _full_cache(num_blocks: int) -> KVBlockAllocator:
+    """Return a pool in which every block is cached, in sequences of 16 blocks."""
+    pool = KVBlockAllocator(num_blocks + 1)
+    block_ids = pool.allocate_memory_blocks(num_blocks)
+    for start in range(0, num_blocks, _SEQUENCE_BLOCKS):
+        sequence = block_ids[start : start + _SEQUENCE_BLOCKS]
+        pool.register_kv_block_hashes(sequence, _fresh_hashes(len(sequence)))
+        pool.release_memory_blocks(sequence)
+    return pool
+
+
+def _fresh_hashes(num_blocks: int) -> BlockHashes:
+    return BlockHashes([os.urandom(16) for _ in range(num_blocks)])
+
+
+def _sha256_chain(tokens: npt.NDArray[np.int32], block_size_tokens: int) -> list[bytes]:
+    data = tokens.data.cast("B")
+    step = block_size_tokens * tokens.itemsize
+    parent = bytes(32)
+    digests = []
+    for start in range(0, len(data), step):
+        parent = hashlib.sha256(parent + data[start : start + step]).digest()
+        digests.append(parent)
+    return digests

@@ -1,0 +1,105 @@
+"""What a benchmark measured, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+__all__ = ["Measurement", "median_us", "print_json", "print_table", "progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One figure beside the limit that it must keep.
+
+    Attributes:
+        name: What was measured.
+        value: The figure: a median, or a ratio of medians.
+        unit: "us" (microseconds) or "x" (a ratio).
+        limit: The least or most that ``value`` may be.
+        at_least: Whether ``limit`` is a minimum rather than a maximum.
+        runs: How many runs the median is over.
+        detail: What ``value`` was derived from.
+    """
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+    at_least: bool = False
+    runs: int = 1
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the limit is kept."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def median_us(function: Callable[[], object], *, runs: int) -> float:
+    """Return the median time of ``function()`` over ``runs`` calls, in microseconds."""
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e6
+
+
+def progress(message: str) -> None:
+    """Say on stderr what is being measured, so that stdout holds the result alone."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
+    """Print one JSON object with every figure, its limit, and the machine that it holds for."""
+    result = {
+        "benchmark": benchmark,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(),
+        "passed": all(measurement.passed for measurement in measurements),
+        "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
+    }
+    print(json.dumps(result, indent=2))
+
+
+def print_table(benchmark: str, measurements: Sequence[Measurement]) -> None:
+    """Print a table for people: through rich if it is installed, else in plain text."""
+    header = (benchmark, "median", "limit", "", "detail")
+    rows = [_row(measurement) for measurement in measurements]
+    try:
+        from rich.console import Console  # noqa: PLC0415 - an optional extra
+        from rich.table import Table  # noqa: PLC0415
+    except ImportError:
+        _print_plain([header, *rows])
+        return
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _print_plain(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *figures in rows:
+        cells = [name.ljust(widths[0])]
+        cells += [text.rjust(width) for text, width in zip(figures, widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def _row(measurement: Measurement) -> tuple[str, ...]:
+    unit = measurement.unit
+    bound = ">=" if measurement.at_least else "<="
+    return (
+        measurement.name,
+        f"{measurement.value:,.2f} {unit}",
+        f"{bound} {measurement.limit:g} {unit}",
+        "ok" if measurement.passed else "MISSED",
+        measurement.detail,
+    )

@@ -1,0 +1,64 @@
+"""The control benchmark: what it measures on small sizes, and what it prints."""
+
+import json
+import sys
+
+import pytest
+
+from mamba_cache.bench import __main__ as command
+from mamba_cache.bench.control import measure_evict_and_allocate, measure_hash_chain
+from mamba_cache.bench.measure import Measurement
+
+KEPT = Measurement("kept", 1.5, "us", limit=2)
+MISSED = Measurement("missed", 1.5, "x", limit=2, at_least=True)
+
+
+def test_a_limit_is_a_maximum_unless_it_is_a_minimum():
+    assert [KEPT.passed, MISSED.passed] == [True, False]
+    assert Measurement("equal", 2, "us", limit=2).passed
+    assert Measurement("equal", 2, "x", limit=2, at_least=True).passed
+
+
+def test_evict_and_allocate_is_measured_at_every_size(capsys):
+    one, two, ratio = measure_evict_and_allocate((40, 80), num_blocks=4, runs=3)
+    assert ("40" in one.name, "80" in two.name, one.limit) == (True, True, 60)
+    assert one.value > 0
+    assert ratio.value == two.value / one.value
+    assert capsys.readouterr().out == ""
+
+
+def test_hash_chains_are_measured_against_sha256():
+    measured = list(measure_hash_chain(1_024, runs=2))
+    assert [(one.limit, one.at_least) for one in measured] == [(4.0, True), (2.5, True)]
+    assert all(one.value > 0 for one in measured)
+
+
+@pytest.fixture
+def two_measurements(monkeypatch):
+    monkeypatch.setitem(command._BENCHMARKS, "control", ("two", lambda: [KEPT, MISSED]))
+
+
+def test_json_holds_figures_and_limits(two_measurements, capsys):
+    assert command.main(["control", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["benchmark"], result["passed"]) == ("control", False)
+    assert [(m["value"], m["limit"], m["passed"]) for m in result["measurements"]] == [
+        (1.5, 2, True),
+        (1.5, 2, False),
+    ]
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_table_says_what_was_missed(two_measurements, capsys, monkeypatch, has_rich):
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    command.main(["control"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "issed" in line]
+    assert len(lines) == 1
+    assert all(part in lines[0] for part in ("1.50 x", ">= 2 x", "MISSED"))
+
+
+def test_an_unknown_benchmark_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["contrl"])
+    assert "invalid choice: 'contrl'" in capsys.readouterr().err
