@@ -1,0 +1,179 @@
+"""The same tokens with the cache and without, whatever else the engine has to do."""
+
+import pytest
+from engine_rig import (
+    BLOCK,
+    FailingModel,
+    ModelFailure,
+    alone,
+    draw_prompt,
+    greedy,
+    make_engine,
+    run_checked,
+    step_checked,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.engine import SamplingParams
+
+
+def run_together(engine, prompts, sampling):
+    """Submit all prompts, run them, and compare each with a run of its own."""
+    for name, prompt in enumerate(prompts):
+        engine.submit(prompt, sampling, request_id=name)
+    done = run_checked(engine)
+    for name, prompt in enumerate(prompts):
+        assert done[name].tokens == alone(prompt, sampling), name
+    return [done[name] for name in range(len(prompts))]
+
+
+def with_common_root(rng, count, *, root_blocks, tail=7):
+    root = draw_prompt(rng, root_blocks * BLOCK)
+    return [[*root, *draw_prompt(rng, tail)] for _ in range(count)]
+
+
+def test_prompts_submitted_together_hit_from_the_second_on(rng):
+    prompts = with_common_root(rng, 4, root_blocks=6)
+    first, *others = run_together(make_engine(max_tokens=200), prompts, greedy(5))
+    assert first.skipped_tokens == 0
+    assert [other.skipped_tokens for other in others] == [6 * BLOCK] * 3
+
+
+def test_prompts_that_branch_at_different_blocks_hit_where_they_branch(rng):
+    root = draw_prompt(rng, 9 * BLOCK)
+    prompts = [root, *([*root[: n * BLOCK], *draw_prompt(rng, 5)] for n in (2, 5, 7))]
+    _, *others = run_together(make_engine(max_tokens=3 * BLOCK), prompts, greedy(3))
+    assert [other.state_matched_blocks for other in others] == [2, 5, 7]
+
+
+def test_prompts_that_go_on_where_another_ends_hit_at_its_end(rng):
+    root = draw_prompt(rng, 4 * BLOCK)
+    longer = [*root, *draw_prompt(rng, BLOCK)]
+    completions = run_together(make_engine(), [root, longer, root], greedy(3))
+    assert [c.state_matched_blocks for c in completions] == [0, 4, 3]
+
+
+def test_a_conversation_reuses_prompts_and_answers(rng):
+    engine = make_engine()
+    history = draw_prompt(rng, 3 * BLOCK)
+    reusable = 0
+    for _ in range(3):
+        completion = engine.generate([history], greedy(2 * BLOCK))[0]
+        assert completion.tokens == alone(history, greedy(2 * BLOCK))
+        assert completion.skipped_tokens == reusable
+        history = [*history, *completion.tokens]
+        reusable = (len(history) - 1) // BLOCK * BLOCK  # the last token is sampled, not computed
+        history += draw_prompt(rng, 3)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, BLOCK - 1, BLOCK + 1, 50])
+def test_token_budgets_change_no_token(rng, max_tokens):
+    prompts = [*with_common_root(rng, 3, root_blocks=2), draw_prompt(rng, 20), draw_prompt(rng, 2)]
+    run_together(make_engine(max_tokens=max_tokens), prompts, greedy(6))
+
+
+def test_chunks_smaller_than_a_block_still_make_progress(rng):
+    """A chunk length rounded down to whole blocks must not become 0."""
+    engine = make_engine(max_tokens=3)
+    engine.submit(draw_prompt(rng, 2 * BLOCK + 1), greedy(1))
+    for _ in range(6):
+        assert engine.num_requests
+        step_checked(engine)
+    assert engine.num_requests == 0
+
+
+def test_chunks_end_with_blocks_where_they_can(rng):
+    starts = []
+
+    class Watcher(FailingModel):
+        def forward(self, metadata, caches):
+            starts.append(int(metadata.num_computed_tokens[metadata.num_decodes]))
+            return super().forward(metadata, caches)
+
+    engine = make_engine(Watcher(), max_tokens=2 * BLOCK + 5)
+    engine.generate([draw_prompt(rng, 7 * BLOCK + 3)], greedy(1))
+    assert starts == [0, 2 * BLOCK, 4 * BLOCK, 6 * BLOCK]
+
+
+@pytest.mark.parametrize("max_tokens", [2 * BLOCK, 200])
+def test_requests_that_outgrow_memory_together_are_preempted_and_resume(rng, max_tokens):
+    engine = make_engine(num_kv_blocks=7, max_tokens=max_tokens)
+    prompts = [draw_prompt(rng, length) for length in (20, 13, 9, 17)]
+    run_together(engine, prompts, greedy(3 * BLOCK))
+    assert engine.context.stats().preemptions > 0
+
+
+def test_prompts_that_fill_memory_half_way_do_not_block_each_other(rng):
+    """Each holds blocks that the others need, and none decodes: the oldest must get on."""
+    engine = make_engine(num_kv_blocks=8, max_tokens=2 * BLOCK)
+    prompts = [draw_prompt(rng, 6 * BLOCK + 1) for _ in range(3)]
+    run_together(engine, prompts, greedy(2))
+
+
+def test_a_full_house_of_rows_makes_the_rest_queue(rng):
+    prompts = with_common_root(rng, 5, root_blocks=1)
+    run_together(make_engine(max_requests=2), prompts, greedy(4))
+
+
+def test_more_decoding_requests_than_the_token_budget_take_turns(rng):
+    prompts = [draw_prompt(rng, 2) for _ in range(5)]
+    run_together(make_engine(max_tokens=2), prompts, greedy(4))
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(rng):
+    sampling = SamplingParams(max_new_tokens=8, temperature=1.5, top_k=40, seed=3)
+    prompts = with_common_root(rng, 4, root_blocks=2)
+    run_together(make_engine(num_kv_blocks=8, max_tokens=11), prompts, sampling)
+
+
+@pytest.mark.parametrize("failing_step", [1, 2, 4, 7])
+def test_a_step_that_fails_is_taken_back_and_repeated(rng, failing_step):
+    engine = make_engine(FailingModel(failing_step, failing_step + 1), max_tokens=3 * BLOCK)
+    prompts = with_common_root(rng, 3, root_blocks=4)
+    for name, prompt in enumerate(prompts):
+        engine.submit(prompt, greedy(6), request_id=name)
+    done, failures = {}, 0
+    while engine.num_requests:
+        try:
+            events = step_checked(engine)
+        except ModelFailure:
+            failures += 1
+            continue
+        done |= {event.request_id: event.completion for event in events if event.finished}
+    assert failures == engine.context.stats().aborted_steps == 2
+    assert [done[name].tokens for name in range(3)] == [alone(p, greedy(6)) for p in prompts]
+
+
+@st.composite
+def prompts_with_shared_prefixes(draw):
+    prompts = []
+    for _ in range(draw(st.integers(1, 5))):
+        root = draw(st.sampled_from(prompts)) if prompts else []
+        length = draw(st.integers(0, len(root)))
+        tail = draw(st.lists(st.integers(0, 255), min_size=1, max_size=4 * BLOCK))
+        prompts.append([*root[:length], *tail][:80])
+    return prompts
+
+
+@given(
+    prompts=prompts_with_shared_prefixes(),
+    sampling=st.builds(
+        SamplingParams,
+        max_new_tokens=st.integers(1, 2 * BLOCK),
+        temperature=st.sampled_from([0.0, 1.0]),
+    ),
+    settings=st.fixed_dictionaries(
+        {
+            "max_requests": st.integers(1, 4),
+            "max_tokens": st.sampled_from([5, 17, 40, 200]),
+            "num_kv_blocks": st.integers(12, 24),
+            "max_slots": st.sampled_from([0, 1, 4, 32]),
+            "max_wait_steps": st.integers(0, 8),
+            "eviction_policy": st.sampled_from(["lru", "ref_zero"]),
+        }
+    ),
+    failing_steps=st.sets(st.integers(1, 20), max_size=3),
+)
+def test_no_mix_of_requests_changes_a_token(prompts, sampling, settings, failing_steps):
+    run_together(make_engine(FailingModel(*failing_steps), **settings), prompts, sampling)

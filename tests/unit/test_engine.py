@@ -1,0 +1,248 @@
+"""The engine's calls: events, ends, cancelling, bad input, and what a failure leaves behind."""
+
+import sys
+
+import pytest
+import torch
+from engine_rig import (
+    BLOCK,
+    FailingModel,
+    ModelFailure,
+    alone,
+    draw_prompt,
+    greedy,
+    make_engine,
+    run_checked,
+    step_checked,
+)
+
+from mamba_cache.context import MissReason
+from mamba_cache.engine import FinishReason, SamplingParams
+from mamba_cache.errors import (
+    BlockCapacityError,
+    InvalidArgumentError,
+    MissingExtraError,
+    SequenceLengthError,
+    StepOrderError,
+    UnknownRequestError,
+)
+
+
+def test_events_tell_first_token_and_end(rng):
+    engine = make_engine()
+    request_id = engine.submit(draw_prompt(rng, 5), greedy(3))
+    events = list(engine.stream())
+    assert [event.is_first for event in events] == [True, False, False]
+    assert [event.finished for event in events] == [False, False, True]
+    end = events[-1].completion
+    assert end.tokens == tuple(event.token for event in events)
+    assert (end.request_id, end.finish_reason) == (request_id, FinishReason.LENGTH)
+    assert 0 < end.ttft_seconds < end.total_seconds
+    assert engine.num_requests == 0
+
+
+def test_stop_token_ends_a_request_and_is_its_last(rng):
+    prompt = draw_prompt(rng, 9)
+    tokens = alone(prompt, greedy(12))
+    stop = tokens[4]
+    end = tokens.index(stop) + 1
+    sampling = SamplingParams(max_new_tokens=12, stop_tokens=(stop,))
+    completion = make_engine().generate([prompt], sampling)[0]
+    assert completion.tokens == tokens[:end]
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_longest_sequence_ends_a_request(rng):
+    prompt = draw_prompt(rng, 30)
+    completion = make_engine(max_sequence_length=32).generate([prompt], greedy(10))[0]
+    assert completion.tokens == alone(prompt, greedy(3))
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_prompts_may_be_lists_arrays_and_tensors(rng):
+    prompt = rng.integers(256, size=20)
+    forms = [prompt.tolist(), prompt, torch.from_numpy(prompt)]
+    tokens = [completion.tokens for completion in make_engine().generate(forms, greedy(4))]
+    assert tokens == [alone(prompt, greedy(4))] * 3
+
+
+def test_a_prompt_shorter_than_a_block_says_why_it_missed(rng):
+    prompt = draw_prompt(rng, BLOCK - 1)
+    engine = make_engine()
+    for _ in range(2):
+        completion = engine.generate([prompt], greedy(2))[0]
+        assert completion.miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK
+        assert (completion.skipped_tokens, completion.computed_tokens) == (0, BLOCK - 1)
+        assert completion.tokens == alone(prompt, greedy(2))
+
+
+def test_completion_repeats_what_admission_found(rng):
+    prompt = draw_prompt(rng, 5 * BLOCK + 3)
+    engine = make_engine()
+    miss, hit = (engine.generate([prompt], greedy(2))[0] for _ in range(2))
+    assert miss.miss_reason is MissReason.NO_KV_MATCH
+    assert (miss.kv_matched_blocks, miss.skipped_tokens, miss.computed_tokens) == (0, 0, 43)
+    assert hit.miss_reason is None
+    assert (hit.kv_matched_blocks, hit.state_matched_blocks) == (5, 5)
+    assert (hit.skipped_tokens, hit.computed_tokens, hit.prompt_tokens) == (40, 3, 43)
+
+
+def test_different_salts_share_nothing(rng):
+    prompt = draw_prompt(rng, 4 * BLOCK + 1)
+    engine = make_engine()
+    for salt in ("one", "other", "one"):
+        engine.submit(prompt, greedy(1), request_id=salt, cache_salt=salt)
+        done = run_checked(engine)
+        assert done[salt].tokens == alone(prompt, greedy(1))
+    assert engine.context.stats().hits == 1
+
+
+def test_ids_are_unique_and_free_after_the_end(rng):
+    engine = make_engine()
+    engine.submit(draw_prompt(rng, 3), request_id=0)
+    assert engine.submit(draw_prompt(rng, 3)) == 1
+    with pytest.raises(InvalidArgumentError, match="0 is in use"):
+        engine.submit(draw_prompt(rng, 3), request_id=0)
+    run_checked(engine)
+    assert engine.submit(draw_prompt(rng, 3), request_id=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "request_id", "error"),
+    [
+        ([], None, InvalidArgumentError),
+        ([256], None, InvalidArgumentError),
+        ([-1], None, InvalidArgumentError),
+        ([[1]], None, InvalidArgumentError),
+        ([1] * 257, None, SequenceLengthError),
+        ([1], [], InvalidArgumentError),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(rng, prompt, request_id, error):
+    engine = make_engine()
+    engine.submit(draw_prompt(rng, 20), greedy(2), request_id="good")
+    with pytest.raises(error):
+        engine.submit(prompt, request_id=request_id)
+    assert engine.num_requests == 1
+    assert list(run_checked(engine)) == ["good"]
+
+
+def test_max_wait_steps_is_checked():
+    with pytest.raises(InvalidArgumentError, match=r"max_wait_steps.*-1"):
+        make_engine(max_wait_steps=-1)
+
+
+def test_cancel_a_queued_request(rng):
+    engine = make_engine(max_requests=1)
+    keep = engine.submit(draw_prompt(rng, 20), greedy(4))
+    drop = engine.submit(draw_prompt(rng, 20), greedy(4))
+    step_checked(engine)
+    engine.cancel(drop)
+    assert list(run_checked(engine)) == [keep]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_cancel_a_running_request_while_it_prefills_or_decodes(rng, steps):
+    engine = make_engine(max_tokens=2 * BLOCK)
+    prompt = draw_prompt(rng, 5 * BLOCK)
+    request_id = engine.submit(prompt, greedy(20))
+    for _ in range(steps):
+        step_checked(engine)
+    engine.cancel(request_id)
+    engine.context.check_invariants()
+    assert (engine.num_requests, engine.context.stats().used_blocks) == (0, 0)
+    assert engine.step() == []
+    assert engine.generate([prompt], greedy(3))[0].tokens == alone(prompt, greedy(3))
+
+
+def test_cancel_of_an_unknown_or_finished_request_raises(rng):
+    engine = make_engine()
+    request_id = engine.submit(draw_prompt(rng, 3), greedy(1))
+    run_checked(engine)
+    for unknown in (request_id, "never"):
+        with pytest.raises(UnknownRequestError, match=repr(unknown)):
+            engine.cancel(unknown)
+
+
+def test_a_request_that_can_never_fit_fails_and_others_go_on(rng):
+    engine = make_engine(num_kv_blocks=4)
+    small = draw_prompt(rng, BLOCK)
+    prompts = {"before": small, "large": draw_prompt(rng, 5 * BLOCK), "after": small}
+    for name, prompt in prompts.items():
+        engine.submit(prompt, greedy(3), request_id=name)
+    done = run_checked(engine)
+    assert done["large"].finish_reason is FinishReason.FAILED
+    assert isinstance(done["large"].error, BlockCapacityError)
+    assert "'large' does not fit even alone" in str(done["large"].error)
+    assert (done["large"].tokens, done["large"].ttft_seconds) == ((), None)
+    assert done["before"].tokens == done["after"].tokens == alone(small, greedy(3))
+
+
+@pytest.mark.parametrize("max_tokens", [BLOCK, 64])
+def test_a_request_that_outgrows_the_pool_fails_with_what_it_has(rng, max_tokens):
+    engine = make_engine(num_kv_blocks=3, max_tokens=max_tokens)
+    prompt = draw_prompt(rng, 2 * BLOCK)
+    engine.submit(prompt, greedy(30), request_id="x")
+    completion = run_checked(engine)["x"]
+    assert completion.finish_reason is FinishReason.FAILED
+    assert completion.tokens == alone(prompt, greedy(BLOCK + 1))
+
+
+def test_generate_keeps_the_order_of_prompts(rng):
+    prompts = [draw_prompt(rng, length) for length in (50, 3, 20)]
+    completions = make_engine().generate(prompts, greedy(3))
+    assert [c.tokens for c in completions] == [alone(prompt, greedy(3)) for prompt in prompts]
+    assert make_engine().generate([]) == []
+
+
+def test_generate_with_a_bad_prompt_leaves_none_behind(rng):
+    engine = make_engine()
+    with pytest.raises(InvalidArgumentError, match="empty"):
+        engine.generate([draw_prompt(rng, 5), []])
+    assert engine.num_requests == 0
+
+
+def test_generate_needs_an_idle_engine(rng):
+    engine = make_engine()
+    engine.submit(draw_prompt(rng, 5))
+    with pytest.raises(StepOrderError, match="this one has 1"):
+        engine.generate([draw_prompt(rng, 5)])
+    assert engine.num_requests == 1
+
+
+def test_generate_that_fails_leaves_an_engine_that_works(rng):
+    prompts = [draw_prompt(rng, 30) for _ in range(2)]
+    engine = make_engine(FailingModel(2))
+    with pytest.raises(ModelFailure):
+        engine.generate(prompts, greedy(4))
+    engine.context.check_invariants()
+    assert (engine.num_requests, engine.context.stats().used_blocks) == (0, 0)
+    tokens = [completion.tokens for completion in engine.generate(prompts, greedy(4))]
+    assert tokens == [alone(prompt, greedy(4)) for prompt in prompts]
+
+
+def test_failures_are_told_even_if_the_model_raises_in_the_same_step(rng):
+    engine = make_engine(FailingModel(1), num_kv_blocks=4)
+    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
+    engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
+    with pytest.raises(ModelFailure):
+        engine.step()
+    ends = {event.request_id for event in engine.step() if event.finished}
+    assert ends == {"large", "small"}
+
+
+def test_progress_goes_to_stderr_alone(rng, capsys):
+    completions = make_engine().generate([draw_prompt(rng, 5)], greedy(2), progress=True)
+    captured = capsys.readouterr()
+    assert len(completions) == 1
+    assert captured.out == ""
+    assert "7/7" in captured.err
+
+
+def test_progress_without_rich_names_the_extra(rng, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    engine = make_engine()
+    with pytest.raises(MissingExtraError, match=r"mamba-cache\[progress\]"):
+        engine.generate([draw_prompt(rng, 5)], progress=True)
+    assert engine.num_requests == 0
+    assert len(engine.generate([draw_prompt(rng, 5)])) == 1

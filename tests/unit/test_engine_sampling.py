@@ -1,0 +1,74 @@
+"""How tokens are picked: the parameters' checks, and draws that depend on nothing else."""
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_cache.engine import SamplingParams, sample
+from mamba_cache.errors import InvalidArgumentError
+
+
+@pytest.fixture
+def logits(generator):
+    return torch.randn(50, generator=generator)
+
+
+def draws(logits, count, **params):
+    return [sample(logits, SamplingParams(**params), n) for n in range(count)]
+
+
+def test_temperature_0_takes_the_likeliest(logits):
+    assert draws(logits, 3) == [int(logits.argmax())] * 3
+
+
+def test_draws_follow_the_softmax(logits):
+    count = 4000
+    found = np.bincount(draws(logits, count, temperature=0.7), minlength=50) / count
+    expected = (logits.double() / 0.7).softmax(0).numpy()
+    assert np.abs(found - expected).max() < 0.05
+
+
+def test_top_k_draws_among_the_k_likeliest(logits):
+    likeliest = set(logits.topk(3).indices.tolist())
+    assert set(draws(logits, 200, temperature=5.0, top_k=3)) == likeliest
+
+
+def test_top_k_larger_than_the_vocabulary_changes_nothing(logits):
+    assert draws(logits, 20, temperature=1.0, top_k=99) == draws(logits, 20, temperature=1.0)
+
+
+def test_a_token_of_probability_0_is_never_drawn(logits):
+    logits[::2] = -torch.inf
+    assert all(token % 2 for token in draws(logits, 300, temperature=9.0))
+
+
+def test_draws_depend_on_seed_and_number_alone(logits):
+    first = draws(logits, 40, temperature=2.0, seed=1)
+    assert first == draws(logits, 40, temperature=2.0, seed=1)
+    assert first != draws(logits, 40, temperature=2.0, seed=2)
+    assert len(set(first)) > 5
+
+
+def test_nan_is_refused(logits):
+    logits[7] = torch.nan
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        sample(logits, SamplingParams(), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("max_new_tokens", 0, ">= 1"),
+        ("max_new_tokens", 2.0, "int"),
+        ("max_new_tokens", True, "int"),
+        ("temperature", -0.1, ">= 0"),
+        ("temperature", float("nan"), ">= 0"),
+        ("temperature", float("inf"), "finite"),
+        ("top_k", 0, ">= 1"),
+        ("seed", -1, ">= 0"),
+        ("stop_tokens", (3, -1), ">= 0"),
+    ],
+)
+def test_bad_parameters_are_refused(name, value, allowed):
+    with pytest.raises(InvalidArgumentError, match=rf"{name}.*{allowed}"):
+        SamplingParams(**{name: value})
