@@ -11,14 +11,28 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mamba_cache.bench.measure import Measurement, median_us, progress
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import StateSpec
 
-__all__ = ["MEASUREMENTS", "measure_evict_and_allocate", "measure_hash_chain", "run_control"]
+__all__ = [
+    "MEASUREMENTS",
+    "measure_admission",
+    "measure_allocate_slots",
+    "measure_evict_and_allocate",
+    "measure_hash_chain",
+    "run_control",
+]
 
 POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 CHAIN_TOKENS = 131_072
@@ -59,9 +73,61 @@ def measure_hash_chain(num_tokens: int = CHAIN_TOKENS, *, runs: int = 200) -> It
         )
 
 
+def measure_allocate_slots(
+    pool_sizes: Sequence[int] = POOL_SIZES[1:], *, max_slots: int = 2_000, runs: int = 2_000
+) -> Iterator[Measurement]:
+    """Time giving three blocks a slot when every slot is taken, per size of the KV pool."""
+    for size in pool_sizes:
+        progress(f"allocate 3 of {max_slots:,} slots over {size:,} KV blocks")
+        yield Measurement(
+            f"evict and allocate 3 of {max_slots:,} slots, {size:,} KV blocks",
+            _allocate_slots_us(size, max_slots, runs),
+            "us",
+            limit=60,
+            runs=runs,
+        )
+
+
+def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[Measurement]:
+    """Time ``add_request`` of a hashed prompt of which every block is cached."""
+    progress(f"admit a cached prompt of {num_tokens:,} tokens")
+    block_size = 256
+    context = DynamicInferenceContext(
+        CacheConfig(
+            block_size_tokens=block_size,
+            max_requests=2,
+            max_tokens=num_tokens + 1,
+            max_sequence_length=2 * num_tokens,
+            num_kv_blocks=4 * num_tokens // block_size,
+            max_slots=8,
+        ),
+        StateSpec.mamba(1, (1, 1), (1, 1, 1), torch.float32, torch.float32),
+    )
+    tokens = np.random.default_rng().integers(0, 2**31, num_tokens + 1, dtype=np.int32)
+    prepared = context.prepare(Request(request_id=0, prompt_tokens=tokens))
+    seconds = []
+    for _ in range(runs + 1):
+        start = time.perf_counter()
+        admission = context.add_request(prepared)
+        seconds.append(time.perf_counter() - start)
+        context.begin_step()
+        context.commit_step({0: 0})
+        context.finish(0)
+    assert admission.skip_tokens == num_tokens
+    yield Measurement(
+        f"add_request of a cached {num_tokens:,}-token prompt, block {block_size}, hashed before",
+        statistics.median(seconds[1:]) * 1e6,
+        "us",
+        limit=500,
+        runs=runs,
+    )
+
+
 MEASUREMENTS: tuple[Callable[[], Iterator[Measurement]], ...] = (
     measure_evict_and_allocate,
+    measure_allocate_slots,
     measure_hash_chain,
+    measure_admission,
 )
 """What ``control`` runs, in order."""
 
@@ -96,6 +162,36 @@ def _full_cache(num_blocks: int) -> KVBlockAllocator:
         pool.register_kv_block_hashes(sequence, _fresh_hashes(len(sequence)))
         pool.release_memory_blocks(sequence)
     return pool
+
+
+def _allocate_slots_us(pool_size: int, max_slots: int, runs: int) -> float:
+    rng = np.random.default_rng()
+    kv_blocks = SimpleNamespace(
+        pool_size=pool_size,
+        block_ref_counts=np.zeros(pool_size, np.int32),
+        block_timestamps=rng.permutation(pool_size),
+        block_hashes=np.full(pool_size, -1),
+    )
+    slots = MambaSlotAllocator(
+        # Any: just the fields that these calls read, as an embedder may give.
+        cast(Any, SimpleNamespace(max_requests=1, kv_block_allocator=kv_blocks, device="cpu")),
+        max_slots,
+        1,
+        (1,),
+        (1,),
+        torch.float32,
+        torch.float32,
+    )
+    slots.allocate_slots_batch(range(max_slots))
+    seconds = []
+    for _ in range(runs):
+        bare = np.flatnonzero(slots.pool.block_to_slot[: 2 * max_slots] < 0)
+        block_ids = rng.choice(bare, 3, replace=False).tolist()
+        start = time.perf_counter()
+        slots.allocate_slots_batch(block_ids)
+        seconds.append(time.perf_counter() - start)
+    assert slots.evicted_slots_total == 3 * runs
+    return statistics.median(seconds) * 1e6
 
 
 def _fresh_hashes(num_blocks: int) -> BlockHashes:

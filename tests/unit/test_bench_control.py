@@ -6,7 +6,12 @@ import sys
 import pytest
 
 from mamba_cache.bench import __main__ as command
-from mamba_cache.bench.control import measure_evict_and_allocate, measure_hash_chain
+from mamba_cache.bench.control import (
+    measure_admission,
+    measure_allocate_slots,
+    measure_evict_and_allocate,
+    measure_hash_chain,
+)
 from mamba_cache.bench.measure import Measurement
 
 KEPT = Measurement("kept", 1.5, "us", limit=2)
@@ -31,6 +36,18 @@ def test_hash_chains_are_measured_against_sha256():
     measured = list(measure_hash_chain(1_024, runs=2))
     assert [(one.limit, one.at_least) for one in measured] == [(4.0, True), (2.5, True)]
     assert all(one.value > 0 for one in measured)
+
+
+def test_slots_are_measured_at_every_pool_size():
+    measured = list(measure_allocate_slots((20, 30), max_slots=6, runs=2))
+    assert ["20 KV" in measured[0].name, "30 KV" in measured[1].name] == [True, True]
+    assert all(one.value > 0 and one.limit == 60 for one in measured)
+
+
+def test_admission_is_measured_on_a_full_match():
+    (measured,) = measure_admission(1_024, runs=2)
+    assert measured.value > 0
+    assert measured.limit == 500
 
 
 @pytest.fixture
