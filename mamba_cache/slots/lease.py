@@ -14,7 +14,7 @@ class SlotLease:
     Attributes:
         slot: The pinned slot.
         block_id: The block whose state the slot held.
-        generation: Which of the slot's tenants that was; each new tenant has a higher number.
+        generation: The number of that tenancy; a later tenant of the slot has a higher one.
     """
 
     slot: int

@@ -170,13 +170,12 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
     """Returns the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
-    if num_slots > _FEW or num_slots >= len(keys) or keys.max() == _TAKEN:
-        order = np.argsort(keys, kind="stable")[:num_slots].tolist()
-    else:
+    order: list[int] = []
+    if num_slots <= min(_FEW, len(keys)):
         rest = keys.astype(np.int64)
-        order = []
         for _ in range(num_slots):
             order.append(int(rest.argmin()))
             rest[order[-1]] = _TAKEN
-    chosen: list[int] = slots[order].tolist()
-    return chosen
+    if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
+        order = np.argsort(keys, kind="stable")[:num_slots].tolist()
+    return [slots.item(index) for index in order]

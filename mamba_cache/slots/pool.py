@@ -24,7 +24,8 @@ class SlotPool:
     a slot at most one block. A cached slot that is pinned is being read and is never evicted.
 
     Every method checks its arguments before it changes anything. The arrays may also be written
-    by index from outside: no copy of what they say is kept.
+    by index from outside: no copy of what they say is kept. Single entries are read and written
+    one by one, because for the few slots of a call that costs less than indexing with a list.
 
     Args:
         max_slots: Slots in the pool, 0 or more.
@@ -40,7 +41,7 @@ class SlotPool:
         slot_to_block: [max_slots] int32. The block that each slot caches; -1 if it is free or
             reserved.
         pin_counts: [max_slots] int32. Readers of each cached slot.
-        generations: [max_slots] int64. How many tenants each slot has had.
+        generations: [max_slots] int64. The number of each slot's newest tenancy.
         reserved: Block for which each reserved slot was taken.
         hash_to_block_id: Block whose state a hash id finds.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
@@ -67,6 +68,7 @@ class SlotPool:
         self.slot_to_block = np.empty(max_slots, np.int32)
         self.pin_counts = np.empty(max_slots, np.int32)
         self.generations = np.zeros(max_slots, np.int64)
+        self._num_tenancies = 0
         self.reserved: dict[int, int] = {}
         self.hash_to_block_id: dict[int, int] = {}
         self._hash_of_block: dict[int, int] = {}
@@ -100,8 +102,7 @@ class SlotPool:
         Raises:
             UnknownBlockError: An id is outside the pool.
         """
-        ids = as_block_ids(block_ids, self.num_blocks)
-        return self.block_to_slot[ids].tolist() if ids else []
+        return [self.block_to_slot.item(b) for b in as_block_ids(block_ids, self.num_blocks)]
 
     def evictable_slots(
         self, ref_counts: npt.NDArray[Any], protected_blocks: Sequence[int] = ()
@@ -120,9 +121,9 @@ class SlotPool:
         evictable &= self.pin_counts == 0
         # A slot without a block has -1 there and reads some block's count: it is out already.
         evictable &= ref_counts.take(blocks) == 0
-        if protected_blocks:
-            kept = self.block_to_slot[list(protected_blocks)]
-            evictable[kept[kept >= 0]] = False
+        for slot in self.slots_of(protected_blocks):
+            if slot >= 0:
+                evictable[slot] = False
         return evictable.nonzero()[0]
 
     def store(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
@@ -142,8 +143,8 @@ class SlotPool:
         """
         ids = self._new_tenants(block_ids)
         slots = self._take(len(ids), victims)
-        self.block_to_slot[ids] = slots
-        self.slot_to_block[slots] = ids
+        for slot, block_id in zip(slots, ids, strict=True):
+            self._house(slot, block_id)
         return slots
 
     def reserve(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
@@ -197,8 +198,7 @@ class SlotPool:
             if self.block_to_slot[block_id] >= 0:
                 self._push([slot])
             else:
-                self.block_to_slot[block_id] = slot
-                self.slot_to_block[slot] = block_id
+                self._house(slot, block_id)
         self.register_hashes(ids, hash_ids)
         return self.slots_of(ids)
 
@@ -351,9 +351,15 @@ class SlotPool:
         slots: list[int] = self.free_slots[start : self.free_count].tolist()
         slots.extend(victims)
         self.free_count = start
-        self.generations[slots] += 1
-        self.pin_counts[slots] = 0
+        for slot in slots:
+            self._num_tenancies += 1
+            self.generations[slot] = self._num_tenancies
+            self.pin_counts[slot] = 0
         return slots
+
+    def _house(self, slot: int, block_id: int) -> None:
+        self.block_to_slot[block_id] = slot
+        self.slot_to_block[slot] = block_id
 
     def _push(self, slots: Sequence[int]) -> None:
         end = self.free_count + len(slots)
@@ -362,13 +368,14 @@ class SlotPool:
 
     def _vacate(self, slots: list[int]) -> None:
         """Ends the cached slots' tie to their blocks, and the blocks' hashes with it."""
-        blocks = self.slot_to_block[slots]
-        self.block_to_slot[blocks] = -1
-        self.slot_to_block[slots] = -1
-        known = self._block_hashes()[blocks].tolist() if self._block_hashes else [-1] * len(slots)
-        for block_id, hash_id in zip(blocks.tolist(), known, strict=True):
-            self._unlink(block_id, hash_id)
+        known = self._block_hashes() if self._block_hashes else None
+        for slot in slots:
+            block_id = self.slot_to_block.item(slot)
+            self.slot_to_block[slot] = -1
+            self.block_to_slot[block_id] = -1
             self._unlink(block_id, self._hash_of_block.pop(block_id, -1))
+            if known is not None:
+                self._unlink(block_id, known.item(block_id))
 
     def _unlink(self, block_id: int, hash_id: int) -> None:
         """Forgets a hash, unless it finds another block by now."""

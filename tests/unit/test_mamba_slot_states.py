@@ -158,6 +158,16 @@ def test_the_embedder_may_put_other_live_states_in_place(allocator, context, gen
     assert slot_bits(allocator, 1) == live_bits(context, 3)
 
 
+def test_live_states_may_change_their_strides_in_place(allocator, context, generator):
+    memory = torch.empty(2, 9, *CONV, dtype=DTYPES[0])
+    randomize(memory, generator)
+    context.mamba_conv_states = memory.flatten()[: memory[:, :4].numel()].view(2, 4, *CONV)
+    allocator.restore_to_live(0, 5)
+    context.mamba_conv_states = memory[:, :4]
+    allocator.restore_to_live(0, 6)
+    assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
 def test_live_states_of_another_kind_are_refused(allocator, context):
     context.mamba_conv_states = context.mamba_conv_states.float()
     with pytest.raises(InvalidArgumentError, match="agree in dtype"):

@@ -40,6 +40,12 @@ def test_lru_bears_the_largest_timestamps():
     assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [6, 1, 3]
 
 
+def test_lru_reads_timestamps_of_any_width():
+    view = kv_blocks(s1=40, s3=10, s4=30, s6=20)
+    view.block_timestamps = view.block_timestamps.astype(np.int32)
+    assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [3, 6, 4]
+
+
 def test_lru_agrees_with_sorting_for_any_number(rng):
     slots = np.arange(200)
     view = SimpleNamespace(block_timestamps=rng.integers(-5, 40, 200))

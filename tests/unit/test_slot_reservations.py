@@ -9,7 +9,7 @@ from mamba_cache.errors import (
     MambaSlotCapacityError,
     MissingStateError,
 )
-from mamba_cache.slots import ConsumedSlotPolicy
+from mamba_cache.slots import ConsumedSlotPolicy, RefZeroSlotPolicy
 
 
 def test_reservations_are_invisible_until_committed():
@@ -113,11 +113,18 @@ def test_a_consumed_state_outlives_those_stored_after_it():
         allocator.note_consumed([3])
 
 
-def test_committed_states_are_as_fresh_as_allocated_ones():
-    allocator = make_allocator(2, policy=ConsumedSlotPolicy())
-    slots = allocator.reserve_slots([0, 1])
-    allocator.commit_reserved(slots[:1], [0], [0])
-    allocator.commit_reserved(slots[1:], [1], [0])
-    allocator.note_consumed([slots[0]])
-    allocator.allocate_slots_batch([2])
-    assert allocator.has_state(0)
+def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
+    heard = []
+
+    class Listener(RefZeroSlotPolicy):
+        def on_stored(self, slots):
+            heard.extend(slots)
+
+    allocator = make_allocator(4, policy=Listener())
+    [housed] = allocator.allocate_slots_batch([0])
+    allocator.allocate_slots_batch([0])
+    assert heard == [housed]
+    first, second = allocator.reserve_slots([1, 2])
+    assert heard == [housed]
+    allocator.commit_reserved([first, second], [1, 0], [11, 10])
+    assert heard == [housed, first]
