@@ -28,6 +28,7 @@ from mamba_cache.errors import (
     BlockCapacityError,
     BudgetError,
     CapacityError,
+    DivergenceError,
     DoubleFreeError,
     HashConflictError,
     InvalidArgumentError,
@@ -42,6 +43,7 @@ from mamba_cache.errors import (
     TokenCapacityError,
     UnknownBlockError,
     UnknownRequestError,
+    UnsupportedVersionError,
 )
 from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
 from mamba_cache.slots import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, MambaSlotAllocator
@@ -57,6 +59,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "CapacityError",
+    "DivergenceError",
     "DoubleFreeError",
     "DynamicInferenceContext",
     "EvictionPolicy",
@@ -85,6 +88,7 @@ __all__ = [
     "TokenCapacityError",
     "UnknownBlockError",
     "UnknownRequestError",
+    "UnsupportedVersionError",
     "__version__",
     "compute_block_hashes",
     "compute_varlen_chunk_metadata",

@@ -5,10 +5,13 @@ know this package would expect (``ValueError`` for bad input, ``RuntimeError`` f
 resources). A call that raises one of them has changed nothing.
 """
 
+from collections.abc import Sequence
+
 __all__ = [
     "BlockCapacityError",
     "BudgetError",
     "CapacityError",
+    "DivergenceError",
     "DoubleFreeError",
     "HashConflictError",
     "InvalidArgumentError",
@@ -23,6 +26,7 @@ __all__ = [
     "TokenCapacityError",
     "UnknownBlockError",
     "UnknownRequestError",
+    "UnsupportedVersionError",
 ]
 
 
@@ -72,6 +76,31 @@ class InvariantError(MambaCacheError, AssertionError):
 
 class MissingExtraError(MambaCacheError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class UnsupportedVersionError(MambaCacheError, ImportError):
+    """Another project is installed in a version that this package does not fit; it says where."""
+
+
+class DivergenceError(MambaCacheError, RuntimeError):
+    """Processes that must decide alike have decided differently.
+
+    Attributes:
+        step: The step after which they differed, from 1.
+        fingerprints: What each rank's bookkeeping amounts to, by rank.
+    """
+
+    def __init__(self, step: int, fingerprints: Sequence[int]) -> None:
+        super().__init__(step, fingerprints)
+        self.step = step
+        self.fingerprints = tuple(fingerprints)
+
+    def __str__(self) -> str:
+        ranks: dict[int, list[int]] = {}
+        for rank, fingerprint in enumerate(self.fingerprints):
+            ranks.setdefault(fingerprint, []).append(rank)
+        sides = "; ".join(f"{fingerprint:#018x} on ranks {r}" for fingerprint, r in ranks.items())
+        return f"ranks have diverged by step {self.step}: {sides}"
 
 
 class CapacityError(MambaCacheError, RuntimeError):

@@ -30,6 +30,7 @@ from mamba_cache.slots import (
     MegatronPlacement,
     SlotEvictionPolicy,
 )
+from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["DynamicInferenceContext"]
@@ -326,6 +327,26 @@ class DynamicInferenceContext(CacheMemory):
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
         return collect_stats(self._counters, self.kv_block_allocator, self.slot_allocator)
+
+    def fingerprint(self) -> int:
+        """Digest what decides the next step: slots, rows, block tables, and requests' progress.
+
+        Ranks that run the same requests over shards of the same model must have equal ones after
+        every call, given equal settings and ``hash_secret``. Linear in slots and block tables.
+
+        Returns:
+            From 0 to 2**63 - 1.
+        """
+        kv_blocks = self.kv_block_allocator
+        requests = [
+            (a.row, a.num_computed, len(a.prompt), *a.generated[-1:]) for a in self._requests
+        ]
+        return fingerprint_of(
+            self.slot_allocator.fingerprint(),
+            self.request_memory.block_tables,
+            (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
+            *requests,
+        )
 
     def check_invariants(self) -> None:
         """Prove that all bookkeeping agrees. Costs nothing when it is not called.

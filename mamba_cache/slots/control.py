@@ -12,6 +12,7 @@ from mamba_cache.errors import MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
 from mamba_cache.slots._ids import as_block_ids, as_ints, as_slots
+from mamba_cache.slots.fingerprint import slot_fingerprint
 from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
 from mamba_cache.slots.pool import SlotPool
@@ -270,6 +271,17 @@ class SlotControl:
         self.pool.reset()
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
+
+    def fingerprint(self) -> int:
+        """Digests the books and the policy's memory: who has which slot, and who gives one up next.
+
+        Ranks that hold shards of the same states must have equal ones at equal moments. It depends
+        on no address, time or order of a dict, and is linear in the slots.
+
+        Returns:
+            From 0 to 2**63 - 1.
+        """
+        return slot_fingerprint(self.pool, self.policy)
 
     def check_invariants(self) -> None:
         """Checks the books against themselves.

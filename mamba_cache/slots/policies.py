@@ -57,6 +57,13 @@ class SlotEvictionPolicy(Protocol):
         """Hears that the states in the slots were used by a hit."""
         ...
 
+    def state(self) -> npt.NDArray[np.int64]:
+        """Returns what the next choices depend on beside the arguments of ``choose``.
+
+        Fingerprints are made of it: processes of equal states must choose alike.
+        """
+        ...
+
     def reset(self, max_slots: int) -> None:
         """Forgets everything, before first use and whenever the pool of that size is emptied."""
         ...
@@ -72,6 +79,10 @@ class _Stateless:
 
     def on_consumed(self, slots: Sequence[int]) -> None:
         """Takes no note."""
+
+    def state(self) -> npt.NDArray[np.int64]:
+        """Returns nothing, [0] int64."""
+        return np.empty(0, np.int64)
 
     def reset(self, max_slots: int) -> None:
         """Has nothing to forget."""
@@ -139,6 +150,10 @@ class ConsumedSlotPolicy:
     def on_consumed(self, slots: Sequence[int]) -> None:
         """Makes the slots the most recent."""
         self._touch(slots)
+
+    def state(self) -> npt.NDArray[np.int64]:
+        """Returns when each slot was last used, [max_slots] int64."""
+        return self._last_use
 
     def reset(self, max_slots: int) -> None:
         """Forgets all uses."""

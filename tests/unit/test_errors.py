@@ -10,11 +10,13 @@ ALL = [getattr(errors, name) for name in errors.__all__]
 
 BUILT_IN = {
     errors.CapacityError: RuntimeError,
+    errors.DivergenceError: RuntimeError,
     errors.InvalidArgumentError: ValueError,
     errors.InvariantError: AssertionError,
     errors.MissingExtraError: ImportError,
     errors.MissingStateError: LookupError,
     errors.StepOrderError: RuntimeError,
+    errors.UnsupportedVersionError: ImportError,
 }
 
 CAPACITY = [e for e in ALL if issubclass(e, errors.CapacityError)]
@@ -66,3 +68,14 @@ def test_capacity_errors_survive_a_process_boundary(error: type[errors.CapacityE
     copy = pickle.loads(pickle.dumps(raised))
     assert type(copy) is error
     assert (str(copy), copy.required, copy.available) == (str(raised), 7, 3)
+
+
+def test_a_divergence_names_the_ranks_on_each_side() -> None:
+    raised = errors.DivergenceError(32, [0xAB, 0xAB, 0x1C, 0xAB])
+    assert (raised.step, raised.fingerprints) == (32, (0xAB, 0xAB, 0x1C, 0xAB))
+    assert str(raised) == (
+        "ranks have diverged by step 32: 0x00000000000000ab on ranks [0, 1, 3]; "
+        "0x000000000000001c on ranks [2]"
+    )
+    copy = pickle.loads(pickle.dumps(raised))
+    assert (str(copy), copy.step, copy.fingerprints) == (str(raised), 32, raised.fingerprints)
