@@ -177,7 +177,7 @@ class Publisher:
         if (
             old is not None
             and self._slots.is_current(old)
-            and not self._slots.pool.pin_counts[old.slot]
+            and not self._slots.is_pinned(old.slot)
         ):
             self._slots.invalidate_block(old.block_id)
 

@@ -1,0 +1,139 @@
+"""The whole step on a GPU: exact, and without waiting for the device."""
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
+
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.models import HybridModel
+from mamba_cache.slots import EveryNthBlock
+
+pytestmark = pytest.mark.gpu
+
+STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(4 * BLOCK)]
+PROMPTS = [STEM[: 2 * BLOCK + n] + [n] * (3 * n) for n in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
+
+
+@pytest.fixture
+def context(model):
+    context = DynamicInferenceContext(
+        make_config(),
+        MODEL_CONFIG.state_spec(torch.float64),
+        MODEL_CONFIG.kv_spec(torch.float64),
+        device="cuda",
+        placement=EveryNthBlock(1),
+    )
+    slots = context.slot_allocator
+    for tensor in (
+        context.kv_cache,
+        *context.live_states.tensors.values(),
+        slots.conv_states,
+        slots.ssm_states,
+    ):
+        tensor.fill_(torch.nan)
+    return context
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Calls that make the host wait for the device raise."""
+    torch.cuda.synchronize()
+
+    class Guard:
+        def __enter__(self):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return Guard()
+
+
+def run(context, model, prompts, num_tokens, guard, chunk_tokens=None):
+    """Greedy tokens and logits of prompts that run together."""
+    tokens, logits = {n: [] for n in prompts}, {n: [] for n in prompts}
+    with guard:
+        for name, prompt in prompts.items():
+            context.add_request(
+                Request(request_id=name, prompt_tokens=prompt), chunk_tokens=chunk_tokens
+            )
+    while min(map(len, tokens.values())) < num_tokens:
+        for name in prompts:
+            if context.status(name).value == "prefilling":
+                context.schedule_prefill(name, chunk_tokens=chunk_tokens)
+        with guard:
+            step = context.begin_step()
+            rows = model.forward(step.metadata, context)
+        sampled = {}
+        for request, row in zip(step.requests, rows.cpu(), strict=True):
+            if request.samples:
+                sampled[request.request_id] = int(row.argmax())
+                logits[request.request_id].append(row)
+        with guard:
+            context.commit_step(sampled)
+        for name, token in sampled.items():
+            tokens[name].append(token)
+    for name in prompts:
+        context.finish(name)
+    context.check_invariants()
+    return {name: (tokens[name], logits[name]) for name in prompts}
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_hits_equal_runs_without_a_cache(context, model, no_synchronisation, chunk_tokens):
+    """Against the CPU's run without a cache, the same weights in float64."""
+    for _ in range(2):
+        runs = run(
+            context, model, dict(enumerate(PROMPTS)), 2 * BLOCK, no_synchronisation, chunk_tokens
+        )
+        for name, prompt in enumerate(PROMPTS):
+            assert_same_run(runs[name], prompt)
+    assert context.stats().hits >= len(PROMPTS)
+
+
+def test_a_restored_state_is_bit_identical(context, model, no_synchronisation):
+    run(context, model, {"writer": PROMPTS[0]}, 1, no_synchronisation)
+    hit = context.add_request(Request(request_id="reader", prompt_tokens=PROMPTS[0]))
+    assert hit.skip_tokens
+    step = context.begin_step()
+    row = step.requests[0].row
+    blocks = context.match(
+        context.prepare(Request(request_id="probe", prompt_tokens=PROMPTS[0]))
+    ).block_ids
+    slots = context.slot_allocator
+    slot = slots.get_slot(blocks[hit.state_matched_blocks - 1])
+    assert torch.equal(context.live_states["conv"][:, row], slots.conv_states[:, slot])
+    assert torch.equal(context.live_states["ssm"][:, row], slots.ssm_states[:, slot])
+    assert not context.live_states["ssm"][:, row].isnan().any()
+    context.abort_step()
+
+
+def test_bfloat16_model_keeps_its_state_in_float32():
+    """SGLang 33515: a pool in bf16 under a kernel in fp32 made a hit differ from a miss."""
+    model = HybridModel(MODEL_CONFIG, dtype=torch.bfloat16, device="cuda", seed=1)
+    context = DynamicInferenceContext(
+        make_config(),
+        MODEL_CONFIG.state_spec(torch.bfloat16),
+        MODEL_CONFIG.kv_spec(torch.bfloat16),
+        device="cuda",
+    )
+    assert context.slot_allocator.ssm_states.dtype == torch.float32
+    prompt = [*STEM, 1]
+
+    def first_logits(name):
+        context.add_request(Request(request_id=name, prompt_tokens=prompt))
+        step = context.begin_step()
+        logits = model.forward(step.metadata, context)
+        context.commit_step({name: 0})
+        context.finish(name)
+        return step, logits
+
+    _, miss = first_logits("miss")
+    step, hit = first_logits("hit")
+    assert step.requests[0].skip_tokens == 4 * BLOCK
+    torch.testing.assert_close(hit, miss, rtol=0.02, atol=0.02)

@@ -1,0 +1,27 @@
+"""A small KV pool and prefixes with one block a token."""
+
+import numpy as np
+
+from mamba_cache.blocks import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes
+
+HASHER = BlockHasher(secret=b"key")
+
+
+def prefix(*tokens: int) -> BlockHashes:
+    """Hashes of a sequence with one block per token."""
+    return compute_block_hashes(list(tokens), 1, hasher=HASHER)
+
+
+def snapshot(pool: KVBlockAllocator) -> tuple:
+    arrays = (pool.block_ref_counts, pool.block_timestamps, pool.block_hashes)
+    counts = (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks)
+    totals = (pool.evicted_blocks_total, pool.hash_collisions_total)
+    return (*(np.asarray(array).tolist() for array in arrays), counts, totals)
+
+
+def cache(pool: KVBlockAllocator, *tokens: int) -> list[int]:
+    """Fill blocks with a sequence, as a request that finished would."""
+    block_ids = pool.allocate_memory_blocks(len(tokens))
+    pool.register_kv_block_hashes(block_ids, prefix(*tokens))
+    pool.release_memory_blocks(block_ids)
+    return block_ids

@@ -1,0 +1,147 @@
+"""KVBlockAllocator: how blocks become findable, and cease to be."""
+
+import pytest
+from kv_rig import cache, prefix, snapshot
+
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.errors import (
+    HashConflictError,
+    InvalidArgumentError,
+)
+
+
+@pytest.fixture
+def pool():
+    pool = KVBlockAllocator(9)
+    yield pool
+    pool.check_invariants()
+
+
+def test_registration_is_idempotent(pool):
+    """In Megatron, doing it again raised the parent's child count for ever."""
+    block_ids = pool.allocate_memory_blocks(3)
+    for _ in range(3):
+        assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
+        pool.check_invariants()
+    pool.release_memory_blocks(block_ids)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_a_duplicate_stays_private_and_the_first_one_is_canonical(pool):
+    first = pool.allocate_memory_blocks(2)
+    second = pool.allocate_memory_blocks(3)
+    pool.register_kv_block_hashes(first, prefix(1, 2))
+    assert pool.register_kv_block_hashes(second, prefix(1, 2, 3)) == [*first, second[2]]
+    assert pool.match_prefix(prefix(1, 2, 3, 4)) == [*first, second[2]]
+    pool.release_memory_blocks(second)
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (5, 1)
+
+
+def test_another_hash_for_a_registered_block_is_refused(pool):
+    block_ids = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes(block_ids[:1], prefix(1))
+    before = snapshot(pool)
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes(block_ids[::-1], prefix(2, 3))
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes([block_ids[1], block_ids[1]], prefix(2, 3))
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize(
+    ("hashes", "options", "message"),
+    [
+        ([1], {}, "one length, got 2, 1 and 2"),
+        ([1, 2], {"digests": [b"x"]}, "one length, got 2, 2 and 1"),
+        ([1, 2], {"digests": [b"x", "y"]}, "digest must be bytes, got 'y'"),
+        ([1, 0], {}, "from 1 to .* got 0"),
+        ([1, -1], {}, "got -1"),
+        ([1, 2**63], {}, "got 9223372036854775808"),
+        ([1, 2.0], {}, "block_hashes must be ints, got 2.0"),
+        ([1, 2], {"parent_hash": 0}, "got 0"),
+        ([1, 2], {"parent_hash": "1"}, "got '1'"),
+        ([1, 2], {"parent_hash": 1}, "own parent"),
+    ],
+)
+def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, message):
+    block_ids = pool.allocate_memory_blocks(2)
+    before = snapshot(pool)
+    with pytest.raises(InvalidArgumentError, match=message):
+        pool.register_kv_block_hashes(block_ids, hashes, **options)
+    assert snapshot(pool) == before
+
+
+def test_an_id_collision_never_serves_the_other_prefix(pool):
+    mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids[:1], mine) == block_ids[:1]
+    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
+    assert pool.hash_collisions_total == 1
+    assert pool.match_prefix(foreign) == []
+    assert pool.match_prefix(mine) == block_ids[:1]
+    assert pool.find_block(mine[0], foreign.digests[0]) is None
+    assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
+
+
+def test_a_block_registered_by_id_alone_is_not_found_by_digest(pool):
+    (block_id,) = pool.allocate_memory_blocks(1)
+    hashes = prefix(1)
+    pool.register_kv_block_hashes([block_id], list(hashes))
+    assert pool.find_block(hashes[0]) == block_id
+    assert pool.find_block(hashes[0], hashes.digests[0]) is None
+    assert pool.match_prefix(hashes) == []
+    with pytest.raises(InvalidArgumentError, match="got list"):
+        pool.match_prefix(list(hashes))
+
+
+def test_a_match_stops_at_the_first_gap(pool):
+    block_ids = cache(pool, 1, 2, 3, 4)
+    pool.deregister_blocks([block_ids[1]])
+    assert pool.match_prefix(prefix(1, 2, 3, 4)) == block_ids[:1]
+    assert pool.match_prefix(prefix(2)) == []
+    assert pool.match_prefix(prefix()) == []
+
+
+def test_a_query_changes_nothing(pool):
+    cache(pool, 1, 2)
+    before = snapshot(pool)
+    pool.match_prefix(prefix(1, 2, 3))
+    pool.find_block(prefix(1)[0])
+    assert snapshot(pool) == before
+
+
+def test_deregistered_blocks_are_freed_or_lose_their_hash(pool):
+    block_ids = cache(pool, 1, 2, 3)
+    pool.retain_memory_blocks(block_ids[:1])
+    told = []
+    pool.on_blocks_deregistered = lambda *told_of: told.append(told_of)
+    hashes = list(prefix(1, 2, 3))
+    pool.deregister_blocks([block_ids[0], block_ids[1], block_ids[1], 7])
+    assert told == [(block_ids[:2], hashes[:2])]
+    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks) == (6, 1, 1)
+    assert [pool.find_block(hash_id) for hash_id in hashes] == [None, None, block_ids[2]]
+    pool.check_invariants()
+    pool.release_memory_blocks(block_ids[:1])
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_children_match_again_when_their_parent_is_registered_anew(pool):
+    parent, child = cache(pool, 1, 2)
+    pool.deregister_blocks([parent])
+    anew = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(anew, prefix(1))
+    pool.release_memory_blocks(anew)
+    assert pool.match_prefix(prefix(1, 2)) == [*anew, child]
+    pool.check_invariants()
+    pool.allocate_memory_blocks(6)
+    assert pool.allocate_memory_blocks(2) == [child, *anew]
+
+
+def test_nothing_is_registered_without_prefix_caching():
+    pool = KVBlockAllocator(5, enable_prefix_caching=False)
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2)) == [None, None]
+    assert pool.match_prefix(prefix(1, 2)) == []
+    pool.release_memory_blocks(block_ids)
+    assert pool.num_free_blocks == 4
