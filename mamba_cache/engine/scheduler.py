@@ -104,10 +104,10 @@ class Scheduler:
         while (shortage := self._schedule()) and not self._has_work():
             self._make_room(shortage)
         while self._has_work():
-            decoding = self._with_status(RequestStatus.DECODING)[: self._context.config.max_tokens]
+            decoding = self._with_status(RequestStatus.DECODING)
             try:
-                return self._context.begin_step([request.request_id for request in decoding])
-            except BlockCapacityError as error:
+                return self._context.begin_step()
+            except BlockCapacityError as error:  # chunks have their blocks: a decoding one lacks it
                 self._make_room(Shortage(decoding[-1], error))
         return None
 
@@ -120,7 +120,7 @@ class Scheduler:
             (self._admit, list(self._queue.values())),
         ):
             for request in requests:
-                if budget <= 0:
+                if not budget:
                     return None
                 try:
                     budget -= place(request, budget)
@@ -178,7 +178,7 @@ class Scheduler:
     def _waits(self, request: EngineRequest, skip_tokens: int) -> bool:
         return request.waited_steps < self._max_wait_steps and is_worth_waiting(
             request,
-            self._with_status(RequestStatus.SCHEDULED, RequestStatus.PREFILLING),
+            self._with_status(RequestStatus.SCHEDULED),
             skip_tokens=skip_tokens,
             block_size_tokens=self._block_size,
         )

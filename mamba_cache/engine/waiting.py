@@ -50,7 +50,7 @@ def branch_positions(
 
 def is_worth_waiting(
     request: EngineRequest,
-    prefilling: Iterable[EngineRequest],
+    scheduled: Iterable[EngineRequest],
     *,
     skip_tokens: int,
     block_size_tokens: int,
@@ -59,14 +59,14 @@ def is_worth_waiting(
 
     Args:
         request: The queued request.
-        prefilling: Requests that compute their prompts now.
+        scheduled: Requests that compute a part of their prompts in this step.
         skip_tokens: What it could skip at once.
         block_size_tokens: Tokens of a block.
 
     Returns:
-        Whether one of ``prefilling`` will save a state of a longer prefix of ``request``.
+        Whether one of ``scheduled`` will save a state of a longer prefix of ``request``.
     """
-    for other in prefilling:
+    for other in scheduled:
         position = common_blocks(request, other) * block_size_tokens
         if position > max(skip_tokens, other.num_computed) and position in other.branch_positions:
             return True

@@ -54,6 +54,18 @@ def test_prompts_that_go_on_where_another_ends_hit_at_its_end(rng):
     assert [c.state_matched_blocks for c in completions] == [0, 4, 3]
 
 
+def test_a_prompt_that_arrives_late_hits_what_is_being_computed(rng):
+    early = draw_prompt(rng, 9 * BLOCK)
+    late = [*early[: 6 * BLOCK], *draw_prompt(rng, 5)]
+    engine = make_engine(max_tokens=2 * BLOCK + 3)
+    engine.submit(early, greedy(3))
+    step_checked(engine)
+    late_id = engine.submit(late, greedy(3))
+    completion = run_checked(engine)[late_id]
+    assert completion.tokens == alone(late, greedy(3))
+    assert completion.skipped_tokens == 6 * BLOCK
+
+
 def test_a_conversation_reuses_prompts_and_answers(rng):
     engine = make_engine()
     history = draw_prompt(rng, 3 * BLOCK)
@@ -100,8 +112,11 @@ def test_chunks_end_with_blocks_where_they_can(rng):
 def test_requests_that_outgrow_memory_together_are_preempted_and_resume(rng, max_tokens):
     engine = make_engine(num_kv_blocks=7, max_tokens=max_tokens)
     prompts = [draw_prompt(rng, length) for length in (20, 13, 9, 17)]
-    run_together(engine, prompts, greedy(3 * BLOCK))
+    oldest, *others = run_together(engine, prompts, greedy(3 * BLOCK))
     assert engine.context.stats().preemptions > 0
+    assert oldest.computed_tokens == oldest.prompt_tokens, "the oldest gave way to others"
+    assert any(other.computed_tokens > other.prompt_tokens for other in others)
+    assert all(other.skipped_tokens == 0 for other in others), "of the first admission"
 
 
 def test_prompts_that_fill_memory_half_way_do_not_block_each_other(rng):

@@ -1,5 +1,7 @@
 """How tokens are picked: the parameters' checks, and draws that depend on nothing else."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -37,9 +39,14 @@ def test_top_k_larger_than_the_vocabulary_changes_nothing(logits):
     assert draws(logits, 20, temperature=1.0, top_k=99) == draws(logits, 20, temperature=1.0)
 
 
-def test_a_token_of_probability_0_is_never_drawn(logits):
-    logits[::2] = -torch.inf
-    assert all(token % 2 for token in draws(logits, 300, temperature=9.0))
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, None])
+def test_a_token_of_probability_0_is_never_drawn(logits, monkeypatch, uniform):
+    if uniform is not None:
+        fixed = SimpleNamespace(random=lambda: uniform)
+        monkeypatch.setattr(np.random, "default_rng", lambda _: fixed)
+    logits[::2] = logits[-3:] = -torch.inf
+    tokens = draws(logits, 300, temperature=9.0)
+    assert all(token % 2 and token < 47 for token in tokens)
 
 
 def test_draws_depend_on_seed_and_number_alone(logits):

@@ -3,7 +3,7 @@
 import pytest
 from engine_rig import BLOCK, cache_config, draw_prompt, greedy, make_engine, step_checked
 
-from mamba_cache.context import Request, RequestStatus
+from mamba_cache.context import Admission, Request, RequestStatus
 from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.engine.waiting import branch_positions, common_blocks, is_worth_waiting
 
@@ -69,6 +69,14 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
         request, [other], skip_tokens=skip_blocks * BLOCK, block_size_tokens=BLOCK
     )
     assert found is expected
+
+
+def test_a_request_counts_from_where_it_resumes(make, rng):
+    request = make(draw_prompt(rng, 20))
+    request.num_computed = 19
+    found = Admission("x", 20, 1, 1, BLOCK, 12, None)
+    request.note_admission(found)
+    assert (request.num_computed, request.tokens_left) == (BLOCK, 16)
 
 
 def shared_prompts(rng, count, *, root_blocks):
