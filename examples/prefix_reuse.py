@@ -205,7 +205,7 @@ def show(result: Mapping[str, Any]) -> None:
         "no cache": "ttft_ms_without_cache",
     }
     requests = result["requests"]
-    table = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0))
     table.add_column("request", footer="total", no_wrap=True)
     for header, field in columns.items():
         total = sum(request[field] for request in requests)
@@ -233,6 +233,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
     result = report(*play())
     if arguments.json:
         print(json.dumps(result, indent=2))
