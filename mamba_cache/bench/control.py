@@ -34,14 +34,14 @@ __all__ = [
     "run_control",
 ]
 
-POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
-CHAIN_TOKENS = 131_072
-CHAIN_SPEEDUPS = {256: 4.0, 16: 2.5}
+_POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+_CHAIN_TOKENS = 131_072
+_CHAIN_SPEEDUPS = {256: 4.0, 16: 2.5}
 _SEQUENCE_BLOCKS = 16
 
 
 def measure_evict_and_allocate(
-    pool_sizes: Sequence[int] = POOL_SIZES, *, num_blocks: int = 4, runs: int = 2_000
+    pool_sizes: Sequence[int] = _POOL_SIZES, *, num_blocks: int = 4, runs: int = 2_000
 ) -> Iterator[Measurement]:
     """Time taking blocks from a full cache and giving them back, per number of cached blocks."""
     medians = []
@@ -55,10 +55,12 @@ def measure_evict_and_allocate(
     yield Measurement(name, ratio, "x", limit=3, runs=runs)
 
 
-def measure_hash_chain(num_tokens: int = CHAIN_TOKENS, *, runs: int = 200) -> Iterator[Measurement]:
+def measure_hash_chain(
+    num_tokens: int = _CHAIN_TOKENS, *, runs: int = 200
+) -> Iterator[Measurement]:
     """Time ``compute_block_hashes`` against a plain SHA-256 chain over the same int32 tokens."""
     tokens = np.random.default_rng().integers(0, 2**31, num_tokens, dtype=np.int32)
-    for block_size, speedup in CHAIN_SPEEDUPS.items():
+    for block_size, speedup in _CHAIN_SPEEDUPS.items():
         progress(f"hash {num_tokens:,} tokens in blocks of {block_size}")
         own = median_us(partial(compute_block_hashes, tokens, block_size), runs=runs)
         plain = median_us(partial(_sha256_chain, tokens, block_size), runs=runs)
@@ -74,7 +76,7 @@ def measure_hash_chain(num_tokens: int = CHAIN_TOKENS, *, runs: int = 200) -> It
 
 
 def measure_allocate_slots(
-    pool_sizes: Sequence[int] = POOL_SIZES[1:], *, max_slots: int = 2_000, runs: int = 2_000
+    pool_sizes: Sequence[int] = _POOL_SIZES[1:], *, max_slots: int = 2_000, runs: int = 2_000
 ) -> Iterator[Measurement]:
     """Time giving three blocks a slot when every slot is taken, per size of the KV pool."""
     for size in pool_sizes:
