@@ -1,0 +1,164 @@
+"""Ranks that hold shards of the same states, as processes that talk through gloo."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from shard_rig import EVERY, MODEL_AXIS, Shard, run, spawn
+from slot_rig import full, make_allocator
+
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+from mamba_cache.slots import ConsumedSlotPolicy
+
+NUM_STEPS = 500
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.int64)
+
+
+@pytest.fixture(scope="module")
+def stream_seed(request):
+    """One stream for all tests of this file, new in each run."""
+    seed = request.config.option.seed
+    print(f"repeat with: pytest {request.node.nodeid} --seed={seed}")
+    return seed
+
+
+@pytest.fixture(scope="module")
+def single(stream_seed):
+    """Fingerprints and states of one process that holds everything."""
+    return run(Shard(), stream_seed, NUM_STEPS)[1:]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def reports(request, stream_seed, tmp_path_factory):
+    return spawn(request.param, tmp_path_factory.mktemp("ranks"), stream_seed, NUM_STEPS, "gloo")
+
+
+def test_all_ranks_decide_as_one_process_does(reports, single):
+    assert len(set(single[0])) == NUM_STEPS
+    for report in reports:
+        assert report["fingerprints"] == single[0]
+
+
+def test_shards_join_to_the_states_of_one_process(reports, single):
+    for number, snapshot in enumerate(single[1]):
+        for name, whole in snapshot.items():
+            shards = [report["snapshots"][number][name] for report in reports]
+            joined = torch.cat(shards, dim=MODEL_AXIS)
+            assert torch.equal(bits(joined), bits(whole)), (number, name)
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_every_rank_reports_a_divergence_in_time(reports, every):
+    noticed = {report["noticed"][every] for report in reports}
+    assert len(noticed) == 1, "all ranks raise in the same step, and name the same"
+    [(in_steps, named_step, num_sides)] = noticed
+    assert 1 <= in_steps <= every
+    assert every + 2 < named_step <= every + 2 + in_steps
+    assert num_sides == 2
+
+
+def test_all_ranks_take_the_smallest_number_of_slots(reports):
+    offered = [10 + (rank * 7 + 3) % 5 for rank in range(len(reports))]
+    assert len(set(offered)) > 1
+    assert [report["num_slots"] for report in reports] == [min(offered)] * len(reports)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process alone."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+class Counting:
+    """Something to watch that counts how often it is asked."""
+
+    asked = 0
+
+    def fingerprint(self):
+        self.asked += 1
+        return self.asked
+
+
+@pytest.mark.parametrize(("every", "asked"), [(1, 32), (2, 32), (5, 8), (17, 2)])
+def test_only_the_steps_that_are_due_cost_a_fingerprint(alone, every, asked):
+    watched = Counting()
+    guard = DivergenceGuard(watched, every=every)
+    for _ in range(32):
+        guard.check()
+    assert watched.asked == asked
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.0, True])
+def test_bad_arguments_are_refused(alone, given):
+    with pytest.raises(InvalidArgumentError, match=f"every must be an int >= 1, got {given}"):
+        DivergenceGuard(Counting(), every=given)
+    if given != 0:
+        with pytest.raises(InvalidArgumentError, match=f"must be an int >= 0, got {given}"):
+            agree_on_num_slots(given)
+
+
+def test_without_a_group_there_is_nobody_to_agree_with():
+    for call in (lambda: DivergenceGuard(Counting()), lambda: agree_on_num_slots(3)):
+        with pytest.raises(StepOrderError, match="init_process_group first"):
+            call()
+
+
+def swap_free_slots(allocator):
+    allocator.free_slots[[0, 1]] = allocator.free_slots[[1, 0]].clone()
+
+
+CHANGES = {
+    "a slot is freed": lambda a: a.invalidate_block(0),
+    "a slot is given": lambda a: a.allocate_slots_batch([9]),
+    "a slot is reserved": lambda a: a.reserve_slots([9]),
+    "a slot is read": lambda a: a.pin_slots([a.get_slot(1)]),
+    "a hash is gone": lambda a: a.hash_to_block_id.pop(101),
+    "a hash finds another block": lambda a: a.hash_to_block_id.update({101: 2}),
+    "the policy remembers a use": lambda a: a.note_consumed([a.get_slot(1)]),
+    "free slots are in another order": swap_free_slots,
+    "a block points elsewhere": lambda a: a.block_to_slot.__setitem__(1, -1),
+}
+
+
+def prepared():
+    allocator = full(slots=6, policy=ConsumedSlotPolicy())
+    allocator._invalidate_blocks_batch([4, 5])
+    return allocator
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_decides_shows_in_the_fingerprint(change):
+    allocator = prepared()
+    before = allocator.fingerprint()
+    assert before == prepared().fingerprint()
+    change(allocator)
+    assert allocator.fingerprint() != before
+    allocator.reset()
+    assert allocator.fingerprint() == make_allocator(6, policy=ConsumedSlotPolicy()).fingerprint()
+
+
+def test_the_order_of_dicts_does_not_show_in_the_fingerprint():
+    one, other = prepared(), prepared()
+    for allocator, order in ((one, (8, 9)), (other, (9, 8))):
+        reserved = {block: allocator.free_slots[block - 8].item() for block in order}
+        allocator.free_count = 0
+        allocator.pool.reserved.update({slot: block for block, slot in reserved.items()})
+    pairs = list(other.hash_to_block_id.items())
+    other.hash_to_block_id.clear()
+    other.hash_to_block_id.update(reversed(pairs))
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_fingerprints_fit_the_tensors_that_carry_them():
+    for seed in range(50):
+        allocator = make_allocator(3)
+        allocator.register_block_hashes_batch([0], [np.random.default_rng(seed).integers(1, 2**62)])
+        assert 0 <= allocator.fingerprint() < 2**63

@@ -1,0 +1,235 @@
+"""Ranks that hold shards of the same states, driven by one random stream of requests.
+
+The model is a stand-in whose state advances element by element, in whole numbers that float64 holds
+exactly: what a rank computes for its heads and channels is what one process computes for them.
+"""
+
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
+from mamba_cache.errors import CapacityError, DivergenceError
+from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+from mamba_cache.slots import ConsumedSlotPolicy
+from mamba_cache.states import StateSpec
+
+LAYERS, HEADS, CHANNELS, VOCAB, MODULUS = 2, 8, 16, 50, 65521
+BLOCK, CHUNK, MAX_GENERATED = 4, 2, 8
+MODEL_AXIS = 2  # of heads and channels, in [layers, rows, heads or channels, ...]
+EVERY = (1, 2, 5, 16)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of ``count`` equal parts of the heads and channels."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, tensor):
+        return tensor.chunk(self.count)[self.index]
+
+
+def make_context(shard, device="cpu"):
+    """A small cache full of NaN, so that a state that nobody wrote shows."""
+    config = CacheConfig(
+        block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=64,
+        max_sequence_length=48, num_kv_blocks=50, max_slots=7, vocab_size=VOCAB,
+        hash_secret=b"the same on every rank",
+    )  # fmt: skip
+    conv, ssm = (CHANNELS // shard.count, 3), (HEADS // shard.count, 2, 2)
+    spec = StateSpec.mamba(LAYERS, conv, ssm, torch.float64, torch.float64)
+    context = DynamicInferenceContext(config, spec, device=device, slot_policy=ConsumedSlotPolicy())
+    for tensor in states(context).values():
+        tensor.fill_(torch.nan)
+    return context
+
+
+def states(context):
+    slots = context.slot_allocator
+    return {
+        "live conv": context.mamba_conv_states,
+        "live ssm": context.mamba_ssm_states,
+        "saved conv": slots.conv_states,
+        "saved ssm": slots.ssm_states,
+    }
+
+
+class ShardModel:
+    """Advances the live states of a shard, and saves them at checkpoints."""
+
+    def __init__(self, shard, device="cpu"):
+        def draw(*shape):
+            return torch.randint(1, MODULUS, shape, generator=generator).double()
+
+        generator = torch.Generator().manual_seed(11)
+        weights = [(draw(CHANNELS), draw(HEADS, 2, 2)) for _ in range(LAYERS)]
+        self._weights = [[shard.of(w).to(device) for w in layer] for layer in weights]
+
+    def forward(self, metadata, context):
+        tokens = metadata.token_ids[: metadata.num_tokens].double() + 1
+        rows = metadata.state_rows[: metadata.num_requests].tolist()
+        for layer, (conv_weight, ssm_weight) in enumerate(self._weights):
+            conv_input = tokens[:, None] * conv_weight % MODULUS
+            ssm_input = tokens[:, None, None, None] * ssm_weight % MODULUS
+            self._prefill(layer, conv_input, ssm_input, metadata, rows, context)
+            for i, row in enumerate(rows[: metadata.num_decodes]):
+                self._advance(context, layer, row, conv_input[i : i + 1])
+                ssm = context.mamba_ssm_states[layer, row]
+                ssm.copy_((ssm * 3 + ssm_input[i]) % MODULUS)
+
+    def _prefill(self, layer, conv_input, ssm_input, metadata, rows, context):
+        first, bounds = metadata.num_decodes, metadata.cu_chunk_seqlens.tolist()
+        state_of = {row: context.mamba_ssm_states[layer, row] for row in rows[first:]}
+        chunk_states = []
+        for chunk in range(metadata.num_chunks):
+            row = rows[first + int(metadata.chunk_seq_idx[chunk])]
+            for token in range(first + bounds[chunk], first + bounds[chunk + 1]):
+                state_of[row] = (state_of[row] * 3 + ssm_input[token]) % MODULUS
+            chunk_states.append(state_of[row])
+        if chunk_states:
+            conv = conv_input[first:]
+            context.extract_checkpoint_states(layer, torch.stack(chunk_states), conv, metadata)
+        for i, row in enumerate(rows[first:], start=first):
+            start, end = metadata.query_start_loc[i : i + 2].tolist()
+            self._advance(context, layer, row, conv_input[start:end])
+            context.mamba_ssm_states[layer, row] = state_of[row]
+
+    def _advance(self, context, layer, row, conv_input):
+        window = context.mamba_conv_states[layer, row]
+        window.copy_(torch.cat([window, conv_input.T], dim=1)[:, -window.shape[1] :])
+
+
+class Stream:
+    """Requests drawn from a seed, one step after the other: the same calls wherever it runs."""
+
+    def __init__(self, context, model, seed):
+        self.context = context
+        self.num_skipped = 0
+        self._model = model
+        self._rng = random.Random(seed)
+        self._texts = [self._tokens(30) for _ in range(4)]
+        self._num_left = {}  # tokens to generate, by request
+
+    def step(self):
+        self._admit()
+        for name, status in self._statuses():
+            if status is RequestStatus.PREFILLING:
+                self._try(self.context.schedule_prefill, name)
+            elif status is RequestStatus.PREEMPTED:
+                self._try(self.context.resume_request, name)
+        self._compute()
+        for name, status in self._statuses():
+            if self._num_left[name] <= 0:
+                self.context.finish(name)
+                del self._num_left[name]
+            elif status is not RequestStatus.PREEMPTED and self._rng.random() < 0.03:
+                self.context.preempt(name)
+
+    def _admit(self):
+        start = self._rng.choice(self._texts)[: self._rng.randrange(4, 30)]
+        prompt = start + self._tokens(self._rng.randrange(1, 8))
+        name = f"request {self._rng.random()}"
+        request = Request(request_id=name, prompt_tokens=prompt)
+        found = self._try(
+            self.context.add_request, request, chunk_tokens=self._rng.choice([None, BLOCK])
+        )
+        if found:
+            self._num_left[name] = self._rng.randrange(1, MAX_GENERATED)
+            self.num_skipped += found.skip_tokens
+
+    def _compute(self):
+        if all(status is RequestStatus.PREEMPTED for _, status in self._statuses()):
+            return
+        step = self.context.begin_step()
+        self._model.forward(step.metadata, self.context)
+        if self._rng.random() < 0.05:
+            self.context.abort_step()
+            return
+        for name in step.sampling_ids:
+            self._num_left[name] -= 1
+        self.context.commit_step({name: self._tokens(1)[0] for name in step.sampling_ids})
+
+    def _statuses(self):
+        return [(name, self.context.status(name)) for name in self._num_left]
+
+    def _try(self, call, *args, **options):
+        try:
+            return call(*args, **options)
+        except CapacityError:
+            return None
+
+    def _tokens(self, count):
+        return [self._rng.randrange(VOCAB) for _ in range(count)]
+
+
+def run(shard, seed, num_steps, *, device="cpu", guard=None):
+    """Drives one shard; what it decided and what it holds, for comparing.
+
+    Returns the context, the fingerprint after each step, and the states after every 50th.
+    """
+    context = make_context(shard, device)
+    stream = Stream(context, ShardModel(shard, device), seed)
+    checks = guard(context).check if guard else lambda: None
+    fingerprints, snapshots = [], []
+    for number in range(1, num_steps + 1):
+        stream.step()
+        checks()
+        fingerprints.append(context.fingerprint())
+        if number % 50 == 0:
+            snapshots.append({k: t.cpu().clone() for k, t in states(context).items()})
+    assert stream.num_skipped > num_steps, "without hits the stream shows nothing"
+    assert context.slot_allocator.evicted_slots_total > num_steps // 4
+    return context, fingerprints, snapshots
+
+
+def diverge(context, every, rank):
+    """Rank 1 alone gives a slot up. In how many steps this rank noticed, and what it was told."""
+    context.reset()
+    context.slot_allocator.allocate_slots_batch([3, 5])
+    guard = DivergenceGuard(context, every=every)
+    for _ in range(every + 2):
+        guard.check()
+    if rank == 1:
+        context.slot_allocator.invalidate_block(3)
+    for number in range(1, 3 * every):
+        try:
+            guard.check()
+        except DivergenceError as error:
+            return number, error.step, len(set(error.fingerprints))
+    return None
+
+
+def work(rank, world_size, folder, seed, num_steps, backend):
+    """One process of the group; what it found is written into the folder."""
+    torch.set_num_threads(1)
+    device = "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    context, fingerprints, snapshots = run(
+        Shard(rank, world_size), seed, num_steps, device=device, guard=DivergenceGuard
+    )
+    report = {
+        "fingerprints": fingerprints,
+        "snapshots": snapshots,
+        "noticed": {every: diverge(context, every, rank) for every in EVERY},
+        "num_slots": agree_on_num_slots(10 + (rank * 7 + 3) % 5),
+    }
+    torch.save(report, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def spawn(world_size, folder, seed, num_steps, backend):
+    """Runs ``work`` in processes of their own, each with its own hash seed; what they found."""
+    arguments = (world_size, str(folder), seed, num_steps, backend)
+    torch.multiprocessing.spawn(work, args=arguments, nprocs=world_size)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
