@@ -78,11 +78,6 @@ class PrefixTree:
                 del self._num_children[block.parent_hash]
         return block
 
-    def clear(self) -> None:
-        """Deregister every block."""
-        self._blocks.clear()
-        self._num_children.clear()
-
     def counts_children_right(self) -> bool:
         """Return whether the counts of children are what the blocks' parents add up to."""
         parents = [block.parent_hash for block in self._blocks.values()]

@@ -174,11 +174,7 @@ class Publisher:
             boundary: Its newest decode checkpoint.
         """
         old, active.decode_lease = active.decode_lease, self._lease_of(active, boundary)
-        if (
-            old is not None
-            and self._slots.is_current(old)
-            and not self._slots.is_pinned(old.slot)
-        ):
+        if old is not None and self._slots.is_current(old) and not self._slots.is_pinned(old.slot):
             self._slots.invalidate_block(old.block_id)
 
     def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:

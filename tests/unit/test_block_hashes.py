@@ -266,3 +266,8 @@ def test_equal_ids_with_other_digests_are_not_equal():
     one, two = (BlockHashes([b"same id " + tail]) for tail in (b"12345678", b"87654321"))
     assert one != two
     assert list(one) == list(two)
+
+
+def test_hashes_show_their_ids():
+    hashes = compute_block_hashes([1, 2], 1, hasher=BlockHasher(secret=b"key"))
+    assert repr(hashes) == f"BlockHashes({list(hashes)})"
