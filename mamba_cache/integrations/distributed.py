@@ -137,7 +137,8 @@ def _start_gather(
     device = _device(group)
     if device.type == "cuda":
         return _start_gather_on_gpu(sent.pin_memory(), received.pin_memory(), device, group)
-    work = dist.all_gather(list(received.chunk(len(received))), sent, group=group, async_op=True)
+    parts = list(received.chunk(len(received)))
+    work = dist.all_gather(parts, sent, group=group, async_op=True)
     return work.wait, received
 
 
@@ -152,7 +153,9 @@ def _start_gather_on_gpu(
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         gathered = torch.empty_like(received, device=device)
         on_gpu = sent.to(device, non_blocking=True)
-        work = dist.all_gather(list(gathered.chunk(len(gathered))), on_gpu, group=group, async_op=True)
+        work = dist.all_gather(
+            list(gathered.chunk(len(gathered))), on_gpu, group=group, async_op=True
+        )
         work.wait()  # makes the stream wait, not this thread
         received.copy_(gathered, non_blocking=True)
         arrived.record()
