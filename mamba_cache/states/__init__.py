@@ -1,9 +1,10 @@
 """States: what they are made of, the tensors that hold them, and how they are moved."""
 
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
+from mamba_cache.states._backend import CopyBackend
 from mamba_cache.states._rows import RowIndices
-from mamba_cache.states.copier import CopyBackend, StateCopier
-from mamba_cache.states.kernels import extract_checkpoint_states
+from mamba_cache.states.copier import StateCopier
+from mamba_cache.states.extraction import extract_checkpoint_states
 from mamba_cache.states.pool import StatePool
 from mamba_cache.states.spec import (
     KVCacheSpec,

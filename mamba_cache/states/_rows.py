@@ -16,8 +16,6 @@ __all__ = ["RowIndices", "check_device_rows", "check_host_rows", "is_on_host"]
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
 
-_HostRows: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-
 
 def is_on_host(rows: RowIndices) -> bool:
     """Says whether the rows can be read without waiting for a device."""
@@ -52,7 +50,7 @@ def check_host_rows(
     num_source_rows: int,
     num_destination_rows: int,
     in_place: bool,
-) -> _HostRows:
+) -> tuple[list[int], list[int]]:
     """Checks rows on the host.
 
     Args:
@@ -63,13 +61,13 @@ def check_host_rows(
         in_place: Both are the same tensors.
 
     Returns:
-        [2, n] int64: the sources, then the destinations.
+        The sources and the destinations of the pairs that are not padding.
 
     Raises:
         InvalidArgumentError: As in ``StateCopier.copy``.
     """
-    sources = _as_array("source_rows", source_rows)
-    destinations = _as_array("destination_rows", destination_rows)
+    sources = _as_list("source_rows", source_rows)
+    destinations = _as_list("destination_rows", destination_rows)
     if len(sources) != len(destinations):
         raise InvalidArgumentError(
             f"source_rows and destination_rows must be equally many, "
@@ -77,39 +75,42 @@ def check_host_rows(
         )
     _check_range("source_rows", sources, min(PAD_SLOT_ID, ZERO_SOURCE), num_source_rows)
     _check_range("destination_rows", destinations, PAD_SLOT_ID, num_destination_rows)
-    used = (sources != PAD_SLOT_ID) & (destinations != PAD_SLOT_ID)
-    _check_conflicts(sources[used], destinations[used], in_place=in_place)
-    return np.stack([sources, destinations])
+    if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
+        pairs = zip(sources, destinations, strict=True)
+        real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
+        sources, destinations = [source for source, _ in real], [target for _, target in real]
+    _check_conflicts(sources, destinations, in_place=in_place)
+    return sources, destinations
 
 
-def _as_array(name: str, rows: RowIndices) -> _HostRows:
+def _as_list(name: str, rows: RowIndices) -> list[int]:
     array = np.asarray(rows)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
+    is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
+    if array.ndim != 1 or (array.size and not is_int):
         raise InvalidArgumentError(
             f"{name} must be 1-D and int32 or int64, got shape {array.shape}, {array.dtype}"
         )
-    return array.astype(np.int64, copy=False)
+    as_list: list[int] = array.tolist()
+    return as_list
 
 
-def _check_range(name: str, rows: _HostRows, least: int, num_rows: int) -> None:
-    outside = rows[(rows < least) | (rows >= num_rows)]
-    if outside.size:
+def _check_range(name: str, rows: list[int], least: int, num_rows: int) -> None:
+    if rows and (min(rows) < least or max(rows) >= num_rows):
+        outside = [row for row in rows if not least <= row < num_rows]
         raise InvalidArgumentError(
-            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, "
-            f"got {outside.tolist()}"
+            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
         )
 
 
-def _check_conflicts(sources: _HostRows, destinations: _HostRows, *, in_place: bool) -> None:
-    rows, counts = np.unique(destinations, return_counts=True)
-    if len(rows) < len(destinations):
+def _check_conflicts(sources: list[int], destinations: list[int], *, in_place: bool) -> None:
+    written = set(destinations)
+    if len(written) < len(destinations):
+        repeated = sorted(row for row in written if destinations.count(row) > 1)
         raise InvalidArgumentError(
-            f"each destination row may be listed once, got {rows[counts > 1].tolist()} repeatedly"
+            f"each destination row may be listed once, got {repeated} repeatedly"
         )
-    both = np.intersect1d(sources, destinations) if in_place else rows[:0]
-    if both.size:
+    both = written.intersection(sources) if in_place else ()
+    if both:
         raise InvalidArgumentError(
-            f"in one set of tensors a row cannot be both read and written, got {both.tolist()}"
+            f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
         )

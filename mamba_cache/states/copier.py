@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import torch
 
-from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states._backend import CopyBackend, kernels_for
+from mamba_cache.states._row_ring import RowRing
 from mamba_cache.states._rows import RowIndices, check_device_rows, check_host_rows, is_on_host
-from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.plan import CopyPlan, plan_copy
+from mamba_cache.states.kernels.plan import plan_copy
 
-__all__ = ["CopyBackend", "StateCopier"]
-
-CopyBackend = Literal["auto", "torch", "triton"]
-"""What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
-
-
-class _CopyFunction(Protocol):
-    def __call__(
-        self, plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor
-    ) -> None: ...
+__all__ = ["StateCopier"]
 
 
 class StateCopier:
@@ -58,8 +48,11 @@ class StateCopier:
         self._num_destination_rows = destinations[0].shape[1]
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
-        self._copy_states = _copy_function(backend, self._device)
+        self._copy_states = kernels_for(backend, self._device).copy_states
         self._plan = plan_copy(sources, destinations)
+        on_cuda = self._device.type == "cuda"
+        # No destination is listed twice, so a list is never longer than there are rows.
+        self._ring = RowRing(self._num_destination_rows, self._device) if on_cuda else None
 
     def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
         """Copies ``source_rows[i]`` to ``destination_rows[i]`` for every i.
@@ -69,45 +62,50 @@ class StateCopier:
         device cannot be read without waiting for it, so there only their number and dtype are
         checked: a row past the end is foreign memory, and of duplicate destinations any may win.
 
+        While a CUDA graph is captured, rows must be on the device: the graph reads them there anew
+        at each replay.
+
         Args:
             source_rows: [n] ints: a sequence, numpy, or a tensor on the CPU or on the copier's
                 device; int32 or int64.
             destination_rows: The same, on the host or on the device as ``source_rows`` are.
 
         Raises:
-            InvalidArgumentError: The lengths, dtypes or devices do not fit, or, on the host, a row
-                is out of range, a destination is listed twice, or a row of the same tensors is
-                both read and written. Nothing was copied.
+            InvalidArgumentError: The lengths, dtypes or devices do not fit, rows on the host are to
+                be captured, or, on the host, a row is out of range, a destination is listed twice,
+                or a row of the same tensors is both read and written. Nothing was copied.
         """
         if is_on_host(source_rows) and is_on_host(destination_rows):
-            sources, destinations = self._send(source_rows, destination_rows)
-        else:
-            sources = check_device_rows("source_rows", source_rows, self._device)
-            destinations = check_device_rows("destination_rows", destination_rows, self._device)
-            if len(sources) != len(destinations):
-                raise InvalidArgumentError(
-                    f"source_rows and destination_rows must be equally many, "
-                    f"got {len(sources)} and {len(destinations)}"
-                )
+            self._copy_host_rows(source_rows, destination_rows)
+            return
+        sources = check_device_rows("source_rows", source_rows, self._device)
+        destinations = check_device_rows("destination_rows", destination_rows, self._device)
+        if sources.shape != destinations.shape:
+            raise InvalidArgumentError(
+                f"source_rows and destination_rows must be equally many, "
+                f"got {len(sources)} and {len(destinations)}"
+            )
         self._copy_states(self._plan, sources, destinations)
 
-    def _send(
-        self, source_rows: RowIndices, destination_rows: RowIndices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Checks rows on the host and brings them to the device in one transfer."""
-        rows = torch.from_numpy(
-            check_host_rows(
-                source_rows,
-                destination_rows,
-                num_source_rows=self._num_source_rows,
-                num_destination_rows=self._num_destination_rows,
-                in_place=self._in_place,
-            )
+    def _copy_host_rows(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
+        sources, destinations = check_host_rows(
+            source_rows,
+            destination_rows,
+            num_source_rows=self._num_source_rows,
+            num_destination_rows=self._num_destination_rows,
+            in_place=self._in_place,
         )
-        if self._device.type == "cuda":
-            # From pageable memory the transfer would wait for the work queued before it.
-            rows = rows.pin_memory().to(self._device, non_blocking=True)
-        return rows[0], rows[1]
+        if self._ring is None:
+            self._copy_states(self._plan, torch.tensor(sources), torch.tensor(destinations))
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgumentError(
+                "rows on the host cannot be captured in a CUDA graph, which would repeat them for "
+                "ever: give them in tensors on the device"
+            )
+        if sources:
+            self._copy_states(self._plan, *self._ring.send(sources, destinations))
+            self._ring.mark_used()
 
 
 def _check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
@@ -143,23 +141,3 @@ def _check_layout(side: str, tensor: torch.Tensor) -> None:
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, int, tuple[int, ...]]:
     return tensor.dtype, tensor.shape[0], tuple(tensor.shape[2:])
-
-
-def _copy_function(backend: CopyBackend, device: torch.device) -> _CopyFunction:
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return copy_torch.copy_states
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidArgumentError(
-            f"backend 'triton' needs tensors on a CUDA device, got {device} "
-            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
-        )
-    try:
-        from mamba_cache.states.kernels import copy  # noqa: PLC0415
-    except ImportError as error:
-        raise MissingExtraError(
-            "the copy kernel needs triton, which is not installed: pip install triton (Linux "
-            "only), or choose backend='torch'"
-        ) from error
-    return copy.copy_states

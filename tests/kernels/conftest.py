@@ -3,13 +3,23 @@
 import pytest
 import torch
 
+from mamba_cache.states.kernels import copy, extract
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The kernel and its twin must pass the same tests."""
+@pytest.fixture(params=["torch", "triton", "triton as captured"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel, its twin, and the kernel as in a CUDA graph must pass the same tests.
+
+    In a graph one program walks through many entries of a list; here through few, so that lists
+    take several programs.
+    """
+    if request.param == "triton as captured":
+        for kernels in (copy, extract):
+            monkeypatch.setattr(kernels, "entries_per_program", lambda rows, captured: 2)
+        return "triton"
     return request.param

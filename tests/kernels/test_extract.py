@@ -27,11 +27,12 @@ def layer(generator, device):
 
 def fields(checkpoints, device, dtype=torch.int32):
     """One tensor a field of StepMetadata, from (chunk, conv end, seq start, row, slot) each."""
-    table = torch.tensor(checkpoints, dtype=dtype, device=device).reshape(-1, len(FIELDS))
-    return {f"checkpoint_{name}": column for name, column in zip(FIELDS, table.T, strict=True)}
+    table = torch.tensor(checkpoints, dtype=dtype, device=device).reshape(-1, len(FIELDS)).T
+    columns = table.contiguous()
+    return {f"checkpoint_{name}": column for name, column in zip(FIELDS, columns, strict=True)}
 
 
-def check_extract(layer, checkpoints, device, dtype=torch.int32):
+def check_extract(layer, checkpoints, device, backend, dtype=torch.int32):
     before = {name: tensor.clone() for name, tensor in layer.items()}
     expected = {name: tensor.clone() for name, tensor in layer.items()}
     for chunk, end, start, row, slot in checkpoints:
@@ -40,7 +41,7 @@ def check_extract(layer, checkpoints, device, dtype=torch.int32):
         expected["slot_ssm"][slot] = before["chunk_states"][chunk]
         inputs = torch.cat([before["live_conv"][row].T, before["conv_input"][start:end]])
         expected["slot_conv"][slot] = inputs[-WIDTH:].T
-    extract_checkpoint_states(**layer, **fields(checkpoints, device, dtype))
+    extract_checkpoint_states(**layer, **fields(checkpoints, device, dtype), backend=backend)
     for name, tensor in layer.items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -49,17 +50,17 @@ PADDING = (-1, -1, -1, -1, -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_window_within_the_step(layer, device, dtype):
-    check_extract(layer, [(3, 20, 8, 2, 4), (1, 8, 0, 5, 0)], device, dtype)
+def test_window_within_the_step(layer, device, backend, dtype):
+    check_extract(layer, [(3, 20, 8, 2, 4), (1, 8, 0, 5, 0)], device, backend, dtype)
 
 
 @pytest.mark.parametrize("length", range(1, WIDTH + 2))
-def test_window_reaches_back_into_the_live_conv_state(layer, device, length):
-    check_extract(layer, [(3, 10 + length, 10, 2, 1), (0, length, 0, 6, 3)], device)
+def test_window_reaches_back_into_the_live_conv_state(layer, device, backend, length):
+    check_extract(layer, [(3, 10 + length, 10, 2, 1), (0, length, 0, 6, 3)], device, backend)
 
 
-def test_checkpoint_at_the_end_of_the_packed_batch(layer, device):
-    check_extract(layer, [(8, 40, 39, 0, 2)], device)
+def test_checkpoint_at_the_end_of_the_packed_batch(layer, device, backend):
+    check_extract(layer, [(8, 40, 39, 0, 2)], device, backend)
 
 
 @pytest.mark.parametrize(
@@ -72,36 +73,36 @@ def test_checkpoint_at_the_end_of_the_packed_batch(layer, device):
         [PADDING, PADDING, (3, 9, 8, 2, 1), (4, 33, 21, 1, 0)],
     ],
 )
-def test_padding_writes_nothing(layer, device, checkpoints):
-    check_extract(layer, checkpoints, device)
+def test_padding_writes_nothing(layer, device, backend, checkpoints):
+    check_extract(layer, checkpoints, device, backend)
 
 
-def test_no_checkpoints(layer, device):
-    check_extract(layer, [], device)
+def test_no_checkpoints(layer, device, backend):
+    check_extract(layer, [], device, backend)
 
 
 @pytest.mark.parametrize("empty", ["conv_input", "chunk_states", "slots"])
-def test_padding_where_there_is_nothing_to_read_or_write(layer, device, empty):
+def test_padding_where_there_is_nothing_to_read_or_write(layer, device, backend, empty):
     names = ("slot_conv", "slot_ssm") if empty == "slots" else (empty,)
     for name in names:
         layer[name] = layer[name][:0]
-    check_extract(layer, [PADDING, PADDING], device)
+    check_extract(layer, [PADDING, PADDING], device, backend)
 
 
-def test_slots_may_be_one_layer_of_a_pool(layer, device, generator):
+def test_slots_may_be_one_layer_of_a_pool(layer, device, backend, generator):
     pool = torch.randn(3, 5, *SSM, generator=generator).to(device)
     layer["slot_ssm"] = pool[1]
     others = pool[[0, 2]].clone()
-    check_extract(layer, [(3, 20, 8, 2, 4)], device)
+    check_extract(layer, [(3, 20, 8, 2, 4)], device, backend)
     assert torch.equal(pool[[0, 2]], others)
 
 
 @pytest.mark.parametrize("name", ["slot_ssm", "slot_conv", "live_conv", "conv_input"])
-def test_pool_of_another_dtype_than_the_kernels_is_refused(layer, device, name):
+def test_pool_of_another_dtype_than_the_kernels_is_refused(layer, device, backend, name):
     before = {name: tensor.clone() for name, tensor in layer.items()}
     rounded = {**layer, name: layer[name].bfloat16()}
     with pytest.raises(InvalidArgumentError, match="must share dtype"):
-        extract_checkpoint_states(**rounded, **fields([(3, 20, 8, 2, 4)], device))
+        extract_checkpoint_states(**rounded, **fields([(3, 20, 8, 2, 4)], device), backend=backend)
     assert all(torch.equal(layer[name], before[name]) for name in layer)
 
 
@@ -114,7 +115,7 @@ def test_pool_of_another_dtype_than_the_kernels_is_refused(layer, device, name):
         ("live_conv", (7, CONV_DIM, WIDTH - 1)),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(layer, device, name, shape):
+def test_shapes_that_do_not_fit_are_refused(layer, device, backend, name, shape):
     layer[name] = torch.ones(shape, device=device)
     with pytest.raises(InvalidArgumentError, match="must"):
-        extract_checkpoint_states(**layer, **fields([(3, 20, 8, 2, 3)], device))
+        extract_checkpoint_states(**layer, **fields([(3, 20, 8, 2, 3)], device), backend=backend)

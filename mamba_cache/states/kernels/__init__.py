@@ -1,5 +1,6 @@
-"""Kernels that move states, each beside its PyTorch twin of the same signature."""
+"""Kernels that move states, each beside its PyTorch twin of the same signature.
 
-from mamba_cache.states.kernels.extract import extract_checkpoint_states
+The kernels need Triton, so nothing is imported here.
+"""
 
-__all__ = ["extract_checkpoint_states"]
+__all__: list[str] = []

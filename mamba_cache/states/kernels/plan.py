@@ -5,45 +5,61 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["TILE_WORDS", "CopyPlan", "plan_copy"]
+__all__ = ["TILE_WORDS", "WIDE_BYTES", "CopyPlan", "plan_copy"]
 
-TILE_WORDS = 4096
-"""Words that one program of the kernel moves: 32 KiB at the widest word. A power of two."""
+TILE_WORDS = 512
+"""Words that one program of the kernel moves at a time. A power of two."""
 
-_WIDEST_ACCESS = 16
-_WIDEST_WORD = 8
+WIDE_BYTES = 16
+"""The widest access that a GPU has."""
+
+_WIDEST_WORD_BYTES = 8
+_MOST_TILES_PER_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The tensors of a copy as bytes, and the tables that the kernel finds them by.
+    """The tensors of a copy as bytes, and the table that the kernel finds them by.
 
-    A *segment* is one layer of one pair of tensors; a *tile* is at most ``TILE_WORDS`` words of one
-    row of a segment. The tables hold addresses, so the plan keeps the tensors alive.
+    A *segment* is one layer of one pair of tensors. One row of it is cut into *chunks*, and the
+    kernel cuts these into tiles of ``TILE_WORDS`` words: the table stays small although the tiles
+    are. A segment is *wide* if all its addresses, distances and sizes are multiples of
+    ``WIDE_BYTES``. The table holds addresses, so the plan keeps the tensors alive.
 
     Attributes:
         sources: For each pair, [num_layers, source rows, ..., bytes] uint8.
         destinations: For each pair, [num_layers, destination rows, ..., bytes] uint8.
-        segments: [num_segments, 4] int64 on the tensors' device: source address, destination
-            address, and the distances between rows of the source and of the destination, in bytes.
-        tiles: [num_tiles, 3] int64 on the same device: segment, first byte in the row, words.
-        alignment: Bytes that every address, distance and row size is a multiple of: 1 to 16.
+        chunks: [num_chunks, 5] int64 on the tensors' device: address in row 0 of the source and of
+            the destination, bytes from row to row of each, and words. Wide chunks come first.
+        num_wide: Wide chunks. Their words have 8 bytes, and are moved two at a time.
+        narrow_bytes: Bytes of the other chunks' words: 1, 2, 4 or 8.
+        tiles_per_chunk: Tiles of the largest chunk: 1 to 16, a power of two.
     """
 
     sources: tuple[torch.Tensor, ...]
     destinations: tuple[torch.Tensor, ...]
-    segments: torch.Tensor
-    tiles: torch.Tensor
-    alignment: int
+    chunks: torch.Tensor
+    num_wide: int
+    narrow_bytes: int
+    tiles_per_chunk: int
 
     @property
-    def word_bytes(self) -> int:
-        """Bytes of the integers that the kernel moves; it reaches 16 bytes by moving two."""
-        return min(self.alignment, _WIDEST_WORD)
+    def num_tiles(self) -> int:
+        """Tiles of one row, some of them empty where a chunk is smaller than the largest."""
+        return self.chunks.shape[0] * self.tiles_per_chunk
+
+
+class _Segment(NamedTuple):
+    source: int
+    destination: int
+    source_stride: int
+    destination_stride: int
+    size: int
 
 
 def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> CopyPlan:
@@ -59,15 +75,24 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
         if destination.numel()
     ]
     segments = [segment for pair in pairs for segment in _segments(*pair)]
-    sizes = [math.prod(source.shape[2:]) for source, _ in pairs for _ in range(source.shape[0])]
-    alignment = math.gcd(_WIDEST_ACCESS, *sizes, *(value for row in segments for value in row))
-    device = sources[0].device
+    wide = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) == WIDE_BYTES]
+    narrow = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) < WIDE_BYTES]
+    narrow_bytes = math.gcd(_WIDEST_WORD_BYTES, *(value for segment in narrow for value in segment))
+    most_words = max(
+        [segment.size // _WIDEST_WORD_BYTES for segment in wide]
+        + [segment.size // narrow_bytes for segment in narrow],
+        default=0,
+    )
+    tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, _power_of_2(-(-most_words // TILE_WORDS)))
+    wide_chunks = _chunks(wide, _WIDEST_WORD_BYTES, tiles_per_chunk)
+    table = np.concatenate([wide_chunks, _chunks(narrow, narrow_bytes, tiles_per_chunk)])
     return CopyPlan(
         sources=tuple(source for source, _ in pairs),
         destinations=tuple(destination for _, destination in pairs),
-        segments=torch.tensor(segments, dtype=torch.int64).reshape(-1, 4).to(device),
-        tiles=torch.from_numpy(_tiles(sizes, min(alignment, _WIDEST_WORD))).to(device),
-        alignment=alignment,
+        chunks=torch.from_numpy(table).to(sources[0].device),
+        num_wide=len(wide_chunks),
+        narrow_bytes=narrow_bytes,
+        tiles_per_chunk=tiles_per_chunk,
     )
 
 
@@ -75,23 +100,32 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-def _segments(
-    source: torch.Tensor, destination: torch.Tensor
-) -> Iterator[tuple[int, int, int, int]]:
+def _segments(source: torch.Tensor, destination: torch.Tensor) -> Iterator[_Segment]:
     for layer in range(source.shape[0]):
-        yield (
+        yield _Segment(
             source.data_ptr() + layer * source.stride(0),
             destination.data_ptr() + layer * destination.stride(0),
             source.stride(1),
             destination.stride(1),
+            math.prod(source.shape[2:]),
         )
 
 
-def _tiles(sizes: Sequence[int], word_bytes: int) -> np.ndarray:
-    """Cuts a row of each segment, ``sizes`` bytes long, into tiles."""
-    tables = [np.empty((0, 3), dtype=np.int64)]
-    for segment, size in enumerate(sizes):
-        first_bytes = np.arange(0, size, TILE_WORDS * word_bytes, dtype=np.int64)
-        words = np.minimum((size - first_bytes) // word_bytes, TILE_WORDS)
-        tables.append(np.stack([np.full_like(words, segment), first_bytes, words], axis=1))
+def _power_of_2(count: int) -> int:
+    """The least power of two that is not below ``count``, nor below 1."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _chunks(segments: Sequence[_Segment], word_bytes: int, tiles_per_chunk: int) -> np.ndarray:
+    """Cuts a row of each segment into chunks: ``CopyPlan.chunks``."""
+    chunk_words = tiles_per_chunk * TILE_WORDS
+    tables = [np.empty((0, 5), dtype=np.int64)]
+    for segment in segments:
+        first_bytes = np.arange(0, segment.size, chunk_words * word_bytes, dtype=np.int64)
+        table = np.empty((len(first_bytes), 5), dtype=np.int64)
+        table[:, 0] = segment.source + first_bytes
+        table[:, 1] = segment.destination + first_bytes
+        table[:, 2:4] = segment.source_stride, segment.destination_stride
+        table[:, 4] = np.minimum((segment.size - first_bytes) // word_bytes, chunk_words)
+        tables.append(table)
     return np.concatenate(tables)

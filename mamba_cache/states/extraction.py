@@ -1,0 +1,122 @@
+"""Saving the states at checkpoints inside prefill chunks, straight into their reserved slots."""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states._backend import CopyBackend, kernels_for
+
+__all__ = ["extract_checkpoint_states"]
+
+# States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def extract_checkpoint_states(
+    slot_conv: torch.Tensor,
+    slot_ssm: torch.Tensor,
+    live_conv: torch.Tensor,
+    chunk_states: torch.Tensor,
+    conv_input: torch.Tensor,
+    *,
+    checkpoint_chunks: torch.Tensor,
+    checkpoint_conv_ends: torch.Tensor,
+    checkpoint_seq_starts: torch.Tensor,
+    checkpoint_rows: torch.Tensor,
+    checkpoint_slots: torch.Tensor,
+    backend: CopyBackend = "auto",
+) -> None:
+    """Writes one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
+
+    One launch, without scratch memory. Call it before the layer overwrites its live conv state.
+    The checkpoint fields are those of ``StepMetadata``, each [n] int32 or int64, contiguous. An
+    entry of slot ``PAD_SLOT_ID`` writes nothing, but takes time, so slice the fields where their
+    number is known; in a captured CUDA graph padding is cheap. Nothing waits for the device, and
+    rows on it are not checked.
+
+    Args:
+        slot_conv: [slots, conv_dim, W], written. Slots at any distance.
+        slot_ssm: [slots, heads, head_dim, state_dim], written. Slots at any distance.
+        live_conv: [rows, conv_dim, W]. The last W inputs of each request before this step's chunk,
+            newest last. Rows at any distance.
+        chunk_states: [num_chunks, heads, head_dim, state_dim]. State at each SSM chunk's end.
+            Chunks at any distance.
+        conv_input: [num_prefill_tokens, conv_dim], any strides. The convolution's inputs, packed.
+        checkpoint_chunks: The chunk at whose end the state is saved.
+        checkpoint_conv_ends: The packed token after the checkpoint.
+        checkpoint_seq_starts: The request's first packed token, before the checkpoint.
+        checkpoint_rows: The request's row in ``live_conv``.
+        checkpoint_slots: The reserved slot, each listed once.
+        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+
+    Raises:
+        InvalidArgumentError: Shapes, dtypes or layouts do not fit, or the backend is unknown or not
+            for the tensors' device. A state is never converted: rounded, it would be another state.
+        MissingExtraError: The kernel is asked for and Triton is not installed.
+    """
+    fields = (
+        checkpoint_chunks,
+        checkpoint_conv_ends,
+        checkpoint_seq_starts,
+        checkpoint_rows,
+        checkpoint_slots,
+    )
+    _check_kinds(slot_conv, slot_ssm, live_conv, chunk_states, conv_input)
+    _check_layouts(slot_conv, slot_ssm, live_conv, chunk_states)
+    _check_fields(fields, slot_conv.device)
+    extract_states = kernels_for(backend, slot_conv.device).extract_states
+    extract_states(
+        _as_bits(slot_conv),
+        _as_bits(slot_ssm),
+        _as_bits(live_conv),
+        _as_bits(chunk_states),
+        _as_bits(conv_input),
+        *fields,
+    )
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _check_kinds(
+    slot_conv: torch.Tensor,
+    slot_ssm: torch.Tensor,
+    live_conv: torch.Tensor,
+    chunk_states: torch.Tensor,
+    conv_input: torch.Tensor,
+) -> None:
+    conv = [(t.dtype, tuple(t.shape[1:])) for t in (slot_conv, live_conv)]
+    inputs = (conv_input.dtype, tuple(conv_input.shape[1:]))
+    if slot_conv.dim() != 3 or conv[0] != conv[1] or inputs != (conv[0][0], conv[0][1][:1]):
+        raise InvalidArgumentError(
+            f"slot_conv, live_conv and conv_input must share dtype, conv_dim and width, "
+            f"got {conv[0]}, {conv[1]} and {inputs}"
+        )
+    ssm = [(t.dtype, tuple(t.shape[1:])) for t in (slot_ssm, chunk_states)]
+    if ssm[0] != ssm[1] or len(slot_ssm) != len(slot_conv):
+        raise InvalidArgumentError(
+            f"slot_ssm and chunk_states must share dtype and shape, and slot_ssm must have as many "
+            f"slots as slot_conv, got {ssm[0]} and {ssm[1]}, "
+            f"{len(slot_ssm)} and {len(slot_conv)} slots"
+        )
+
+
+def _check_layouts(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.numel() and not tensor[0].is_contiguous():
+            raise InvalidArgumentError(
+                f"slot_conv, slot_ssm, live_conv and chunk_states must have contiguous inner axes, "
+                f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+
+
+def _check_fields(fields: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    for field in fields:
+        fits = field.shape == fields[0].shape and field.dim() == 1 and field.is_contiguous()
+        if not fits or field.dtype not in (torch.int32, torch.int64) or field.device != device:
+            raise InvalidArgumentError(
+                f"checkpoint fields must be contiguous, 1-D, equally long, int32 or int64, and on "
+                f"{device}, got {[(tuple(f.shape), f.dtype, str(f.device)) for f in fields]}"
+            )

@@ -1,0 +1,74 @@
+"""Checkpoint states in PyTorch: what the kernel of ``extract`` must equal, bit for bit."""
+
+# The launcher of the kernel takes the same tensors in the same order.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["extract_states"]
+
+
+def extract_states(
+    slot_conv: torch.Tensor,
+    slot_ssm: torch.Tensor,
+    live_conv: torch.Tensor,
+    chunk_states: torch.Tensor,
+    conv_input: torch.Tensor,
+    chunks: torch.Tensor,
+    conv_ends: torch.Tensor,
+    seq_starts: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Writes checked tensors as ``extract_checkpoint_states`` describes.
+
+    It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
+    """
+    # Nothing to read or nowhere to write: all entries must be padding.
+    if not (len(slots) and len(slot_conv) and len(conv_input) and len(chunk_states)):
+        return
+    # Padded entries repeat the first real one, so that a slot is only ever written with its state.
+    is_real = slots >= 0
+    entries = torch.arange(len(is_real), device=is_real.device)
+    entries = torch.where(is_real, entries, is_real.long().argmax())
+    targets = slots[entries].long().clamp(min=0)
+    windows = _conv_windows(
+        live_conv[rows[entries].long().clamp(min=0)],
+        conv_input,
+        seq_starts[entries].long(),
+        conv_ends[entries].long(),
+    )
+    states = chunk_states[chunks[entries].long().clamp(min=0)]
+    # If no entry is real, slot 0 is written with what it holds.
+    any_real = is_real.any()
+    slot_conv[targets] = torch.where(any_real, windows, slot_conv[targets])
+    slot_ssm[targets] = torch.where(any_real, states, slot_ssm[targets])
+
+
+def _conv_windows(
+    live_windows: torch.Tensor,
+    conv_input: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Gathers the last W inputs before each of ``ends``.
+
+    Args:
+        live_windows: [n, conv_dim, W], the inputs before ``starts``, newest last.
+        conv_input: [num_prefill_tokens, conv_dim].
+        starts: [n] int64. Inputs before it come from ``live_windows``.
+        ends: [n] int64.
+
+    Returns:
+        [n, conv_dim, W], newest last.
+    """
+    width = live_windows.shape[2]
+    # [n, W]: packed position of each input of the window, counted from the request's start.
+    positions = (ends - starts)[:, None] + torch.arange(-width, 0, device=ends.device)
+    packed = (starts[:, None] + positions).clamp(0, len(conv_input) - 1)
+    new = conv_input[packed].transpose(1, 2)
+    columns = (width + positions).clamp(0, width - 1)
+    old = live_windows.gather(2, columns[:, None].expand_as(live_windows))
+    return torch.where((positions >= 0)[:, None], new, old)

@@ -1,0 +1,89 @@
+"""Checkpoint states over drawn layers and checkpoints: kernel and twin leave what a loop leaves.
+
+The kernel runs in Triton's interpreter, or on the GPU if there is one.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.states import PAD_SLOT_ID, extract_checkpoint_states
+from mamba_cache.states.kernels import extract
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+FIELDS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
+PADDING = (-1, -1, -1, -1, PAD_SLOT_ID)
+NUM_TOKENS = 30
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+@st.composite
+def layers(draw):
+    """The tensors of one layer: random bits, some in memory that is wider than they are."""
+    conv_dim = draw(st.sampled_from([1, 6, 16, 300]))
+    width = draw(st.integers(1, 5))
+    state = draw(st.sampled_from([(1,), (2, 3, 5), (4, 16, 33)]))
+    conv_dtype, ssm_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    num_slots, num_rows, num_chunks = (draw(st.integers(1, 6)) for _ in range(3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def random(shape, dtype):
+        room = (*shape[:-1], shape[-1] * dtype.itemsize)
+        bits = torch.from_numpy(rng.integers(0, 256, room, np.uint8))
+        return bits.view(dtype).to(DEVICE)
+
+    def pitched(shape, dtype):
+        step = draw(st.integers(1, 2))
+        return random((shape[0] * step, *shape[1:]), dtype)[::step]
+
+    inputs = random((NUM_TOKENS, conv_dim + draw(st.integers(0, 3))), conv_dtype)[:, -conv_dim:]
+    return {
+        "slot_conv": pitched((num_slots, conv_dim, width), conv_dtype),
+        "slot_ssm": pitched((num_slots, *state), ssm_dtype),
+        "live_conv": pitched((num_rows, conv_dim, width), conv_dtype),
+        "chunk_states": pitched((num_chunks, *state), ssm_dtype),
+        "conv_input": draw(st.sampled_from([inputs, inputs.T.contiguous().T])),
+    }
+
+
+@st.composite
+def checkpoints(draw, layer):
+    """(chunk, conv end, sequence start, row, slot) of each entry, padding among them."""
+    slots = draw(st.lists(st.integers(0, len(layer["slot_conv"]) - 1), unique=True, max_size=6))
+    entries = []
+    for slot in slots:
+        start = draw(st.integers(0, NUM_TOKENS - 1))
+        end = draw(st.integers(start + 1, NUM_TOKENS))
+        chunk = draw(st.integers(0, len(layer["chunk_states"]) - 1))
+        entries.append((chunk, end, start, draw(st.integers(0, len(layer["live_conv"]) - 1)), slot))
+    entries += [PADDING] * draw(st.integers(0, 3))
+    return draw(st.permutations(entries))
+
+
+@pytest.mark.parametrize(
+    ("backend", "entries_per_program"), [("torch", 1), ("triton", 1), ("triton", 2)]
+)
+@given(st.data(), layers(), st.sampled_from([torch.int32, torch.int64]))
+def test_every_bit_of_every_slot(backend, entries_per_program, data, layer, index_dtype):
+    entries = data.draw(checkpoints(layer))
+    expected = {name: as_bytes(tensor).clone() for name, tensor in layer.items()}
+    width = layer["slot_conv"].shape[2]
+    for chunk, end, start, row, slot in entries:
+        if slot != PAD_SLOT_ID:
+            window = torch.cat([layer["live_conv"][row].T, layer["conv_input"][start:end]])[-width:]
+            expected["slot_conv"][slot] = as_bytes(window.T)
+            expected["slot_ssm"][slot] = as_bytes(layer["chunk_states"][chunk])
+    table = torch.tensor(entries, dtype=index_dtype, device=DEVICE).reshape(-1, len(FIELDS))
+    columns = dict(zip(FIELDS, table.T.contiguous(), strict=True))
+    fields = {f"checkpoint_{name}": column for name, column in columns.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract, "entries_per_program", lambda rows, captured: entries_per_program)
+        extract_checkpoint_states(**layer, **fields, backend=backend)
+    for name, tensor in layer.items():
+        assert torch.equal(as_bytes(tensor), expected[name]), name
