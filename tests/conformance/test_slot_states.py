@@ -1,0 +1,365 @@
+"""The interface of slots, rule by rule, for both kinds of embedders: which states they hold."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conformance_rig import (
+    ALIGNMENT,
+    BLOCK,
+    CONTEXTS,
+    DTYPES,
+    MAX_BLOCKS,
+    MAX_REQUESTS,
+    NUM_BLOCKS,
+    PREFILLS,
+    SSM,
+    PrefixCachingEvictionPolicy,
+    fill,
+    make_allocator,
+    reported,
+)
+from slot_rig import live_bits, slot_bits, state_bits
+
+from mamba_cache.errors import MissingStateError
+
+FIRST_PREFILL = 2
+PREFILL_ROWS = range(FIRST_PREFILL, FIRST_PREFILL + PREFILLS)
+
+
+@pytest.fixture(params=CONTEXTS)
+def context(request, generator):
+    context = CONTEXTS[request.param](PrefixCachingEvictionPolicy.LRU)
+    fill(context, generator)
+    return context
+
+
+@pytest.fixture
+def allocator(context, generator):
+    return make_allocator(context, generator)
+
+
+def request_bits(context, request):
+    return live_bits(context, int(context.mamba_metadata.request_to_mamba_state_idx[request]))
+
+
+def scratch_bits(allocator, index):
+    return state_bits(allocator.intermediate_conv_out, allocator.intermediate_ssm_out, index)
+
+
+def all_bits(context, allocator):
+    return [live_bits(context, row) for row in range(MAX_REQUESTS)], [
+        slot_bits(allocator, slot) for slot in range(allocator.max_slots)
+    ]
+
+
+def test_a_layer_is_written_alone(allocator, generator):
+    [slot] = allocator.allocate_slots_batch([9])
+    before = allocator.conv_states.clone(), allocator.ssm_states.clone()
+    ssm = torch.rand(SSM, generator=generator)
+    conv = torch.rand(before[0].shape[2:], generator=generator).to(DTYPES[0])
+    allocator.store_from_tensors(9, 1, ssm, conv)
+    before[0][1, slot], before[1][1, slot] = conv, ssm
+    assert torch.equal(allocator.conv_states, before[0])
+    assert torch.equal(allocator.ssm_states, before[1])
+    with pytest.raises(MissingStateError):
+        allocator.store_from_tensors(8, 1, ssm, conv)
+
+
+def test_live_states_are_saved_and_restored_bit_by_bit(allocator, context):
+    slots = allocator.allocate_slots_batch([9, 8])
+    saved = [request_bits(context, request) for request in (4, 0)]
+    live, others = all_bits(context, allocator)
+    allocator.store_from_live_batch(slots, [4, 0])
+    assert [slot_bits(allocator, slot) for slot in slots] == saved
+    now_live, now_saved = all_bits(context, allocator)
+    assert now_live == live
+    assert [b for s, b in enumerate(now_saved) if s not in slots] == [
+        b for s, b in enumerate(others) if s not in slots
+    ]
+    assert allocator.restore_to_live(2, 8) is True
+    assert request_bits(context, 2) == saved[1]
+    assert allocator.restore_to_live_batch([3, 1], [9, 8]) == [True, True]
+    assert [request_bits(context, request) for request in (3, 1)] == saved
+
+
+def test_a_block_without_a_slot_restores_nothing(allocator, context):
+    before = all_bits(context, allocator)
+    assert allocator.restore_to_live(2, 8) is False
+    assert all_bits(context, allocator) == before
+
+
+def test_the_mapping_to_live_rows_is_read_at_the_call(allocator, context):
+    [slot] = allocator.allocate_slots_batch([9])
+    rows = context.mamba_metadata.request_to_mamba_state_idx
+    rows[0], rows[1] = int(rows[1]), int(rows[0])
+    allocator.store_from_live_batch([slot], [1])
+    assert slot_bits(allocator, slot) == live_bits(context, int(rows[1]))
+
+
+def draw_chunk(rng):
+    """A chunk as an embedder may compute it: of a prompt, from a skipped or finished part on."""
+    prompt = int(rng.integers(1, BLOCK * MAX_BLOCKS + 1))
+    if rng.random() < 0.3:
+        prompt += -prompt % BLOCK
+    finished = int(rng.integers(0, prompt)) if rng.random() < 0.5 else 0
+    if rng.random() < 0.7:
+        finished -= finished % ALIGNMENT
+    chunk = prompt - finished if rng.random() < 0.6 else int(rng.integers(1, prompt - finished + 1))
+    skip = 0 if finished else int(rng.integers(0, chunk)) // BLOCK * BLOCK
+    matched = int(rng.integers(0, prompt // BLOCK + 1))
+    return prompt, finished, chunk, skip, matched, -(-prompt // BLOCK)
+
+
+def expected_checkpoints(prompt, finished, chunk, skip, matched, required):
+    """Offsets inside the chunk, the positions they stand for, and whether the prompt's end is."""
+    start, length = finished + skip, chunk - skip
+    candidates = {matched * BLOCK, prompt // BLOCK * BLOCK, (required - 1) * BLOCK}
+    offsets = sorted(
+        position - start
+        for position in candidates
+        if 0 < position - start < length and (position - start) % ALIGNMENT == 0
+    )
+    ends = finished + chunk >= prompt and prompt % BLOCK == 0
+    return offsets, [start + offset for offset in offsets], ends
+
+
+def record(allocator, row, prompt, finished, chunk, skip, matched, required):
+    request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
+    allocator.compute_and_store_offsets(request, row, skip, chunk, matched, [], required)
+
+
+def test_checkpoints_of_a_chunk(allocator, context, rng):
+    seen = set()
+    for _ in range(500):
+        row, chunk = int(rng.integers(MAX_REQUESTS)), draw_chunk(rng)
+        offsets, positions, ends = expected_checkpoints(*chunk)
+        table = context.request_to_kv_block_ids[row].tolist()
+        allocator._has_intermediates = False
+        record(allocator, row, *chunk)
+        pad = 3 - len(offsets)
+        assert allocator._intermediate_counts_cpu[row] == len(offsets), chunk
+        assert allocator._intermediate_offsets_cpu[row].tolist()[: len(offsets)] == offsets, chunk
+        blocks = [table[position // BLOCK - 1] for position in positions] + [-1] * pad
+        assert allocator._intermediate_block_ids_cpu[row].tolist() == blocks, chunk
+        eos = table[chunk[0] // BLOCK - 1] if ends else -1
+        assert allocator._eos_cache_block_id_cpu[row] == eos, chunk
+        assert allocator._has_intermediates is bool(offsets or ends), chunk
+        seen.add((len(offsets), ends))
+    assert seen == {(count, ends) for count in (0, 1, 2) for ends in (False, True)}
+
+
+def test_the_alignment_is_that_of_offsets_not_of_positions(allocator):
+    record(allocator, 3, 5 * BLOCK + 1, 4, 5 * BLOCK - 3, 0, 2, 6)
+    assert allocator._intermediate_counts_cpu[3] == 0
+    record(allocator, 3, 5 * BLOCK + 1, ALIGNMENT, 5 * BLOCK + 1 - ALIGNMENT, 0, 2, 6)
+    assert allocator._intermediate_offsets_cpu[3].tolist() == [24, 72, 0]
+
+
+@pytest.mark.parametrize("get", ["get_intermediate_gpu_data", "get_intermediate_cpu_data"])
+def test_the_forward_is_told_of_the_prefill_requests(allocator, context, get):
+    record(allocator, 0, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)  # it is paused
+    record(allocator, 3, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)
+    offsets, counts = getattr(allocator, get)()
+    assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
+    assert (offsets.shape, counts.tolist()) == ((PREFILLS, 3), [0, 2, 0])
+    assert offsets[1].tolist()[:2] == [2 * BLOCK, 5 * BLOCK]
+    moved, moved_counts = allocator.transfer_intermediate_to_gpu(FIRST_PREFILL, PREFILLS)
+    assert (moved.tolist(), moved_counts.tolist()) == (offsets.tolist(), counts.tolist())
+    context.batch_dimensions.prefill_req_count = 0
+    assert getattr(allocator, get)() == (None, None)
+    context.batch_dimensions.prefill_req_count = PREFILLS
+    allocator._has_intermediates = False
+    assert getattr(allocator, get)() == (None, None)
+
+
+def three_prefills(allocator, context):
+    """Two states in the scratch for row 2, one for row 4, and the ends of rows 3 and 4.
+
+    Returns the blocks: those of the scratch, then those of the prompts' ends.
+    """
+    table = context.request_to_kv_block_ids
+    record(allocator, 2, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)
+    record(allocator, 3, BLOCK, 0, BLOCK, 0, 0, 1)
+    record(allocator, 4, 3 * BLOCK, 0, 3 * BLOCK, 0, 1, 2)
+    reported(context, [2, 0, 1])
+    return [table[2, 1], table[2, 4], table[4, 0]], [table[3, 0], table[4, 2]]
+
+
+def as_ints(*lists):
+    return [[int(value) for value in values] for values in lists]
+
+
+def test_a_commit_makes_every_state_findable_by_block_and_hash(allocator, context):
+    inside, ends = as_ints(*three_prefills(allocator, context))
+    expected = [scratch_bits(allocator, i) for i in range(3)]
+    expected += [request_bits(context, request) for request in (3, 4)]
+    allocator.commit_intermediate_states()
+    slots = [allocator.get_slot(block) for block in inside + ends]
+    assert [slot_bits(allocator, slot) for slot in slots] == expected
+    assert allocator.hash_to_block_id == {1001 + block: block for block in inside + ends}
+    assert allocator._has_intermediates is False
+    for name in ("_intermediate_counts_cpu", "_intermediate_offsets_cpu"):
+        assert not getattr(allocator, name)[FIRST_PREFILL:].any()
+    for name in ("_intermediate_block_ids_cpu", "_eos_cache_block_id_cpu"):
+        assert (getattr(allocator, name)[FIRST_PREFILL:] == -1).all()
+
+
+STEPS = (
+    "_collect_commit_data",
+    "allocate_slots_batch",
+    "_copy_intermediate_to_cache",
+    "store_from_live_batch",
+    "register_block_hashes_batch",
+    "_clear_intermediate_state",
+)
+
+
+def spy(allocator, monkeypatch):
+    """Lists the calls of a commit's steps, which still do their work."""
+    calls = []
+
+    def watch(name):
+        step = getattr(allocator, name)
+
+        def watched(*arguments):
+            calls.append((name, *arguments))
+            return step(*arguments)
+
+        monkeypatch.setattr(allocator, name, watched)
+
+    for name in STEPS:
+        watch(name)
+    return calls
+
+
+def test_a_commit_goes_through_its_steps_on_self(allocator, context, monkeypatch):
+    inside, ends = as_ints(*three_prefills(allocator, context))
+    calls = spy(allocator, monkeypatch)
+    allocator.commit_intermediate_states()
+    slots = [allocator.get_slot(block) for block in inside + ends]
+    assert calls == [
+        ("_collect_commit_data",),
+        ("allocate_slots_batch", inside + ends),
+        ("_copy_intermediate_to_cache", [0, 1, 2], slots[:3]),
+        ("store_from_live_batch", slots[3:], [3, 4]),
+        ("register_block_hashes_batch", inside + ends, [1001 + b for b in inside + ends]),
+        ("_clear_intermediate_state",),
+    ]
+
+
+@pytest.mark.parametrize(("row", "prompt"), [(3, BLOCK), (2, BLOCK + 1)])
+def test_steps_with_nothing_to_do_are_called_all_the_same(
+    allocator, context, monkeypatch, row, prompt
+):
+    record(allocator, row, prompt, 0, prompt, 0, 0, -(-prompt // BLOCK))
+    reported(context, [prompt % BLOCK, 0, 0])
+    calls = spy(allocator, monkeypatch)
+    allocator.commit_intermediate_states()
+    assert [name for name, *_ in calls] == list(STEPS)
+    assert [] in calls[2][1:] or [] in calls[3][1:]
+
+
+def test_with_nothing_to_commit_the_tables_are_cleared(allocator, monkeypatch):
+    allocator._has_intermediates = True
+    calls = spy(allocator, monkeypatch)
+    allocator.commit_intermediate_states()
+    assert allocator._has_intermediates is False
+    assert {name for name, *_ in calls} == {"_collect_commit_data", "_clear_intermediate_state"}
+
+
+def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context):
+    allocator._intermediate_block_ids_cpu[3, :2] = torch.tensor([7, 6])
+    allocator._eos_cache_block_id_cpu[2] = 5
+    context.kv_block_allocator.block_hashes[6] = -1
+    reported(context, [0, 2, 0])
+    assert allocator._collect_commit_data() == ([7, 6], [0, 1], [5], [2], [1008, -1, 1006])
+    allocator.commit_intermediate_states()
+    assert [allocator.has_state(block) for block in (7, 6, 5)] == [True] * 3
+    assert allocator.hash_to_block_id == {1008: 7, 1006: 5}
+
+
+def kept_by_the_rule(blocks, housed, capacity):
+    """In order: every block that has a slot or was just kept, and new ones while there is room."""
+    kept, new = [], set()
+    for index, block in enumerate(blocks):
+        if block in housed or block in new:
+            kept.append(index)
+        elif len(new) < capacity:
+            new.add(block)
+            kept.append(index)
+    return kept
+
+
+def test_a_commit_without_room_for_all_keeps_the_first(allocator, context, rng):
+    dropped = set()
+    for _ in range(60):
+        allocator.reset()
+        fill(context, torch.Generator().manual_seed(int(rng.integers(2**31))))
+        counts = context.kv_block_allocator.block_ref_counts
+        housed = rng.choice(NUM_BLOCKS, int(rng.integers(7)), replace=False).tolist()
+        allocator.allocate_slots_batch(housed)
+        counts[:] = torch.from_numpy(rng.integers(2, size=NUM_BLOCKS))
+        inside = rng.integers(NUM_BLOCKS, size=(PREFILLS, 3))
+        some = np.where(rng.random((PREFILLS, 3)) < 0.5, rng.choice(housed or [3], 1), inside)
+        ends = np.where(rng.random(PREFILLS) < 0.5, rng.integers(NUM_BLOCKS, size=PREFILLS), -1)
+        allocator._intermediate_block_ids_cpu[list(PREFILL_ROWS)] = torch.from_numpy(some).int()
+        allocator._eos_cache_block_id_cpu[list(PREFILL_ROWS)] = torch.from_numpy(ends).int()
+        written = rng.integers(4, size=PREFILLS).tolist()
+        reported(context, written)
+        blocks = [int(b) for row, n in zip(some, written, strict=True) for b in row[:n]]
+        blocks += [int(block) for block in ends if block >= 0]
+        free = [b for b in housed if not counts[b] and b not in blocks]
+        capacity = allocator.free_count + len(free)
+        wanted = {block for block in blocks if block not in housed}
+        kept = kept_by_the_rule(blocks, set(housed), capacity)
+        allocator.commit_intermediate_states()
+        saved = {blocks[index] for index in kept}
+        assert {block for block in blocks if allocator.has_state(block)} == saved
+        assert set(allocator.hash_to_block_id.values()) == saved
+        assert allocator._has_intermediates is False
+        allocator.check_invariants()
+        dropped.add(len(wanted - saved) > 0)
+    assert dropped == {False, True}
+
+
+class Recording:
+    """An object that notes which of another's fields are read."""
+
+    def __init__(self, target, path, seen):
+        self.__dict__.update(_target=target, _path=path, _seen=seen)
+
+    def __getattr__(self, name):
+        value = getattr(self._target, name)
+        path = f"{self._path}{name}"
+        self._seen.add(path)
+        nested = ("kv_block_allocator", "mamba_metadata", "batch_dimensions")
+        return Recording(value, f"{path}.", self._seen) if path in nested else value
+
+
+FIELDS = """
+    device max_requests block_size_tokens prefix_caching_eviction_policy mamba_chunk_size
+    ssm_chunk_alignment max_mamba_intermediate_states_per_step gdp_num_householder
+    kv_block_allocator kv_block_allocator.pool_size kv_block_allocator.block_ref_counts
+    kv_block_allocator.block_timestamps kv_block_allocator.block_hashes request_to_kv_block_ids
+    mamba_metadata mamba_metadata.request_to_mamba_state_idx mamba_metadata.intermediate_count
+    mamba_metadata.per_request_intermediate_counts mamba_conv_states mamba_ssm_states
+    batch_dimensions batch_dimensions.prefill_req_count batch_dimensions.decode_req_count
+    paused_request_count
+"""
+
+
+def test_nothing_else_of_the_context_is_read(context, generator):
+    seen = set()
+    allocator = make_allocator(Recording(context, "", seen), generator, max_slots=3)
+    blocks = three_prefills(allocator, context)
+    allocator.get_intermediate_gpu_data()
+    allocator.get_intermediate_cpu_data()
+    allocator.commit_intermediate_states()
+    allocator.restore_to_live(0, int(blocks[0][0]))
+    allocator.on_kv_blocks_deregistered([1], {2})
+    allocator.invalidate_block(2)
+    allocator.reset()
+    assert seen <= set(FIELDS.split())
+    assert set(FIELDS.split()) - seen <= {"gdp_num_householder"}

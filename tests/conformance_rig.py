@@ -1,0 +1,98 @@
+"""The two kinds of embedders that a slot allocator must serve alike, filled with random data."""
+
+from enum import Enum
+from types import SimpleNamespace
+
+import torch
+
+from mamba_cache import CacheConfig, DynamicInferenceContext, MambaSlotAllocator, StateSpec
+
+BLOCK, SSM_CHUNK, ALIGNMENT = 16, 4, 8
+NUM_BLOCKS, MAX_REQUESTS, MAX_BLOCKS, SCRATCH = 41, 5, 8, 12
+LAYERS, CONV, SSM, DTYPES = 3, (6, 4), (2, 3, 5), (torch.bfloat16, torch.float32)
+PAUSED, DECODES, PREFILLS = 1, 1, 3  # rows 0; 1; 2, 3 and 4
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """An embedder's own enum, of which only the values are this package's."""
+
+    LRU = "lru"
+    REF_ZERO = "ref_zero"
+
+
+def _live(*shape):
+    return torch.empty(LAYERS, MAX_REQUESTS, *shape)
+
+
+def namespace_context(policy):
+    """Nothing but what the Protocol names."""
+    return SimpleNamespace(
+        device="cpu",
+        max_requests=MAX_REQUESTS,
+        block_size_tokens=BLOCK,
+        prefix_caching_eviction_policy=policy,
+        mamba_chunk_size=SSM_CHUNK,
+        ssm_chunk_alignment=ALIGNMENT,
+        max_mamba_intermediate_states_per_step=SCRATCH,
+        gdp_num_householder=0,
+        kv_block_allocator=SimpleNamespace(
+            pool_size=NUM_BLOCKS,
+            block_ref_counts=torch.zeros(NUM_BLOCKS, dtype=torch.int32),
+            block_timestamps=torch.zeros(NUM_BLOCKS, dtype=torch.int64),
+            block_hashes=torch.full((NUM_BLOCKS,), -1, dtype=torch.int64),
+        ),
+        request_to_kv_block_ids=torch.empty(MAX_REQUESTS, MAX_BLOCKS, dtype=torch.int32),
+        mamba_metadata=SimpleNamespace(
+            request_to_mamba_state_idx=torch.empty(MAX_REQUESTS, dtype=torch.int32)
+        ),
+        mamba_conv_states=_live(*CONV).to(DTYPES[0]),
+        mamba_ssm_states=_live(*SSM).to(DTYPES[1]),
+        batch_dimensions=SimpleNamespace(),
+    )
+
+
+def package_context(policy):
+    """The package's own context, as an embedder with a scratch would use it."""
+    config = CacheConfig(
+        block_size_tokens=BLOCK, ssm_chunk_size=SSM_CHUNK, ssm_chunk_alignment=ALIGNMENT,
+        max_requests=MAX_REQUESTS, max_tokens=64, max_sequence_length=BLOCK * MAX_BLOCKS,
+        num_kv_blocks=NUM_BLOCKS - 1, max_slots=2, eviction_policy=policy.value,
+    )  # fmt: skip
+    context = DynamicInferenceContext(config, StateSpec.mamba(LAYERS, CONV, SSM, *DTYPES))
+    context.prefix_caching_eviction_policy = policy
+    context.max_mamba_intermediate_states_per_step = SCRATCH
+    return context
+
+
+CONTEXTS = {"namespace": namespace_context, "package": package_context}
+
+
+def fill(context, generator):
+    """Random live states in rows that are not the requests', different blocks, hashes 1001 on."""
+    for tensor in (context.mamba_conv_states, context.mamba_ssm_states):
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+    rows = torch.randperm(MAX_REQUESTS, generator=generator)
+    context.mamba_metadata.request_to_mamba_state_idx[:] = rows
+    blocks = torch.randperm(NUM_BLOCKS - 1, generator=generator)
+    context.request_to_kv_block_ids[:] = blocks.reshape(MAX_REQUESTS, MAX_BLOCKS)
+    context.kv_block_allocator.block_hashes[:] = torch.arange(NUM_BLOCKS) + 1001
+    context.kv_block_allocator.block_timestamps[:] = torch.randperm(NUM_BLOCKS, generator=generator)
+    context.paused_request_count = PAUSED
+    context.batch_dimensions.prefill_req_count = PREFILLS
+    context.batch_dimensions.decode_req_count = DECODES
+    reported(context, [0] * PREFILLS)
+
+
+def reported(context, counts):
+    """What the forward says it wrote into the scratch, by prefill request."""
+    context.mamba_metadata.intermediate_count = sum(counts)
+    context.mamba_metadata.per_request_intermediate_counts = list(counts)
+
+
+def make_allocator(context, generator, max_slots=6):
+    """Slots and scratch full of random bits."""
+    allocator = MambaSlotAllocator(context, max_slots, LAYERS, CONV, SSM, *DTYPES)
+    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
+        tensor = getattr(allocator, name)
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+    return allocator
