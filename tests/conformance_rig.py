@@ -4,6 +4,7 @@ from enum import Enum
 from types import SimpleNamespace
 
 import torch
+from slot_rig import live_bits, state_bits
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, MambaSlotAllocator, StateSpec
 
@@ -20,14 +21,10 @@ class PrefixCachingEvictionPolicy(str, Enum):
     REF_ZERO = "ref_zero"
 
 
-def _live(*shape):
-    return torch.empty(LAYERS, MAX_REQUESTS, *shape)
-
-
-def namespace_context(policy):
+def namespace_context(policy, device="cpu"):
     """Nothing but what the Protocol names."""
     return SimpleNamespace(
-        device="cpu",
+        device=device,
         max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK,
         prefix_caching_eviction_policy=policy,
@@ -45,20 +42,21 @@ def namespace_context(policy):
         mamba_metadata=SimpleNamespace(
             request_to_mamba_state_idx=torch.empty(MAX_REQUESTS, dtype=torch.int32)
         ),
-        mamba_conv_states=_live(*CONV).to(DTYPES[0]),
-        mamba_ssm_states=_live(*SSM).to(DTYPES[1]),
+        mamba_conv_states=torch.empty(LAYERS, MAX_REQUESTS, *CONV, dtype=DTYPES[0], device=device),
+        mamba_ssm_states=torch.empty(LAYERS, MAX_REQUESTS, *SSM, dtype=DTYPES[1], device=device),
         batch_dimensions=SimpleNamespace(),
     )
 
 
-def package_context(policy):
+def package_context(policy, device="cpu"):
     """The package's own context, as an embedder with a scratch would use it."""
     config = CacheConfig(
         block_size_tokens=BLOCK, ssm_chunk_size=SSM_CHUNK, ssm_chunk_alignment=ALIGNMENT,
         max_requests=MAX_REQUESTS, max_tokens=64, max_sequence_length=BLOCK * MAX_BLOCKS,
         num_kv_blocks=NUM_BLOCKS - 1, max_slots=2, eviction_policy=policy.value,
     )  # fmt: skip
-    context = DynamicInferenceContext(config, StateSpec.mamba(LAYERS, CONV, SSM, *DTYPES))
+    spec = StateSpec.mamba(LAYERS, CONV, SSM, *DTYPES)
+    context = DynamicInferenceContext(config, spec, device=device)
     context.prefix_caching_eviction_policy = policy
     context.max_mamba_intermediate_states_per_step = SCRATCH
     return context
@@ -96,3 +94,30 @@ def make_allocator(context, generator, max_slots=6):
         tensor = getattr(allocator, name)
         tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
     return allocator
+
+
+def record(allocator, row, prompt, finished, chunk, skip, matched, required):
+    """Has a prefill chunk's checkpoints planned; all in tokens, but the last two in blocks."""
+    request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
+    allocator.compute_and_store_offsets(request, row, skip, chunk, matched, [], required)
+
+
+def three_prefills(allocator, context):
+    """Two states in the scratch for row 2, one for row 4, and the ends of rows 3 and 4.
+
+    Returns the blocks of the scratch's states, then those of the prompts' ends.
+    """
+    table = context.request_to_kv_block_ids.tolist()
+    record(allocator, 2, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)
+    record(allocator, 3, BLOCK, 0, BLOCK, 0, 0, 1)
+    record(allocator, 4, 3 * BLOCK, 0, 3 * BLOCK, 0, 1, 2)
+    reported(context, [2, 0, 1])
+    return [table[2][1], table[2][4], table[4][0]], [table[3][0], table[4][2]]
+
+
+def request_bits(context, request):
+    return live_bits(context, int(context.mamba_metadata.request_to_mamba_state_idx[request]))
+
+
+def scratch_bits(allocator, index):
+    return state_bits(allocator.intermediate_conv_out, allocator.intermediate_ssm_out, index)

@@ -15,6 +15,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.errors import CapacityError, DivergenceError
 from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+from mamba_cache.models import HybridModel, HybridModelConfig
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import StateSpec
 
@@ -35,19 +36,27 @@ class Shard:
         return tensor.chunk(self.count)[self.index]
 
 
-def make_context(shard, device="cpu"):
+CONFIG = CacheConfig(
+    block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=64,
+    max_sequence_length=48, num_kv_blocks=50, max_slots=7, vocab_size=VOCAB,
+    hash_secret=b"the same on every rank",
+)  # fmt: skip
+
+
+def make_context(state_spec, kv_spec=None, device="cpu"):
     """A small cache full of NaN, so that a state that nobody wrote shows."""
-    config = CacheConfig(
-        block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=64,
-        max_sequence_length=48, num_kv_blocks=50, max_slots=7, vocab_size=VOCAB,
-        hash_secret=b"the same on every rank",
-    )  # fmt: skip
-    conv, ssm = (CHANNELS // shard.count, 3), (HEADS // shard.count, 2, 2)
-    spec = StateSpec.mamba(LAYERS, conv, ssm, torch.float64, torch.float64)
-    context = DynamicInferenceContext(config, spec, device=device, slot_policy=ConsumedSlotPolicy())
+    policy = ConsumedSlotPolicy()
+    context = DynamicInferenceContext(
+        CONFIG, state_spec, kv_spec, device=device, slot_policy=policy
+    )
     for tensor in states(context).values():
         tensor.fill_(torch.nan)
     return context
+
+
+def shard_spec(shard):
+    conv, ssm = (CHANNELS // shard.count, 3), (HEADS // shard.count, 2, 2)
+    return StateSpec.mamba(LAYERS, conv, ssm, torch.float64, torch.float64)
 
 
 def states(context):
@@ -147,13 +156,19 @@ class Stream:
         if all(status is RequestStatus.PREEMPTED for _, status in self._statuses()):
             return
         step = self.context.begin_step()
-        self._model.forward(step.metadata, self.context)
+        logits = self._model.forward(step.metadata, self.context)
         if self._rng.random() < 0.05:
             self.context.abort_step()
             return
         for name in step.sampling_ids:
             self._num_left[name] -= 1
-        self.context.commit_step({name: self._tokens(1)[0] for name in step.sampling_ids})
+        self.context.commit_step(self._sample(step, logits))
+
+    def _sample(self, step, logits):
+        if logits is None:
+            return {name: self._tokens(1)[0] for name in step.sampling_ids}
+        tokens = zip(step.requests, logits.argmax(dim=1).tolist(), strict=True)
+        return {request.request_id: token for request, token in tokens if request.samples}
 
     def _statuses(self):
         return [(name, self.context.status(name)) for name in self._num_left]
@@ -168,24 +183,25 @@ class Stream:
         return [self._rng.randrange(VOCAB) for _ in range(count)]
 
 
-def run(shard, seed, num_steps, *, device="cpu", guard=None):
-    """Drives one shard; what it decided and what it holds, for comparing.
-
-    Returns the context, the fingerprint after each step, and the states after every 50th.
-    """
-    context = make_context(shard, device)
-    stream = Stream(context, ShardModel(shard, device), seed)
-    checks = guard(context).check if guard else lambda: None
+def drive(context, model, seed, num_steps, *, guard=None):
+    """Runs a stream; the fingerprint after each step, and the states after every 50th."""
+    stream = Stream(context, model, seed)
     fingerprints, snapshots = [], []
     for number in range(1, num_steps + 1):
         stream.step()
-        checks()
+        if guard:
+            guard.check()
         fingerprints.append(context.fingerprint())
         if number % 50 == 0:
             snapshots.append({k: t.cpu().clone() for k, t in states(context).items()})
     assert stream.num_skipped > num_steps, "without hits the stream shows nothing"
     assert context.slot_allocator.evicted_slots_total > num_steps // 4
-    return context, fingerprints, snapshots
+    return fingerprints, snapshots
+
+
+def run_alone(seed, num_steps):
+    """The same in one process that holds everything."""
+    return drive(make_context(shard_spec(Shard())), ShardModel(Shard()), seed, num_steps)
 
 
 def diverge(context, every, rank):
@@ -205,19 +221,23 @@ def diverge(context, every, rank):
     return None
 
 
-def work(rank, world_size, folder, seed, num_steps, backend):
-    """One process of the group; what it found is written into the folder."""
+def join(rank, world_size, folder, backend):
+    """Makes this process a rank; the device that it computes on."""
     torch.set_num_threads(1)
-    device = "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-        device = f"cuda:{rank}"
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
     )
-    context, fingerprints, snapshots = run(
-        Shard(rank, world_size), seed, num_steps, device=device, guard=DivergenceGuard
-    )
+    return f"cuda:{rank}" if backend == "nccl" else "cpu"
+
+
+def run_shard(rank, world_size, folder, seed, num_steps, backend):
+    """One rank with its shard of the stand-in's states; what it found is left in the folder."""
+    device, shard = join(rank, world_size, folder, backend), Shard(rank, world_size)
+    context = make_context(shard_spec(shard), device=device)
+    model, guard = ShardModel(shard, device), DivergenceGuard(context)
+    fingerprints, snapshots = drive(context, model, seed, num_steps, guard=guard)
     report = {
         "fingerprints": fingerprints,
         "snapshots": snapshots,
@@ -228,8 +248,45 @@ def work(rank, world_size, folder, seed, num_steps, backend):
     dist.destroy_process_group()
 
 
-def spawn(world_size, folder, seed, num_steps, backend):
+def run_model(rank, world_size, folder, seed, num_steps, backend):
+    """One rank with the whole reference model, whose tokens come from its logits."""
+    device = join(rank, world_size, folder, backend)
+    config = HybridModelConfig(ssm_chunk_size=CHUNK, vocab_size=VOCAB)
+    model = HybridModel(config, dtype=torch.bfloat16, device=device, seed=5)
+    specs = config.state_spec(model.dtype), config.kv_spec(model.dtype)
+    context = make_context(*specs, device=device)
+    guard = DivergenceGuard(context)
+    fingerprints, snapshots = drive(context, model, seed, num_steps, guard=guard)
+    torch.save({"fingerprints": fingerprints, "snapshots": snapshots}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def spawn(work, world_size, folder, seed, num_steps, backend):
     """Runs ``work`` in processes of their own, each with its own hash seed; what they found."""
     arguments = (world_size, str(folder), seed, num_steps, backend)
     torch.multiprocessing.spawn(work, args=arguments, nprocs=world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def bits(tensor):
+    """A tensor's bits, which compare where NaNs do not."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_joined(reports, snapshots):
+    """The shards of every snapshot are those of one process, side by side."""
+    for number, snapshot in enumerate(snapshots):
+        for name, whole in snapshot.items():
+            shards = [report["snapshots"][number][name] for report in reports]
+            joined = torch.cat(shards, dim=MODEL_AXIS)
+            assert torch.equal(bits(joined), bits(whole)), (number, name)
+
+
+def assert_noticed(reports, every):
+    """All ranks raised in the same step, in time, and named the same step and two sides."""
+    noticed = {report["noticed"][every] for report in reports}
+    assert len(noticed) == 1
+    [(in_steps, named_step, num_sides)] = noticed
+    assert 1 <= in_steps <= every
+    assert every + 2 < named_step <= every + 2 + in_steps
+    assert num_sides == 2

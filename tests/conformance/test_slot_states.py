@@ -1,7 +1,5 @@
 """The interface of slots, rule by rule, for both kinds of embedders: which states they hold."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -18,9 +16,13 @@ from conformance_rig import (
     PrefixCachingEvictionPolicy,
     fill,
     make_allocator,
+    record,
     reported,
+    request_bits,
+    scratch_bits,
+    three_prefills,
 )
-from slot_rig import live_bits, slot_bits, state_bits
+from slot_rig import live_bits, slot_bits
 
 from mamba_cache.errors import MissingStateError
 
@@ -38,14 +40,6 @@ def context(request, generator):
 @pytest.fixture
 def allocator(context, generator):
     return make_allocator(context, generator)
-
-
-def request_bits(context, request):
-    return live_bits(context, int(context.mamba_metadata.request_to_mamba_state_idx[request]))
-
-
-def scratch_bits(allocator, index):
-    return state_bits(allocator.intermediate_conv_out, allocator.intermediate_ssm_out, index)
 
 
 def all_bits(context, allocator):
@@ -125,11 +119,6 @@ def expected_checkpoints(prompt, finished, chunk, skip, matched, required):
     return offsets, [start + offset for offset in offsets], ends
 
 
-def record(allocator, row, prompt, finished, chunk, skip, matched, required):
-    request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
-    allocator.compute_and_store_offsets(request, row, skip, chunk, matched, [], required)
-
-
 def test_checkpoints_of_a_chunk(allocator, context, rng):
     seen = set()
     for _ in range(500):
@@ -174,25 +163,8 @@ def test_the_forward_is_told_of_the_prefill_requests(allocator, context, get):
     assert getattr(allocator, get)() == (None, None)
 
 
-def three_prefills(allocator, context):
-    """Two states in the scratch for row 2, one for row 4, and the ends of rows 3 and 4.
-
-    Returns the blocks: those of the scratch, then those of the prompts' ends.
-    """
-    table = context.request_to_kv_block_ids
-    record(allocator, 2, 5 * BLOCK + 1, 0, 5 * BLOCK + 1, 0, 2, 6)
-    record(allocator, 3, BLOCK, 0, BLOCK, 0, 0, 1)
-    record(allocator, 4, 3 * BLOCK, 0, 3 * BLOCK, 0, 1, 2)
-    reported(context, [2, 0, 1])
-    return [table[2, 1], table[2, 4], table[4, 0]], [table[3, 0], table[4, 2]]
-
-
-def as_ints(*lists):
-    return [[int(value) for value in values] for values in lists]
-
-
 def test_a_commit_makes_every_state_findable_by_block_and_hash(allocator, context):
-    inside, ends = as_ints(*three_prefills(allocator, context))
+    inside, ends = three_prefills(allocator, context)
     expected = [scratch_bits(allocator, i) for i in range(3)]
     expected += [request_bits(context, request) for request in (3, 4)]
     allocator.commit_intermediate_states()
@@ -235,7 +207,7 @@ def spy(allocator, monkeypatch):
 
 
 def test_a_commit_goes_through_its_steps_on_self(allocator, context, monkeypatch):
-    inside, ends = as_ints(*three_prefills(allocator, context))
+    inside, ends = three_prefills(allocator, context)
     calls = spy(allocator, monkeypatch)
     allocator.commit_intermediate_states()
     slots = [allocator.get_slot(block) for block in inside + ends]
@@ -357,7 +329,7 @@ def test_nothing_else_of_the_context_is_read(context, generator):
     allocator.get_intermediate_gpu_data()
     allocator.get_intermediate_cpu_data()
     allocator.commit_intermediate_states()
-    allocator.restore_to_live(0, int(blocks[0][0]))
+    allocator.restore_to_live(0, blocks[0][0])
     allocator.on_kv_blocks_deregistered([1], {2})
     allocator.invalidate_block(2)
     allocator.reset()

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from shard_rig import EVERY, MODEL_AXIS, Shard, run, spawn
+from shard_rig import EVERY, assert_joined, assert_noticed, run_alone, run_shard, spawn
 from slot_rig import full, make_allocator
 
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
@@ -12,10 +11,6 @@ from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_s
 from mamba_cache.slots import ConsumedSlotPolicy
 
 NUM_STEPS = 500
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.int64)
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +24,13 @@ def stream_seed(request):
 @pytest.fixture(scope="module")
 def single(stream_seed):
     """Fingerprints and states of one process that holds everything."""
-    return run(Shard(), stream_seed, NUM_STEPS)[1:]
+    return run_alone(stream_seed, NUM_STEPS)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def reports(request, stream_seed, tmp_path_factory):
-    return spawn(request.param, tmp_path_factory.mktemp("ranks"), stream_seed, NUM_STEPS, "gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    return spawn(run_shard, request.param, folder, stream_seed, NUM_STEPS, "gloo")
 
 
 def test_all_ranks_decide_as_one_process_does(reports, single):
@@ -44,21 +40,12 @@ def test_all_ranks_decide_as_one_process_does(reports, single):
 
 
 def test_shards_join_to_the_states_of_one_process(reports, single):
-    for number, snapshot in enumerate(single[1]):
-        for name, whole in snapshot.items():
-            shards = [report["snapshots"][number][name] for report in reports]
-            joined = torch.cat(shards, dim=MODEL_AXIS)
-            assert torch.equal(bits(joined), bits(whole)), (number, name)
+    assert_joined(reports, single[1])
 
 
 @pytest.mark.parametrize("every", EVERY)
 def test_every_rank_reports_a_divergence_in_time(reports, every):
-    noticed = {report["noticed"][every] for report in reports}
-    assert len(noticed) == 1, "all ranks raise in the same step, and name the same"
-    [(in_steps, named_step, num_sides)] = noticed
-    assert 1 <= in_steps <= every
-    assert every + 2 < named_step <= every + 2 + in_steps
-    assert num_sides == 2
+    assert_noticed(reports, every)
 
 
 def test_all_ranks_take_the_smallest_number_of_slots(reports):
