@@ -224,12 +224,17 @@ def diverge(context, every, rank):
 def join(rank, world_size, folder, backend):
     """Makes this process a rank; the device that it computes on."""
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device:
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+        backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
     )
-    return f"cuda:{rank}" if backend == "nccl" else "cpu"
+    return device or "cpu"
 
 
 def run_shard(rank, world_size, folder, seed, num_steps, backend):

@@ -86,14 +86,25 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
     tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, _power_of_2(-(-most_words // TILE_WORDS)))
     wide_chunks = _chunks(wide, _WIDEST_WORD_BYTES, tiles_per_chunk)
     table = np.concatenate([wide_chunks, _chunks(narrow, narrow_bytes, tiles_per_chunk)])
+    device, chunks = sources[0].device, torch.from_numpy(table)
+    if device.type == "cuda":
+        # From pageable memory the transfer would wait for the work queued before it.
+        chunks = chunks.pin_memory()
     return CopyPlan(
         sources=tuple(source for source, _ in pairs),
         destinations=tuple(destination for _, destination in pairs),
-        chunks=torch.from_numpy(table).to(sources[0].device),
+        chunks=chunks.to(device, non_blocking=True),
         num_wide=len(wide_chunks),
         narrow_bytes=narrow_bytes,
         tiles_per_chunk=tiles_per_chunk,
     )
+
+
+def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        # From pageable memory the transfer would wait for the work queued before it.
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,75 @@
+"""Ranks on GPUs of their own, as processes that talk through NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_rig import BUSY_CYCLES, waiting_raises
+from shard_rig import (
+    EVERY,
+    assert_joined,
+    assert_noticed,
+    bits,
+    run_alone,
+    run_model,
+    run_shard,
+    spawn,
+)
+from slot_rig import full
+
+from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+
+pytestmark = pytest.mark.gpu
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+NUM_STEPS = 50
+
+
+@needs_two
+def test_shards_on_two_gpus_decide_and_join_as_one_process(tmp_path, seed):
+    reports = spawn(run_shard, 2, tmp_path, seed, NUM_STEPS, "nccl")
+    fingerprints, snapshots = run_alone(seed, NUM_STEPS)
+    assert [report["fingerprints"] for report in reports] == [fingerprints] * 2
+    assert_joined(reports, snapshots)
+    assert [report["num_slots"] for report in reports] == [10, 10]
+    for every in EVERY:
+        assert_noticed(reports, every)
+
+
+@needs_two
+def test_the_reference_model_on_two_gpus_decides_and_holds_the_same(tmp_path, seed):
+    one, other = spawn(run_model, 2, tmp_path, seed, NUM_STEPS, "nccl")
+    assert len(set(one["fingerprints"])) == NUM_STEPS
+    assert one["fingerprints"] == other["fingerprints"]
+    for name, tensor in one["snapshots"][0].items():
+        assert torch.equal(bits(tensor), bits(other["snapshots"][0][name])), name
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process and its GPU alone."""
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{tmp_path}/rendezvous",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", torch.cuda.current_device()),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_check_waits_for_no_work_of_the_model(alone):
+    guard = DivergenceGuard(full(), every=3)
+    for _ in range(6):  # the first exchange makes the communicator
+        guard.check()
+    with waiting_raises():
+        torch.cuda._sleep(20 * BUSY_CYCLES)
+        done = torch.cuda.Event()
+        done.record()
+        for _ in range(6):
+            guard.check()
+        assert not done.query()
+
+
+def test_the_smallest_number_of_slots_travels_through_a_gpu(alone):
+    assert agree_on_num_slots(7) == 7

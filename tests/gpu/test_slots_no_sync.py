@@ -1,0 +1,58 @@
+"""No call of a step waits for the device, not even the first that moves states."""
+
+import pytest
+import torch
+from conformance_rig import (
+    CONTEXTS,
+    PrefixCachingEvictionPolicy,
+    fill,
+    make_allocator,
+    request_bits,
+    scratch_bits,
+    three_prefills,
+)
+from gpu_rig import BUSY_CYCLES, waiting_raises
+from slot_rig import slot_bits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=CONTEXTS)
+def context(request, generator):
+    context = CONTEXTS[request.param](PrefixCachingEvictionPolicy.LRU, "cuda")
+    fill(context, generator)
+    return context
+
+
+@pytest.fixture
+def allocator(context, generator):
+    return make_allocator(context, generator)
+
+
+def test_saving_live_states(allocator, context):
+    slots = allocator.allocate_slots_batch([9, 8])
+    with waiting_raises():
+        allocator.store_from_live_batch(slots, [4, 0])
+    assert [slot_bits(allocator, s) for s in slots] == [request_bits(context, r) for r in (4, 0)]
+
+
+def test_restoring_live_states(allocator, context):
+    slots = allocator.allocate_slots_batch([9, 8])
+    with waiting_raises():
+        assert allocator.restore_to_live_batch([3, 1], [9, 8]) == [True, True]
+        assert allocator.restore_to_live(2, 9)
+    saved = [slot_bits(allocator, slot) for slot in slots]
+    assert [request_bits(context, r) for r in (3, 1, 2)] == [*saved, saved[0]]
+
+
+def test_committing_a_step_while_the_device_is_busy(allocator, context):
+    """In Megatron Core indices went up from pageable memory, which waits for the forward."""
+    inside, ends = three_prefills(allocator, context)
+    expected = [scratch_bits(allocator, i) for i in range(3)]
+    expected += [request_bits(context, request) for request in (3, 4)]
+    with waiting_raises():
+        torch.cuda._sleep(BUSY_CYCLES)
+        allocator.get_intermediate_gpu_data()
+        allocator.commit_intermediate_states()
+    slots = [allocator.get_slot(block) for block in inside + ends]
+    assert [slot_bits(allocator, slot) for slot in slots] == expected
