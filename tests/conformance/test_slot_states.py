@@ -25,6 +25,7 @@ from conformance_rig import (
 from slot_rig import live_bits, slot_bits
 
 from mamba_cache.errors import MissingStateError
+from mamba_cache.states import StateCopier
 
 FIRST_PREFILL = 2
 PREFILL_ROWS = range(FIRST_PREFILL, FIRST_PREFILL + PREFILLS)
@@ -294,6 +295,36 @@ def test_a_commit_without_room_for_all_keeps_the_first(allocator, context, rng):
         allocator.check_invariants()
         dropped.add(len(wanted - saved) > 0)
     assert dropped == {False, True}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Lists how many pairs of rows each copy moves."""
+    sizes, copy = [], StateCopier.copy
+
+    def counted(self, source_rows, destination_rows):
+        sizes.append(len(source_rows))
+        copy(self, source_rows, destination_rows)
+
+    monkeypatch.setattr(StateCopier, "copy", counted)
+    return sizes
+
+
+def test_all_restores_of_a_step_are_one_launch(allocator, launches):
+    """Megatron Core copied in a loop: layer by layer, tensor by tensor, for each request."""
+    allocator.allocate_slots_batch([7, 8, 9])
+    allocator.restore_to_live_batch([4, 0, 1, 2], [8, 9, 8, 30])
+    assert launches == [3]
+    allocator.restore_to_live(3, 7)
+    assert launches == [3, 1]
+
+
+def test_a_commit_is_one_launch_for_the_scratch_and_one_for_live_states(
+    allocator, context, launches
+):
+    three_prefills(allocator, context)
+    allocator.commit_intermediate_states()
+    assert launches == [3, 2]
 
 
 class Recording:
