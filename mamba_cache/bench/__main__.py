@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mamba_cache.bench.control import run_control
+from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import Measurement, print_json, print_table
 
 __all__ = ["main"]
 
 _BENCHMARKS: dict[str, tuple[str, Callable[[], list[Measurement]]]] = {
     "control": ("time of the decisions: blocks, slots, hashes, admission", run_control),
+    "copy": ("time of state copies on a GPU, beside other ways to copy", run_copy),
 }
 
 

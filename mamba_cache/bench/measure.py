@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 __all__ = ["Measurement", "median_us", "print_json", "print_table", "progress"]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure beside the limit that it must keep.
+    """One figure beside the limit that it must keep, if it has one.
 
     Attributes:
         name: What was measured.
         value: The figure: a median, or a ratio of medians.
-        unit: "us" (microseconds) or "x" (a ratio).
-        limit: The least or most that ``value`` may be.
+        unit: "us" (microseconds), "GB/s" or "x" (a ratio).
+        limit: The least or most that ``value`` may be; None: it is there to compare with.
         at_least: Whether ``limit`` is a minimum rather than a maximum.
         runs: How many runs the median is over.
         detail: What ``value`` was derived from.
@@ -31,7 +33,7 @@ class Measurement:
     name: str
     value: float
     unit: str
-    limit: float
+    limit: float | None = None
     at_least: bool = False
     runs: int = 1
     detail: str = ""
@@ -39,6 +41,8 @@ class Measurement:
     @property
     def passed(self) -> bool:
         """Whether the limit is kept."""
+        if self.limit is None:
+            return True
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
@@ -61,7 +65,7 @@ def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
     """Print one JSON object with every figure, its limit, and the machine that it holds for."""
     result = {
         "benchmark": benchmark,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": _machine(),
         "python": platform.python_version(),
         "passed": all(measurement.passed for measurement in measurements),
         "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
@@ -93,13 +97,15 @@ def _print_plain(rows: list[tuple[str, ...]]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def _machine() -> str:
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}, {os.cpu_count()} CPUs{gpu}"
+
+
 def _row(measurement: Measurement) -> tuple[str, ...]:
-    unit = measurement.unit
-    bound = ">=" if measurement.at_least else "<="
-    return (
-        measurement.name,
-        f"{measurement.value:,.2f} {unit}",
-        f"{bound} {measurement.limit:g} {unit}",
-        "ok" if measurement.passed else "MISSED",
-        measurement.detail,
-    )
+    limit = verdict = ""
+    if measurement.limit is not None:
+        limit = f"{'>=' if measurement.at_least else '<='} {measurement.limit:g} {measurement.unit}"
+        verdict = "ok" if measurement.passed else "MISSED"
+    value = f"{measurement.value:,.2f} {measurement.unit}"
+    return measurement.name, value, limit, verdict, measurement.detail

@@ -75,8 +75,13 @@ class StepRunner:
                 active.chunk = self._planner.plan_decode(active)
             for active in prefills:
                 self._admitter.renew_restore(active)
-            metadata = self._buffers.fill(plan_step(decodes, prefills))
-            self._slots.restore_slots(metadata.restore_sources, metadata.restore_rows)
+            plan = plan_step(decodes, prefills)
+            metadata = self._buffers.fill(plan)
+            # Without the padding, which a kernel would look at entry by entry.
+            restores = slice(len(plan.restores))
+            self._slots.restore_slots(
+                metadata.restore_sources[restores], metadata.restore_rows[restores]
+            )
         except BaseException:
             self._preempt_all()
             raise
@@ -92,8 +97,10 @@ class StepRunner:
             new_tokens: Checked tokens, one for each request that samples.
         """
         metadata = self.step.metadata
-        if any(active.current_chunk.boundary for active in self._requests):
-            self._slots.copy_live_to_slots(metadata.boundary_rows, metadata.boundary_slots)
+        boundaries = slice(sum(a.current_chunk.boundary is not None for a in self._requests))
+        self._slots.copy_live_to_slots(
+            metadata.boundary_rows[boundaries], metadata.boundary_slots[boundaries]
+        )
         for active in self._requests:
             self._settle(active)
             if active.request_id in new_tokens:

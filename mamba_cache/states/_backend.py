@@ -26,7 +26,7 @@ class StateKernels(NamedTuple):
         extract_states: Writes one layer's checkpoint states.
     """
 
-    copy_states: Callable[[CopyPlan, torch.Tensor, torch.Tensor], None]
+    copy_states: Callable[[CopyPlan, torch.Tensor, torch.Tensor, int], None]
     extract_states: Callable[..., None]
 
 

@@ -22,30 +22,33 @@ class RowRing:
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        shape = _DEPTH, 2 * capacity
-        self._pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
-        self._host = self._pinned.numpy()
-        self._rows = torch.empty(shape, dtype=torch.int32, device=device)
-        self._used = [torch.cuda.Event() for _ in range(_DEPTH)]  # type: ignore[no-untyped-call]
+        self.capacity = capacity
+        shape = _DEPTH, 2, capacity
+        pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        # Taking tensors apart anew in each call would cost as much as sending them.
+        self._pinned = pinned.unbind()
+        self._host = pinned.numpy()
+        self._rows = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        self._lists = [rows.unbind() for rows in self._rows]
+        self._used = [torch.Event(device) for _ in range(_DEPTH)]
         self._turn = 0
 
     def send(
         self, source_rows: Sequence[int], destination_rows: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Enqueues the copy of two equally long lists on the current stream.
 
         Returns:
-            Both lists, [n] int32 on the device. They hold until ``mark_used``, and as long as the
-            work that is enqueued before it reads them.
+            Two tensors, each [capacity] int32 on the device, that begin with the lists. They hold
+            until ``mark_used``, and as long as the work that is enqueued before it reads them.
         """
         turn, count = self._turn, len(source_rows)
         # Waits for nothing if the event is past, or was never recorded.
         self._used[turn].synchronize()
-        self._host[turn, :count] = source_rows
-        self._host[turn, count : 2 * count] = destination_rows
-        rows = self._rows[turn, : 2 * count]
-        rows.copy_(self._pinned[turn, : 2 * count], non_blocking=True)
-        return rows[:count], rows[count:]
+        self._host[turn, 0, :count] = source_rows
+        self._host[turn, 1, :count] = destination_rows
+        self._rows[turn].copy_(self._pinned[turn], non_blocking=True)
+        return self._lists[turn]
 
     def mark_used(self) -> None:
         """Says that the work which reads the rows last sent is enqueued on the current stream."""

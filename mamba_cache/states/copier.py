@@ -14,6 +14,9 @@ from mamba_cache.states.kernels.plan import plan_copy
 
 __all__ = ["StateCopier"]
 
+_MOST_PAIRS_SENT = 1024
+"""Longer lists of rows on the host take a launch for each so many pairs."""
+
 
 class StateCopier:
     """Copies rows between two sets of tensors, all layers of all tensors in one launch.
@@ -51,8 +54,8 @@ class StateCopier:
         self._copy_states = kernels_for(backend, self._device).copy_states
         self._plan = plan_copy(sources, destinations)
         on_cuda = self._device.type == "cuda"
-        # No destination is listed twice, so a list is never longer than there are rows.
-        self._ring = RowRing(self._num_destination_rows, self._device) if on_cuda else None
+        capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
+        self._ring = RowRing(capacity, self._device) if on_cuda else None
 
     def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
         """Copies ``source_rows[i]`` to ``destination_rows[i]`` for every i.
@@ -85,7 +88,7 @@ class StateCopier:
                 f"source_rows and destination_rows must be equally many, "
                 f"got {len(sources)} and {len(destinations)}"
             )
-        self._copy_states(self._plan, sources, destinations)
+        self._copy_states(self._plan, sources, destinations, sources.shape[0])
 
     def _copy_host_rows(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
         sources, destinations = check_host_rows(
@@ -96,15 +99,18 @@ class StateCopier:
             in_place=self._in_place,
         )
         if self._ring is None:
-            self._copy_states(self._plan, torch.tensor(sources), torch.tensor(destinations))
+            rows = torch.tensor([sources, destinations])
+            self._copy_states(self._plan, rows[0], rows[1], len(sources))
             return
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgumentError(
                 "rows on the host cannot be captured in a CUDA graph, which would repeat them for "
                 "ever: give them in tensors on the device"
             )
-        if sources:
-            self._copy_states(self._plan, *self._ring.send(sources, destinations))
+        for first in range(0, len(sources), self._ring.capacity):
+            part = slice(first, first + self._ring.capacity)
+            sent = self._ring.send(sources[part], destinations[part])
+            self._copy_states(self._plan, sent[0], sent[1], len(sources[part]))
             self._ring.mark_used()
 
 

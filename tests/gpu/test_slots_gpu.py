@@ -4,21 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_rig import BUSY_CYCLES
 from slot_rig import live_bits, make_allocator, make_context, slot_bits, state_bits
 
 pytestmark = pytest.mark.gpu
 
 BLOCK = 256
-BUSY_CYCLES = 200_000_000  # about a tenth of a second
-
-
-@pytest.fixture
-def no_waiting():
-    """Any wait for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_rig import BUSY_CYCLES, assert_same_bits, random_bits_, waiting_raises
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import (
@@ -10,7 +11,6 @@ from mamba_cache.states import (
     StateCopier,
     StatePool,
     StateSpec,
-    extract_checkpoint_states,
 )
 
 pytestmark = pytest.mark.gpu
@@ -23,17 +23,8 @@ def pools():
     pools = StatePool(SPEC, 6, device="cuda"), StatePool(SPEC, 9, device="cuda")
     for pool in pools:
         for tensor in pool.tensors.values():
-            tensor.view(torch.uint8).random_(0, 256)
+            random_bits_(tensor)
     return [list(pool.tensors.values()) for pool in pools]
-
-
-@pytest.fixture
-def no_waiting():
-    """Any wait for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def device_rows(rows, dtype=torch.int32):
@@ -49,9 +40,9 @@ def expected_copy(sources, destinations, source_rows, destination_rows):
     return expected
 
 
-def assert_same_bits(tensors, expected):
+def assert_all_same_bits(tensors, expected):
     for tensor, want in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), want.view(torch.uint8))
+        assert_same_bits(tensor, want)
 
 
 ROWS = [5, 0, PAD_SLOT_ID, ZERO_SOURCE, 2, 0], [8, 1, 2, 3, PAD_SLOT_ID, 7]
@@ -61,7 +52,7 @@ ROWS = [5, 0, PAD_SLOT_ID, ZERO_SOURCE, 2, 0], [8, 1, 2, 3, PAD_SLOT_ID, 7]
 def test_rows_on_the_device(pools, dtype):
     expected = expected_copy(*pools, *ROWS)
     StateCopier(*pools).copy(*(device_rows(rows, dtype) for rows in ROWS))
-    assert_same_bits(pools[1], expected)
+    assert_all_same_bits(pools[1], expected)
 
 
 def test_neither_kind_of_rows_waits_for_the_device(pools, request):
@@ -73,10 +64,33 @@ def test_neither_kind_of_rows_waits_for_the_device(pools, request):
     copier.copy(*ROWS)
     copier.copy(*on_device)
     torch.cuda.set_sync_debug_mode("default")
-    assert_same_bits(pools[1], expected)
+    assert_all_same_bits(pools[1], expected)
 
 
-def test_graph_replays_with_fewer_rows(pools):
+def test_host_far_ahead_of_the_device_overwrites_no_rows(pools):
+    """More calls are queued than there are buffers for rows."""
+    copier = StateCopier(*pools)
+    copier.copy([0], [0])
+    expected = [tensor.clone() for tensor in pools[1]]
+    torch.cuda._sleep(BUSY_CYCLES)
+    for call in range(40):
+        source, destination = call % 6, call * 5 % 9
+        copier.copy([source], [destination])
+        for read, write in zip(pools[0], expected, strict=True):
+            write[:, destination] = read[:, source]
+    assert_all_same_bits(pools[1], expected)
+
+
+@pytest.mark.parametrize(
+    "replayed",
+    [
+        ([5, *[PAD_SLOT_ID] * 3], [8, *[PAD_SLOT_ID] * 3]),
+        ([PAD_SLOT_ID, 4, PAD_SLOT_ID, ZERO_SOURCE], [PAD_SLOT_ID, 0, 3, 7]),
+        ([PAD_SLOT_ID] * 4, [PAD_SLOT_ID] * 4),
+        ([2, 2, 0, 5], [0, 3, 8, 7]),
+    ],
+)
+def test_graph_replays_with_other_fewer_and_no_rows(pools, replayed):
     """Padded rows are -1: a replay with fewer rows must not repeat those of the capture."""
     copier = StateCopier(*pools)
     rows = [device_rows([0, 1, 2, 3]), device_rows([0, 1, 2, 3])]
@@ -85,14 +99,26 @@ def test_graph_replays_with_fewer_rows(pools):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copier.copy(*rows)
-    replayed = [5, PAD_SLOT_ID, PAD_SLOT_ID, PAD_SLOT_ID], [8, *[PAD_SLOT_ID] * 3]
     for tensor, values in zip(rows, replayed, strict=True):
         tensor.copy_(torch.tensor(values))
     for tensor in pools[1]:
-        tensor.view(torch.uint8).random_(0, 256)
+        random_bits_(tensor)
     expected = expected_copy(*pools, *replayed)
-    graph.replay()
-    assert_same_bits(pools[1], expected)
+    with waiting_raises():
+        graph.replay()
+    assert_all_same_bits(pools[1], expected)
+
+
+def test_rows_on_the_host_are_not_captured(pools):
+    copier = StateCopier(*pools)
+    copier.copy([0], [0])
+    before = [tensor.clone() for tensor in pools[1]]
+    padding = device_rows([PAD_SLOT_ID])
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        copier.copy(padding, padding)  # PyTorch warns of empty graphs
+        with pytest.raises(InvalidArgumentError, match="cannot be captured in a CUDA graph"):
+            copier.copy([1], [1])
+    assert_all_same_bits(pools[1], before)
 
 
 def test_pool_of_more_than_2_gib():
@@ -107,9 +133,9 @@ def test_pool_of_more_than_2_gib():
 
 def test_rows_on_both_host_and_device_are_refused(pools):
     copier = StateCopier(*pools)
-    with pytest.raises(InvalidArgumentError, match="both on the host or both on cuda"):
+    with pytest.raises(InvalidArgumentError, match="must both be on the host or both on cuda"):
         copier.copy([0], device_rows([1]))
-    with pytest.raises(InvalidArgumentError, match="both on the host or both on cuda"):
+    with pytest.raises(InvalidArgumentError, match="must both be on the host or both on cuda"):
         copier.copy(device_rows([1]), [0])
 
 
@@ -131,21 +157,3 @@ def test_bad_rows_on_the_device(pools, shape, step, dtype):
 def test_different_lengths_on_the_device(pools):
     with pytest.raises(InvalidArgumentError, match="equally many, got 1 and 2"):
         StateCopier(*pools).copy(device_rows([0]), device_rows([1, 2]))
-
-
-def test_extraction_does_not_wait_for_the_device(request):
-    slots = torch.rand(5, 6, 4, device="cuda"), torch.rand(5, 2, 3, 5, device="cuda")
-    live, states = torch.rand(7, 6, 4, device="cuda"), torch.rand(9, 2, 3, 5, device="cuda")
-    fields = {
-        "checkpoint_chunks": device_rows([3, -1]),
-        "checkpoint_conv_ends": device_rows([20, -1]),
-        "checkpoint_seq_starts": device_rows([8, -1]),
-        "checkpoint_rows": device_rows([2, -1]),
-        "checkpoint_slots": device_rows([4, -1]),
-    }
-    inputs = torch.rand(40, 6, device="cuda")
-    request.getfixturevalue("no_waiting")
-    extract_checkpoint_states(*slots, live, states, inputs, **fields)
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(slots[0][4], inputs[16:20].T)
-    assert torch.equal(slots[1][4], states[3])

@@ -20,6 +20,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     if request.param == "triton as captured":
         for kernels in (copy, extract):
-            monkeypatch.setattr(kernels, "entries_per_program", lambda rows, captured: 2)
+            monkeypatch.setattr(kernels, "entries_per_program", lambda *_, **__: 2)
         return "triton"
     return request.param

@@ -83,7 +83,7 @@ def test_every_bit_of_every_slot(backend, entries_per_program, data, layer, inde
     columns = dict(zip(FIELDS, table.T.contiguous(), strict=True))
     fields = {f"checkpoint_{name}": column for name, column in columns.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extract, "entries_per_program", lambda rows, captured: entries_per_program)
+        patch.setattr(extract, "entries_per_program", lambda *_, **__: entries_per_program)
         extract_checkpoint_states(**layer, **fields, backend=backend)
     for name, tensor in layer.items():
         assert torch.equal(as_bytes(tensor), expected[name]), name

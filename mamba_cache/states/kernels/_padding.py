@@ -22,7 +22,7 @@ def end_of_real(rows, first, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-
     return tl.max(tl.where(is_real, entries + 1, 0))
 
 
-def entries_per_program(rows: torch.Tensor, captured: int) -> int:
+def entries_per_program(num_entries: int, *, on_gpu: bool, captured: int) -> int:
     """Returns how many entries of a list of rows one program walks through.
 
     A program for each entry is fastest where all are real. But a captured launch is replayed with
@@ -30,8 +30,9 @@ def entries_per_program(rows: torch.Tensor, captured: int) -> int:
     padded states of 24 layers cost 985 us so, and 18 us in one walk (NVIDIA H200, 103 MB a state).
 
     Args:
-        rows: [n], the list.
+        num_entries: Entries of the list.
+        on_gpu: Whether the kernel runs on a GPU.
         captured: Entries a program while a CUDA graph is captured.
     """
-    in_graph = rows.is_cuda and torch.cuda.is_current_stream_capturing()
-    return captured if in_graph or rows.shape[0] > _MOST_PROGRAMS_Y else 1
+    in_graph = on_gpu and torch.cuda.is_current_stream_capturing()
+    return captured if in_graph or num_entries > _MOST_PROGRAMS_Y else 1

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache.states.kernels._launch import Launcher
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.plan import TILE_WORDS, WIDE_BYTES, CopyPlan
 
@@ -53,7 +54,8 @@ def _copy_tile(  # type: ignore[no-untyped-def]
         tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
 
 
-# Rows come at any address and in any number: one compiled kernel must do for all of them.
+# Rows come at any address and in any number: one compiled kernel must do for all of them. The
+# table of chunks is always aligned.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["source_rows", "destination_rows", "num_pairs", "num_wide"]
 )
@@ -85,28 +87,36 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
             _copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
 
 
-def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor) -> None:
+_launch = Launcher(_copy_kernel, num_warps=_NUM_WARPS)
+
+
+def copy_states(
+    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
+) -> None:
     """Copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     Args:
         plan: Where to read and write.
-        source_rows: [n] int32 or int64, contiguous, on the plan's device.
-        destination_rows: [n] int32 or int64, contiguous, on the plan's device.
+        source_rows: [at least num_pairs] int32 or int64, contiguous, on the plan's device.
+        destination_rows: The same.
+        num_pairs: How many of them to copy.
     """
-    num_tiles, num_pairs = plan.num_tiles, source_rows.shape[0]
-    if not num_tiles or not num_pairs:
+    if not plan.num_tiles or not num_pairs:
         return
-    pairs = entries_per_program(source_rows, captured=_PAIRS_IN_GRAPH)
+    device = source_rows.get_device()
+    pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
+    constants = (plan.narrow_bytes, plan.tiles_per_chunk, pairs)
     # Triton launches on the current device; -1, for the CPU, changes nothing.
-    with torch.cuda.device(source_rows.get_device()):
-        _copy_kernel[num_tiles, -(-num_pairs // pairs)](
+    with torch.cuda.device(device):
+        _launch(
+            (device, source_rows.dtype, destination_rows.dtype, constants),
+            (plan.num_tiles, -(-num_pairs // pairs), 1),
             plan.chunks,
             source_rows,
             destination_rows,
             num_pairs,
             plan.num_wide,
-            NARROW_WORD=_WORDS[plan.narrow_bytes],
-            TILES_PER_CHUNK=plan.tiles_per_chunk,
-            PAIRS=pairs,
-            num_warps=_NUM_WARPS,
+            _WORDS[plan.narrow_bytes],
+            plan.tiles_per_chunk,
+            pairs,
         )

@@ -10,19 +10,21 @@ from mamba_cache.states.kernels.plan import CopyPlan
 __all__ = ["copy_states"]
 
 
-def copy_states(plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor) -> None:
+def copy_states(
+    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
+) -> None:
     """Copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
     Args:
         plan: Where to read and write.
-        source_rows: [n] int32 or int64, on the plan's device.
-        destination_rows: [n] int32 or int64, on the plan's device.
+        source_rows: [at least num_pairs] int32 or int64, on the plan's device.
+        destination_rows: The same.
+        num_pairs: How many of them to copy.
     """
-    for source_row, destination_row in zip(
-        source_rows.tolist(), destination_rows.tolist(), strict=True
-    ):
+    sources, destinations = source_rows[:num_pairs], destination_rows[:num_pairs]
+    for source_row, destination_row in zip(sources.tolist(), destinations.tolist(), strict=True):
         if destination_row < 0:
             continue
         for source, destination in zip(plan.sources, plan.destinations, strict=True):

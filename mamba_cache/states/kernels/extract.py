@@ -147,7 +147,7 @@ def extract_states(
     state_size = slot_ssm.shape[1:].numel()
     tile = _TILE_BYTES // slot_ssm.element_size()
     num_tiles = triton.cdiv(conv_dim, _CHANNELS) + triton.cdiv(state_size, tile)
-    entries = entries_per_program(slots, captured=_ENTRIES_IN_GRAPH)
+    entries = entries_per_program(len(slots), on_gpu=slots.is_cuda, captured=_ENTRIES_IN_GRAPH)
     with torch.cuda.device(slots.get_device()):
         _extract_kernel[num_tiles, triton.cdiv(len(slots), entries)](
             slot_conv,

@@ -1,0 +1,298 @@
+"""How long state copies take on a GPU, beside other ways to move the same bytes.
+
+Every figure is a median of runs that copy other rows each time, queued behind one another so that
+the device never waits for the host. No time is taken before the bits have been compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from mamba_cache.bench.measure import Measurement, progress
+from mamba_cache.states import StateCopier, StatePool, StateSpec, extract_checkpoint_states
+
+__all__ = [
+    "SHAPES",
+    "SLOT_COUNTS",
+    "CopyShape",
+    "measure_copies",
+    "measure_extraction",
+    "measure_tiny_copy",
+    "run_copy",
+]
+
+_RUNS = 15
+_ROW_SETS = 5
+_BUSY_CYCLES = 4_000_000  # about two milliseconds: time to queue the runs
+_SPARE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """The states of a model, and what copying them must reach.
+
+    Attributes:
+        name: Model and dtype of the SSM state.
+        spec: What one state holds.
+        is_reference: Whether the limits are stated for it.
+        over_indexing: How many times faster than advanced indexing, at least.
+        over_loop: The same for a loop of ``copy_``.
+    """
+
+    name: str
+    spec: StateSpec
+    is_reference: bool = False
+    over_indexing: float | None = None
+    over_loop: float | None = None
+
+
+def _spec(
+    num_layers: int, conv_dim: int, ssm_shape: tuple[int, int, int], ssm_dtype: torch.dtype
+) -> StateSpec:
+    return StateSpec.mamba(num_layers, (conv_dim, 4), ssm_shape, torch.bfloat16, ssm_dtype)
+
+
+SHAPES = (
+    CopyShape(
+        "Nemotron-H-8B, fp32 SSM", _spec(24, 10240, (128, 64, 128), torch.float32), True, 4.9, 1.7
+    ),
+    CopyShape(
+        "Nemotron-H-8B, bf16 SSM", _spec(24, 10240, (128, 64, 128), torch.bfloat16), True, 9.0, 2.8
+    ),
+    CopyShape("Nemotron-Nano-9B-v2", _spec(27, 12288, (128, 80, 128), torch.float32)),
+    CopyShape("Granite-4.0-H-Tiny", _spec(36, 3328, (48, 64, 128), torch.float32)),
+    CopyShape("Qwen3-Next-80B-A3B", _spec(36, 8192, (32, 128, 128), torch.float32)),
+    CopyShape("Falcon-H1-7B", _spec(44, 3584, (24, 128, 256), torch.float32)),
+    CopyShape("Zamba2-7B", _spec(81, 7424, (112, 64, 64), torch.float32)),
+)
+"""Layers with a state, convolution channels, and heads, head size and state size, as the models'
+published configurations have them."""
+
+SLOT_COUNTS = (1, 4, 16, 64)
+_TINY = CopyShape("0.5 MB state", _spec(2, 1024, (16, 64, 120), torch.bfloat16))
+
+
+def run_copy() -> list[Measurement]:
+    """Run every measurement, one after the other.
+
+    Raises:
+        SystemExit: There is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("the copy benchmark times a GPU, and PyTorch finds none")
+    results = [one for shape in SHAPES for one in measure_copies(shape)]
+    results += measure_tiny_copy()
+    for dtype in (torch.float32, torch.bfloat16):
+        results += measure_extraction(dtype)
+    return results
+
+
+def measure_copies(
+    shape: CopyShape, slot_counts: Sequence[int] = SLOT_COUNTS
+) -> Iterator[Measurement]:
+    """Time copies of whole states by this package, a flat copy, indexing and a loop."""
+    pools = _Pools(shape.spec, max(slot_counts) + _SPARE_ROWS)
+    pools.check_bits()
+    for num_slots in slot_counts:
+        progress(f"{shape.name}: copy {num_slots} slots")
+        yield from _compare(shape, pools, num_slots)
+
+
+def measure_tiny_copy() -> Iterator[Measurement]:
+    """Time one small state, where starting the kernel is most of the time."""
+    progress("copy a small state")
+    pools = _Pools(_TINY.spec, 64)
+    pools.check_bits()
+    time_us = _device_us([partial(pools.copy, *pools.random_rows(1)) for _ in range(_ROW_SETS)])
+    size = f"{_TINY.spec.bytes_per_slot:,} bytes"
+    yield Measurement("small state, 1 slot", time_us, "us", limit=6, runs=_RUNS, detail=size)
+
+
+def measure_extraction(
+    ssm_dtype: torch.dtype, *, num_checkpoints: int = 64, num_tokens: int = 16384
+) -> Iterator[Measurement]:
+    """Time taking one layer's checkpoints of a prefill step, against a flat copy."""
+    name = f"extract {num_checkpoints} checkpoints of {num_tokens:,} tokens, {ssm_dtype}"
+    progress(name)
+    spec = _spec(1, 10240, (128, 64, 128), ssm_dtype)
+    layer = _Layer(spec, num_checkpoints, num_tokens)
+    layer.check_bits()
+    num_bytes = num_checkpoints * spec.bytes_per_slot
+    flat = _device_us([partial(_flat_copy, layer.slots["ssm"], layer.states, num_bytes)])
+    own = _device_us([layer.extract])
+    detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}, flat copy {flat:,.1f} us"
+    share = f"{name}: share of the flat copy's GB/s"
+    yield Measurement(share, flat / own, "x", 0.9, at_least=True, runs=_RUNS, detail=detail)
+
+
+def _device_us(calls: Sequence[Callable[[], object]], *, runs: int = _RUNS) -> float:
+    """Return the median time on the device of one of ``calls``, in microseconds."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    events = []
+    for run in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        calls[run % len(calls)]()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    milliseconds: list[float] = [start.elapsed_time(end) for start, end in events]
+    return statistics.median(milliseconds) * 1e3
+
+
+def _host_us(call: Callable[[], object], *, runs: int = 50) -> float:
+    """Return the median time that ``call`` takes on the host, in microseconds."""
+    call()
+    seconds = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e6
+
+
+class _Pools:
+    """Two pools of random states, and the ways to copy rows from one to the other."""
+
+    def __init__(self, spec: StateSpec, num_rows: int) -> None:
+        self.spec, self.num_rows = spec, num_rows
+        pools = [_random_pool(spec, num_rows) for _ in range(2)]
+        self.sources, self.destinations = (list(pool.tensors.values()) for pool in pools)
+        self.copier = StateCopier(self.sources, self.destinations)
+
+    def random_rows(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows to read and rows to write, on the device."""
+        rows = [torch.randperm(self.num_rows)[:num_slots].int().cuda() for _ in range(2)]
+        return rows[0], rows[1]
+
+    def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self.copier.copy(sources, destinations)
+
+    def index(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        for read, write in zip(self.sources, self.destinations, strict=True):
+            write[:, destinations] = read[:, sources]
+
+    def loop(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        for source, destination in zip(sources, destinations, strict=True):
+            for read, write in zip(self.sources, self.destinations, strict=True):
+                write[:, destination].copy_(read[:, source])
+
+    def flat(self, num_slots: int, turn: int) -> None:
+        num_bytes = num_slots * self.spec.bytes_per_slot
+        _flat_copy(self.destinations[1], self.sources[1], num_bytes, turn)
+
+    def check_bits(self) -> None:
+        """Compare one copy of this package with the sources."""
+        sources, destinations = self.random_rows(4)
+        self.copy(sources, destinations)
+        for read, write in zip(self.sources, self.destinations, strict=True):
+            copied = write[:, destinations].view(torch.uint8)
+            assert torch.equal(copied, read[:, sources].view(torch.uint8))
+
+
+class _Layer:
+    """One layer's part of a prefill step, with random states and inputs."""
+
+    def __init__(self, spec: StateSpec, num_checkpoints: int, num_tokens: int) -> None:
+        self.slots = {
+            name: tensor[0]
+            for name, tensor in _random_pool(spec, num_checkpoints + _SPARE_ROWS).tensors.items()
+        }
+        self.live = torch.empty_like(self.slots["conv"][:1])
+        self.states = _random_(torch.empty_like(self.slots["ssm"]))
+        conv_dim = self.slots["conv"].shape[1]
+        self.inputs = torch.empty(num_tokens, conv_dim, dtype=self.live.dtype, device="cuda")
+        _random_(self.inputs)
+        chunk = num_tokens // num_checkpoints
+        self.order = torch.randperm(num_checkpoints).int().cuda()
+        self.entries = torch.arange(num_checkpoints, dtype=torch.int32, device="cuda")
+        self.ends = (self.entries + 1) * chunk
+        self.zeros = torch.zeros_like(self.entries)
+
+    def extract(self) -> None:
+        extract_checkpoint_states(
+            self.slots["conv"],
+            self.slots["ssm"],
+            self.live,
+            self.states,
+            self.inputs,
+            checkpoint_chunks=self.entries,
+            checkpoint_conv_ends=self.ends,
+            checkpoint_seq_starts=self.zeros,
+            checkpoint_rows=self.zeros,
+            checkpoint_slots=self.order,
+        )
+
+    def check_bits(self) -> None:
+        """Compare one extraction with what a loop would have taken."""
+        self.extract()
+        width = self.live.shape[2]
+        for entry, (slot, end) in enumerate(
+            zip(self.order.tolist(), self.ends.tolist(), strict=True)
+        ):
+            pairs = (
+                (self.slots["ssm"][slot], self.states[entry]),
+                (self.slots["conv"][slot], self.inputs[end - width : end].T.contiguous()),
+            )
+            for saved, wanted in pairs:
+                assert torch.equal(saved.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measurement]:
+    rows = [pools.random_rows(num_slots) for _ in range(_ROW_SETS)]
+    lists = [(sources.tolist(), destinations.tolist()) for sources, destinations in rows]
+    own = _device_us([partial(pools.copy, *pair) for pair in rows])
+    flat = _device_us([partial(pools.flat, num_slots, turn) for turn in range(_ROW_SETS)])
+    index = _device_us([partial(pools.index, *pair) for pair in rows])
+    loop = _device_us([partial(pools.loop, *pair) for pair in lists])
+    host = _host_us(partial(pools.copier.copy, *lists[0]))
+    num_bytes = num_slots * shape.spec.bytes_per_slot
+    name = f"{shape.name}, {num_slots} slots"
+    measured = partial(Measurement, runs=_RUNS)
+    limit = (1.08 if num_slots == 1 else 1.04) if shape.is_reference else None
+    detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}; flat copy {flat:,.1f} us"
+    yield measured(f"{name}: time over a flat copy's", own / flat, "x", limit, detail=detail)
+    for other, time_us, least in (
+        ("indexing", index, shape.over_indexing),
+        ("a loop", loop, shape.over_loop),
+    ):
+        # Stated where copies are large enough to compare; what launches cost is another question.
+        limit = least if num_slots in (4, 16) else None
+        speedup, detail = time_us / own, f"{time_us:,.1f} us"
+        yield measured(f"{name}: faster than {other}", speedup, "x", limit, True, detail=detail)
+    yield measured(f"{name}: host time of a call", host, "us", 25)
+
+
+def _flat_copy(
+    destination: torch.Tensor, source: torch.Tensor, num_bytes: int, turn: int = 0
+) -> None:
+    """Copy as many bytes in one piece, another piece each turn if there is room."""
+    count = num_bytes // source.element_size()
+    start = turn % (source.numel() // count) * count
+    destination.view(-1)[start : start + count].copy_(source.view(-1)[start : start + count])
+
+
+def _gb_per_s(num_bytes: int, time_us: float) -> str:
+    return f"{2 * num_bytes / time_us / 1e3:,.0f} GB/s read and written"
+
+
+def _random_pool(spec: StateSpec, num_rows: int) -> StatePool:
+    pool = StatePool(spec, num_rows, device="cuda")
+    for tensor in pool.tensors.values():
+        _random_(tensor)
+    return pool
+
+
+def _random_(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).random_(0, 256)
+    return tensor
