@@ -1,7 +1,7 @@
 """Puts this package's slots in the place of Megatron Core's, whose contexts then use them.
 
-As in ``from mamba_cache.integrations import megatron`` and ``megatron.install()``. It may come before
-or after Megatron's modules are imported, but before a context is made.
+As in ``from mamba_cache.integrations import megatron`` and ``megatron.install()``. It may come
+before or after Megatron's modules are imported, but before a context is made.
 """
 
 from __future__ import annotations
