@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+import numpy.typing as npt
 import torch
 
 from mamba_cache.config import CacheConfig
@@ -338,14 +339,17 @@ class DynamicInferenceContext(CacheMemory):
             From 0 to 2**63 - 1.
         """
         kv_blocks = self.kv_block_allocator
-        requests = [
-            (a.row, a.num_computed, len(a.prompt), *a.generated[-1:]) for a in self._requests
-        ]
+        parts: list[npt.ArrayLike] = []
+        for active in self._requests:
+            hashes, end = active.chain.hashes, active.num_tokens
+            # The last hash names all blocks before; without prefix caching the last tokens must do.
+            start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
+            parts += [(active.row, active.num_computed, *hashes[-1:]), active.tokens(start, end)]
         return fingerprint_of(
             self.slot_allocator.fingerprint(),
             self.request_memory.block_tables,
             (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
-            *requests,
+            *parts,
         )
 
     def check_invariants(self) -> None:

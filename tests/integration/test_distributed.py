@@ -1,7 +1,9 @@
 """Ranks that hold shards of the same states, as processes that talk through gloo."""
 
+import context_rig
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from shard_rig import EVERY, assert_joined, assert_noticed, run_alone, run_shard, spawn
 from slot_rig import full, make_allocator
@@ -102,7 +104,21 @@ def swap_free_slots(allocator):
     allocator.free_slots[[0, 1]] = allocator.free_slots[[1, 0]].clone()
 
 
+def exchange_slots(allocator):
+    slots = [allocator.get_slot(0), allocator.get_slot(1)]
+    allocator.block_to_slot[[1, 0]] = torch.tensor(slots, dtype=torch.int32)
+    allocator.slot_to_block[slots] = torch.tensor([1, 0], dtype=torch.int32)
+    allocator.check_invariants()
+
+
+def reserve_for_another(allocator):
+    [slot] = allocator.pool.reserved
+    allocator.pool.reserved[slot] = 9
+
+
 CHANGES = {
+    "two blocks exchange their slots": exchange_slots,
+    "a slot is reserved for another block": reserve_for_another,
     "a slot is freed": lambda a: a.invalidate_block(0),
     "a slot is given": lambda a: a.allocate_slots_batch([9]),
     "a slot is reserved": lambda a: a.reserve_slots([9]),
@@ -117,7 +133,8 @@ CHANGES = {
 
 def prepared():
     allocator = full(slots=6, policy=ConsumedSlotPolicy())
-    allocator._invalidate_blocks_batch([4, 5])
+    allocator._invalidate_blocks_batch([3, 4, 5])
+    allocator.reserve_slots([8])
     return allocator
 
 
@@ -134,13 +151,13 @@ def test_whatever_decides_shows_in_the_fingerprint(change):
 
 def test_the_order_of_dicts_does_not_show_in_the_fingerprint():
     one, other = prepared(), prepared()
-    for allocator, order in ((one, (8, 9)), (other, (9, 8))):
-        reserved = {block: allocator.free_slots[block - 8].item() for block in order}
-        allocator.free_count = 0
-        allocator.pool.reserved.update({slot: block for block, slot in reserved.items()})
-    pairs = list(other.hash_to_block_id.items())
-    other.hash_to_block_id.clear()
-    other.hash_to_block_id.update(reversed(pairs))
+    for allocator in (one, other):
+        allocator.reserve_slots([9])
+    for table in (other.hash_to_block_id, other.pool.reserved):
+        pairs = list(table.items())
+        table.clear()
+        table.update(reversed(pairs))
+    assert list(one.pool.reserved) != list(other.pool.reserved)
     assert one.fingerprint() == other.fingerprint()
 
 
@@ -149,3 +166,43 @@ def test_fingerprints_fit_the_tensors_that_carry_them():
         allocator = make_allocator(3)
         allocator.register_block_hashes_batch([0], [np.random.default_rng(seed).integers(1, 2**62)])
         assert 0 <= allocator.fingerprint() < 2**63
+
+
+def two_steps(token=3, prompt=range(10), request_id="any name", **changes):
+    """A context after a prefill and one decode."""
+    config = context_rig.make_config(hash_secret=b"the same", **changes)
+    context = context_rig.make_context(config)
+    context_rig.add(context, request_id, list(prompt))
+    for sampled in (token, 5):
+        context.begin_step()
+        context.commit_step({request_id: sampled})
+    return context
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_contexts_fingerprint_is_that_of_its_requests(cached):
+    changes = {"enable_prefix_caching": cached}
+    expected = two_steps(**changes).fingerprint()
+    assert two_steps(request_id="another name", **changes).fingerprint() == expected
+    assert two_steps(token=4, **changes).fingerprint() != expected
+    assert two_steps(prompt=range(1, 11), **changes).fingerprint() != expected
+    assert two_steps(prompt=range(11), **changes).fingerprint() != expected
+
+
+def test_a_contexts_fingerprint_covers_its_slots_and_blocks():
+    expected = two_steps().fingerprint()
+    context = two_steps()
+    context.slot_allocator.reset()
+    assert context.fingerprint() != expected
+    context = two_steps()
+    context.kv_block_allocator.allocate_memory_blocks(1)
+    assert context.fingerprint() != expected
+
+
+def test_a_preemption_shows_in_a_contexts_fingerprint():
+    one, other = two_steps(), two_steps()
+    assert one.fingerprint() == other.fingerprint()
+    one.preempt("any name")
+    assert one.fingerprint() != other.fingerprint()
+    other.preempt("any name")
+    assert one.fingerprint() == other.fingerprint()
