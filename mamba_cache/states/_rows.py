@@ -84,6 +84,8 @@ def check_host_rows(
 
 
 def _as_list(name: str, rows: RowIndices) -> list[int]:
+    if isinstance(rows, list) and set(map(type, rows)) == {int}:
+        return rows
     array = np.asarray(rows)
     is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
     if array.ndim != 1 or (array.size and not is_int):

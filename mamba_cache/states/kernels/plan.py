@@ -39,6 +39,7 @@ class CopyPlan:
         num_wide: Wide chunks. Their words have 8 bytes, and are moved two at a time.
         narrow_bytes: Bytes of the other chunks' words: 1, 2, 4 or 8.
         tiles_per_chunk: Tiles of the largest chunk: 1 to 16, a power of two.
+        num_tiles: Tiles of one row, some of them empty where a chunk is smaller than the largest.
     """
 
     sources: tuple[torch.Tensor, ...]
@@ -47,11 +48,7 @@ class CopyPlan:
     num_wide: int
     narrow_bytes: int
     tiles_per_chunk: int
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of one row, some of them empty where a chunk is smaller than the largest."""
-        return self.chunks.shape[0] * self.tiles_per_chunk
+    num_tiles: int
 
 
 class _Segment(NamedTuple):
@@ -97,6 +94,7 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
         num_wide=len(wide_chunks),
         narrow_bytes=narrow_bytes,
         tiles_per_chunk=tiles_per_chunk,
+        num_tiles=len(table) * tiles_per_chunk,
     )
 
 
