@@ -37,7 +37,7 @@ class Shard:
 
 
 CONFIG = CacheConfig(
-    block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=64,
+    block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=160,
     max_sequence_length=48, num_kv_blocks=50, max_slots=7, vocab_size=VOCAB,
     hash_secret=b"the same on every rank",
 )  # fmt: skip
