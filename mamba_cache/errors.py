@@ -20,12 +20,14 @@ __all__ = [
     "MambaSlotCapacityError",
     "MissingExtraError",
     "MissingStateError",
+    "ModelChangedError",
     "RequestCapacityError",
     "SequenceLengthError",
     "StepOrderError",
     "TokenCapacityError",
     "UnknownBlockError",
     "UnknownRequestError",
+    "UnresumableModelError",
     "UnsupportedVersionError",
 ]
 
@@ -80,6 +82,14 @@ class MissingExtraError(MambaCacheError, ImportError):
 
 class UnsupportedVersionError(MambaCacheError, ImportError):
     """Another project is installed in a version that this package does not fit; it says where."""
+
+
+class UnresumableModelError(MambaCacheError, RuntimeError):
+    """A model does not compute the same from a saved state as without a break."""
+
+
+class ModelChangedError(MambaCacheError, RuntimeError):
+    """A model is no longer the one that the cached prefixes were computed with."""
 
 
 class DivergenceError(MambaCacheError, RuntimeError):

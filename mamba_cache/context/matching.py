@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
-from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.slots.control import SlotControl
 
 __all__ = ["MissReason", "PrefixMatch", "farthest_state", "find_prefix"]
 
@@ -61,7 +61,7 @@ def find_prefix(
     hashes: BlockHashes,
     prompt_tokens: int,
     kv_blocks: KVBlockAllocator,
-    slots: MambaSlotAllocator,
+    slots: SlotControl,
     *,
     block_size_tokens: int,
     min_computed_tokens: int,
@@ -97,9 +97,9 @@ def find_prefix(
     )
 
 
-def farthest_state(slots: MambaSlotAllocator, block_ids: Sequence[int]) -> int:
+def farthest_state(slots: SlotControl, block_ids: Sequence[int]) -> int:
     """Return how many of ``block_ids``, from the first, lie before the last saved state."""
     if not block_ids:
         return 0
-    with_state = np.flatnonzero(np.asarray(slots.block_to_slot)[list(block_ids)] >= 0)
+    with_state = np.flatnonzero(slots.pool.block_to_slot[list(block_ids)] >= 0)
     return int(with_state[-1]) + 1 if with_state.size else 0

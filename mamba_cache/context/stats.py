@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.context.matching import MissReason
+from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.requests import Admission
-from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.slots.control import SlotControl
 
 __all__ = ["CacheStats", "StatsCounters", "collect_stats"]
 
@@ -91,8 +91,8 @@ class StatsCounters:
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
-    def count_admission(self, admission: Admission) -> None:
-        """Count a request whose first step was committed."""
+    def count_admission(self, admission: Admission | PrefixMatch) -> None:
+        """Count a request that began to run."""
         self.requests += 1
         if admission.miss_reason is None:
             self.hits += 1
@@ -104,7 +104,7 @@ class StatsCounters:
 
 
 def collect_stats(
-    counters: StatsCounters, kv_blocks: KVBlockAllocator, slots: MambaSlotAllocator
+    counters: StatsCounters, kv_blocks: KVBlockAllocator, slots: SlotControl
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
     return CacheStats(

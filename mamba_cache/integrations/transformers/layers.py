@@ -1,0 +1,206 @@
+"""What the layers of a transformers cache hold, read and written through their own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers.library import transformers
+
+__all__ = [
+    "LayerParts",
+    "SequenceMemory",
+    "learn_layers",
+    "read_layers",
+    "stack_memories",
+    "write_layers",
+]
+
+_KNOWN_LAYERS = (
+    "DummyLayer",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionLayer",
+)
+"""Exactly these: a layer derived from one of them keeps something else besides, or elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What one layer keeps of a sequence.
+
+    Attributes:
+        kind: The name of the layer's class.
+        convs: Indices of its conv states.
+        recurrents: Indices of its recurrent states.
+        has_tokens: It keeps the keys and values of all tokens.
+        window: It keeps those of as many tokens, the last ones; 0 if of none or of all.
+    """
+
+    kind: str
+    convs: tuple[int, ...]
+    recurrents: tuple[int, ...]
+    has_tokens: bool
+    window: int
+
+
+@dataclass(slots=True)
+class SequenceMemory:
+    """All that a model's cache holds of sequences of one length, layer by layer.
+
+    Attributes:
+        num_tokens: Tokens whose effect is in it, padding on the left included.
+        states: [rows, *shape] each: conv and recurrent states.
+        windows: [rows, heads, min(num_tokens, window), head_dim] each: keys, then values, of
+            sliding-window layers.
+        tokens: [rows, heads, num_tokens, head_dim] each: keys, then values, of the others.
+    """
+
+    num_tokens: int
+    states: list[torch.Tensor] = field(default_factory=list)
+    windows: list[torch.Tensor] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
+
+    def row(self, row: int, padding: int = 0) -> SequenceMemory:
+        """Returns views of one row without the ``padding`` tokens on its left."""
+        num_tokens = self.num_tokens - padding
+        one = slice(row, row + 1)
+        return SequenceMemory(
+            num_tokens,
+            [state[one] for state in self.states],
+            [window[one, :, max(window.shape[2] - num_tokens, 0) :] for window in self.windows],
+            [tokens[one, :, padding:] for tokens in self.tokens],
+        )
+
+
+def stack_memories(memories: Sequence[SequenceMemory]) -> SequenceMemory:
+    """Makes one batch of sequences, padded on the left with zeros to the longest.
+
+    Args:
+        memories: One row each, in the order of the rows; the same one may come repeatedly.
+    """
+    longest = max(memories, key=lambda memory: memory.num_tokens)
+    return SequenceMemory(
+        longest.num_tokens,
+        [torch.cat(states) for states in zip(*(m.states for m in memories), strict=True)],
+        [_cat_padded(windows) for windows in zip(*(m.windows for m in memories), strict=True)],
+        [_cat_padded(tokens) for tokens in zip(*(m.tokens for m in memories), strict=True)],
+    )
+
+
+def _cat_padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    length = max(row.shape[2] for row in rows)
+    return torch.cat([functional.pad(row, (0, 0, length - row.shape[2], 0)) for row in rows])
+
+
+def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
+    """Finds out what each layer of a cache keeps.
+
+    Args:
+        cache: A transformers cache that a forward has filled.
+
+    Raises:
+        InvalidArgumentError: A layer is of a kind that is not known, or none has a state.
+    """
+    layers = tuple(_parts_of(index, layer) for index, layer in enumerate(_layers(cache)))
+    if not any(layer.convs or layer.recurrents for layer in layers):
+        raise InvalidArgumentError(
+            f"the model must have linear-attention layers, got {sorted({x.kind for x in layers})}: "
+            "attention alone can resume anywhere, so keep a transformers DynamicCache of the "
+            "prefix and crop it, or use an engine with a prefix cache of its own"
+        )
+    return layers
+
+
+def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
+    """Returns the tensors of a cache, not copied.
+
+    Args:
+        cache: A cache whose layers are ``layers``.
+        layers: As learned.
+        num_tokens: Tokens that went through it.
+    """
+    memory = SequenceMemory(num_tokens)
+    for layer, parts in zip(_layers(cache), layers, strict=True):
+        memory.states += [_numbered(layer.conv_states)[i] for i in parts.convs]
+        memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
+        if parts.window:
+            memory.windows += [layer.keys, layer.values]
+        elif parts.has_tokens:
+            memory.tokens += [layer.keys, layer.values]
+    return memory
+
+
+def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMemory) -> None:
+    """Fills a fresh cache; it copies what it is given.
+
+    Args:
+        cache: A cache that no forward has used.
+        layers: As learned from another cache of the same model.
+        memory: What to put in.
+
+    Raises:
+        InvalidArgumentError: The cache is not of the kind that was learned.
+    """
+    fresh = _layers(cache)
+    kinds = [type(layer).__name__ for layer in fresh]
+    if kinds != [parts.kind for parts in layers]:
+        raise InvalidArgumentError(
+            f"the model's cache must be made of {[parts.kind for parts in layers]}, got {kinds}: "
+            "leave cache_implementation at its default"
+        )
+    states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
+    for layer, parts in zip(fresh, layers, strict=True):
+        _write_states(layer, parts, states)
+        if parts.window:
+            layer.update(next(windows), next(windows))
+            layer.cumulative_length = memory.num_tokens
+        elif parts.has_tokens:
+            layer.update(next(tokens), next(tokens))
+
+
+def _layers(cache: Any) -> list[Any]:
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise InvalidArgumentError(
+            f"the model's cache must be made of transformers cache layers, got "
+            f"{type(cache).__name__}: this model needs a newer transformers"
+        )
+    return list(layers)
+
+
+def _parts_of(index: int, layer: Any) -> LayerParts:
+    kind = type(layer).__name__
+    if kind not in _KNOWN_LAYERS or type(layer) is not getattr(transformers().cache_utils, kind):
+        raise InvalidArgumentError(
+            f"layer {index} of the cache must be one of {list(_KNOWN_LAYERS)}, got {kind}"
+        )
+    convs, recurrents = (
+        tuple(i for i, state in _numbered(getattr(layer, name, None)).items() if state is not None)
+        for name in ("conv_states", "recurrent_states")
+    )
+    has_keys = getattr(layer, "keys", None) is not None
+    window = layer.sliding_window - 1 if has_keys and hasattr(layer, "sliding_window") else 0
+    return LayerParts(kind, convs, recurrents, has_keys and not window, window)
+
+
+def _numbered(states: Any) -> dict[int, Any]:
+    """A layer has a dict of states; before transformers 5.15 it had at most one of a kind."""
+    return states if isinstance(states, dict) else {0: states}
+
+
+def _write_states(layer: Any, parts: LayerParts, states: Iterator[torch.Tensor]) -> None:
+    for i in parts.convs:
+        layer.update_conv_state(next(states), state_idx=i)
+    for i in parts.recurrents:
+        layer.update_recurrent_state(next(states), state_idx=i)
+    previous = getattr(layer, "has_previous_state", None)
+    if isinstance(previous, dict):  # which only the update of a conv state sets
+        previous.update(dict.fromkeys(parts.recurrents, True))

@@ -1,0 +1,32 @@
+"""The transformers library, imported when it is first needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
+
+__all__ = ["transformers"]
+
+
+def transformers() -> Any:
+    """Returns the library's module.
+
+    Raises:
+        MissingExtraError: It is not installed.
+        UnsupportedVersionError: It is too old to keep the states of linear attention in cache
+            layers.
+    """
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtraError(
+            "this needs transformers >= 5.10: pip install 'mamba-cache[transformers]'"
+        ) from error
+    if not hasattr(library.cache_utils, "LinearAttentionLayer"):
+        raise UnsupportedVersionError(
+            f"transformers must be >= 5.10, got {library.__version__}: its caches have no "
+            "LinearAttentionLayer"
+        )
+    return library

@@ -1,0 +1,179 @@
+"""Does a model go on correctly from the middle of a sequence? Tried, not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mamba_cache.errors import UnresumableModelError
+from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers, write_layers
+from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
+
+__all__ = ["ProbeResult", "probe"]
+
+_SUFFIX_TOKENS = 8
+"""More than a short convolution sees, and so few that no state has forgotten the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What was learned of a model.
+
+    Attributes:
+        layout: What a slot and a KV block are made of.
+        fault: Why several tokens at once do not go on correctly from a saved state: the layer, and
+            by how much it is off; None if they do.
+    """
+
+    layout: PrefixLayout
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """One tensor that a run leaves behind.
+
+    Attributes:
+        layer: The layers before this one have shaped it.
+        name: What it is.
+        tensor: [1, ...].
+        token_axis: Its axis of tokens, each of which must be right; None: it has none.
+    """
+
+    layer: int
+    name: str
+    tensor: torch.Tensor
+    token_axis: int | None = None
+
+
+def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
+    """Runs random tokens whole, in two parts, and token by token, and compares.
+
+    The runs in parts begin with a cache that went through a slot and a KV block. All that the
+    layers keep is compared, and the logits. Token by token is how every model generates, so what
+    that run differs from the whole one is rounding.
+
+    Args:
+        runner: The model.
+        block_size_tokens: The length of the first part.
+
+    Raises:
+        InvalidArgumentError: The model's cache is not of a kind that can be taken apart.
+        UnresumableModelError: The model does not even go on correctly token by token.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = (block_size_tokens + _SUFFIX_TOKENS,)
+    tokens = torch.randint(runner.config.vocab_size, size, generator=generator).tolist()
+    prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
+    layout, saved = _save_prefix(runner, prefix)
+
+    whole = _run(runner, layout, layout.initial, [tokens])
+    with _refused_if_it_fails(runner):
+        steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
+    is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
+    tolerance, limit = (1e-5, 1e-2) if is_single else (2e-2, 0.5)
+    fault = _first_fault(runner, layout, whole, steps, [limit] * len(whole))
+    if fault is not None:
+        raise UnresumableModelError(
+            f"{type(runner.model).__name__} does not go on correctly from a saved state, not even "
+            f"token by token: {fault}"
+        )
+    try:
+        split = _differences(whole, _run(runner, layout, saved, [suffix]))
+    except Exception as error:  # whatever a model raises that was not made for it
+        return ProbeResult(layout, f"its forward raises {error!r}")
+    bounds = [tolerance + 4 * rounding for rounding in steps]
+    return ProbeResult(layout, _first_fault(runner, layout, whole, split, bounds))
+
+
+@contextmanager
+def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
+    """Turns whatever a model raises over a cache of transformers' own layers into one error."""
+    try:
+        yield
+    except Exception as error:
+        raise UnresumableModelError(
+            f"{type(runner.model).__name__} cannot be run with {runner.cache_name} and random "
+            f"tokens: its forward raises {error!r}"
+        ) from error
+
+
+def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayout, SequenceMemory]:
+    """Computes one block, and returns it from where it was saved."""
+    cache = runner.new_cache()
+    with _refused_if_it_fails(runner):
+        runner.forward(prefix, cache, 0)
+    layers = runner.learn(cache)
+    live = read_layers(cache, layers, len(prefix))
+    layout = PrefixLayout(layers, live, len(prefix))
+    tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)
+    tensors.save_state(0, live)
+    tensors.save_blocks([0], live, 0)
+    return layout, tensors.load(0, [0])
+
+
+def _run(
+    runner: ModelRunner, layout: PrefixLayout, start: SequenceMemory, parts: list[list[int]]
+) -> list[_Trace]:
+    """Goes on from ``start``; returns what it leaves behind in the order of the layers."""
+    cache, position, logits = runner.new_cache(), start.num_tokens, []
+    if position:
+        write_layers(cache, layout.layers, start)
+    for part in parts:
+        logits.append(runner.forward_all(part, cache, position))
+        position += len(part)
+    memory = read_layers(cache, layout.layers, position)
+    traces = _traces(layout, memory)
+    last = torch.cat(logits, dim=1)[:, -_SUFFIX_TOKENS:]
+    return [*traces, _Trace(len(layout.layers), "logits", last, 1)]
+
+
+def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
+    states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
+    traces = []
+    for index, parts in enumerate(layout.layers):
+        # Keys, values and what enters a convolution show what the layers before did.
+        if parts.window or parts.has_tokens:
+            for name in ("keys", "values"):
+                kept = next(windows if parts.window else tokens)
+                traces.append(_Trace(index, name, kept[:, :, -_SUFFIX_TOKENS:], 2))
+        traces += [_Trace(index, "conv states", next(states)) for _ in parts.convs]
+        traces += [_Trace(index + 1, "recurrent states", next(states)) for _ in parts.recurrents]
+    return traces
+
+
+def _differences(expected: list[_Trace], actual: list[_Trace]) -> list[float]:
+    """Returns for each trace how far it is off, relative to its size, where it is most."""
+    differences = []
+    for one, other in zip(expected, actual, strict=True):
+        a, b = one.tensor.double(), other.tensor.double()
+        axes = tuple(axis for axis in range(a.dim()) if axis != one.token_axis)
+        size = torch.linalg.vector_norm(a, dim=axes)
+        error = torch.linalg.vector_norm(b - a, dim=axes)
+        differences.append((error / size.clamp_min(torch.finfo(a.dtype).tiny)).max().item())
+    return differences
+
+
+def _first_fault(
+    runner: ModelRunner,
+    layout: PrefixLayout,
+    traces: list[_Trace],
+    differences: list[float],
+    bounds: list[float],
+) -> str | None:
+    """Describes the first trace that is out of bounds, None if there is none."""
+    pairs = zip(differences, bounds, strict=True)
+    wrong = next((i for i, (difference, bound) in enumerate(pairs) if not difference <= bound), -1)
+    if wrong < 0:
+        return None
+    linear = [i for i, parts in enumerate(layout.layers) if parts.convs or parts.recurrents]
+    index = max((i for i in linear if i < traces[wrong].layer), default=linear[0])
+    kinds = getattr(runner.config, "layer_types", None) or [x.kind for x in layout.layers]
+    return (
+        f"layer {index} of kind {kinds[index]!r} makes the {traces[wrong].name} that follow differ "
+        f"from those of an unbroken run by {differences[wrong]:.1e} of their size"
+    )
