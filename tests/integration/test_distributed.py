@@ -186,7 +186,7 @@ def two_steps(token=3, prompt=range(10), request_id="any name", **changes):
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_contexts_fingerprint_is_that_of_its_requests(cached):
-    changes = {"enable_prefix_caching": cached}
+    changes = {"enable_prefix_caching": cached, "max_slots": 0}
     expected = two_steps(**changes).fingerprint()
     assert two_steps(request_id="another name", **changes).fingerprint() == expected
     assert two_steps(token=4, **changes).fingerprint() != expected
