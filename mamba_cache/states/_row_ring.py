@@ -27,7 +27,7 @@ class RowRing:
         pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
         # Taking tensors apart anew in each call would cost as much as sending them.
         self._pinned = pinned.unbind()
-        self._host = pinned.numpy()
+        self._host = [tuple(lists) for lists in pinned.numpy()]
         self._rows = torch.empty(shape, dtype=torch.int32, device=device).unbind()
         self._lists = [rows.unbind() for rows in self._rows]
         self._used = [torch.Event(device) for _ in range(_DEPTH)]
@@ -45,8 +45,8 @@ class RowRing:
         turn, count = self._turn, len(source_rows)
         # Waits for nothing if the event is past, or was never recorded.
         self._used[turn].synchronize()
-        self._host[turn, 0, :count] = source_rows
-        self._host[turn, 1, :count] = destination_rows
+        sources, destinations = self._host[turn]
+        sources[:count], destinations[:count] = source_rows, destination_rows
         self._rows[turn].copy_(self._pinned[turn], non_blocking=True)
         return self._lists[turn]
 
