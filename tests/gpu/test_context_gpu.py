@@ -3,6 +3,7 @@
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
+from gpu_rig import waiting_raises
 
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.models import HybridModel
@@ -39,25 +40,10 @@ def context(model):
     return context
 
 
-@pytest.fixture
-def no_synchronisation():
-    """Calls that make the host wait for the device raise."""
-    torch.cuda.synchronize()
-
-    class Guard:
-        def __enter__(self):
-            torch.cuda.set_sync_debug_mode("error")
-
-        def __exit__(self, *_):
-            torch.cuda.set_sync_debug_mode("default")
-
-    return Guard()
-
-
-def run(context, model, prompts, num_tokens, guard, chunk_tokens=None):
+def run(context, model, prompts, num_tokens, chunk_tokens=None):
     """Greedy tokens and logits of prompts that run together."""
     tokens, logits = {n: [] for n in prompts}, {n: [] for n in prompts}
-    with guard:
+    with waiting_raises():
         for name, prompt in prompts.items():
             context.add_request(
                 Request(request_id=name, prompt_tokens=prompt), chunk_tokens=chunk_tokens
@@ -66,7 +52,7 @@ def run(context, model, prompts, num_tokens, guard, chunk_tokens=None):
         for name in prompts:
             if context.status(name).value == "prefilling":
                 context.schedule_prefill(name, chunk_tokens=chunk_tokens)
-        with guard:
+        with waiting_raises():
             step = context.begin_step()
             rows = model.forward(step.metadata, context)
         sampled = {}
@@ -74,7 +60,7 @@ def run(context, model, prompts, num_tokens, guard, chunk_tokens=None):
             if request.samples:
                 sampled[request.request_id] = int(row.argmax())
                 logits[request.request_id].append(row)
-        with guard:
+        with waiting_raises():
             context.commit_step(sampled)
         for name, token in sampled.items():
             tokens[name].append(token)
@@ -85,19 +71,17 @@ def run(context, model, prompts, num_tokens, guard, chunk_tokens=None):
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_hits_equal_runs_without_a_cache(context, model, no_synchronisation, chunk_tokens):
+def test_hits_equal_runs_without_a_cache(context, model, chunk_tokens):
     """Against the CPU's run without a cache, the same weights in float64."""
     for _ in range(2):
-        runs = run(
-            context, model, dict(enumerate(PROMPTS)), 2 * BLOCK, no_synchronisation, chunk_tokens
-        )
+        runs = run(context, model, dict(enumerate(PROMPTS)), 2 * BLOCK, chunk_tokens)
         for name, prompt in enumerate(PROMPTS):
             assert_same_run(runs[name], prompt)
     assert context.stats().hits >= len(PROMPTS)
 
 
-def test_a_restored_state_is_bit_identical(context, model, no_synchronisation):
-    run(context, model, {"writer": PROMPTS[0]}, 1, no_synchronisation)
+def test_a_restored_state_is_bit_identical(context, model):
+    run(context, model, {"writer": PROMPTS[0]}, 1)
     hit = context.add_request(Request(request_id="reader", prompt_tokens=PROMPTS[0]))
     assert hit.skip_tokens
     step = context.begin_step()
