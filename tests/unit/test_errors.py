@@ -11,6 +11,8 @@ ALL = [getattr(errors, name) for name in errors.__all__]
 BUILT_IN = {
     errors.CapacityError: RuntimeError,
     errors.DivergenceError: RuntimeError,
+    errors.ModelChangedError: RuntimeError,
+    errors.UnresumableModelError: RuntimeError,
     errors.InvalidArgumentError: ValueError,
     errors.InvariantError: AssertionError,
     errors.MissingExtraError: ImportError,

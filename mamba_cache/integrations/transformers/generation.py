@@ -143,7 +143,7 @@ class Generation:
 
     def _fill(self, prompts: Sequence[Prompt]) -> int:
         """Fills the cache; returns how many columns of the batch are in it."""
-        if len(prompts) == 1:
+        if len(prompts) == 1 and not prompts[0].padding:
             return self._fill_one(prompts[0])
         for prompt in prompts:
             self._prefill_but_last(prompt.tokens)
@@ -204,13 +204,14 @@ class Generation:
 
     def _keep_boundaries(self) -> None:
         """Copies the states of rows that have just completed a block."""
-        memory = self._memory()
+        assert self._ids is not None
+        size, num_columns = self._store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
-            num_tokens = memory.num_tokens - row.prompt.padding
-            if num_tokens % self._store.layout.block_size_tokens:
+            num_tokens = num_columns - row.prompt.padding
+            if num_tokens % size:
                 continue
             if len(self._answer(index, row)) == num_tokens - len(row.prompt.tokens):
-                kept = memory.row(index, row.prompt.padding)
+                kept = self._memory().row(index, row.prompt.padding)
                 row.boundary = num_tokens
                 row.states = [state.clone() for state in kept.states]
                 row.windows = [window.clone() for window in kept.windows]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.context.stats import CacheStats
+from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -30,6 +30,7 @@ from mamba_cache.integrations.transformers.prompts import (
 )
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.slots import (
     CheckpointPlacement,
     ConsumedSlotPolicy,
@@ -84,20 +85,9 @@ class PrefixCache:
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
     ) -> None:
-        if on_unresumable not in ("error", "step"):
-            raise InvalidArgumentError(
-                f"on_unresumable must be 'error' or 'step', got {on_unresumable!r}"
-            )
         self._runner = ModelRunner(model)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
-        result = probe(self._runner, block_size_tokens)
-        if result.fault and on_unresumable == "error":
-            raise UnresumableModelError(
-                f"{type(model).__name__} does not go on correctly from a saved state when given "
-                f"several tokens at once: {result.fault}. on_unresumable='step' gives it single "
-                "tokens there, which is slow and exact; a newer transformers may do better"
-            )
-        layout = result.layout
+        layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
         self._store = PrefixStore(
             layout,
             num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
@@ -109,7 +99,7 @@ class PrefixCache:
             self._store,
             placement=placement or MegatronPlacement(),
             segment_tokens=segment_tokens,
-            is_stepwise=result.fault is not None,
+            is_stepwise=fault is not None,
         )
         self._lock = threading.RLock()
         self._is_closed = False
@@ -143,29 +133,14 @@ class PrefixCache:
         """
         with self._lock:
             self._check_ready()
-            config = options.get("generation_config") or self._runner.model.generation_config
+            model = self._runner.model
+            config = options.get("generation_config") or model.generation_config
             check_options(options, config)
-            inputs = options.pop("input_ids", None) if inputs is None else inputs
-            if not isinstance(inputs, torch.Tensor):
-                inputs, options["attention_mask"] = self._pad(inputs, options, config)
-            split_rows(inputs, options.get("attention_mask"))
-            num_beams = setting("num_beams", options, config) or 1
-            eos = setting("eos_token_id", options, config)
-            generation = Generation(
-                self._runner,
-                self._prefiller,
-                self._store,
-                cache_salt=cache_salt,
-                eos_token_ids=eos if isinstance(eos, Sequence) else [eos],
-                follows_rows=num_beams == 1,
-            )
-            criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
-            with generation:
-                output = self._runner.model.generate(
-                    inputs,
-                    stopping_criteria=transformers().StoppingCriteriaList(criteria),
-                    **options,
-                )
+            ids = self._read_prompts(inputs, options, config)
+            with self._watch(options, config, cache_salt) as generation:
+                criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
+                listed = transformers().StoppingCriteriaList(criteria)
+                output = model.generate(ids, stopping_criteria=listed, **options)
                 generation.publish()
             return output
 
@@ -253,16 +228,36 @@ class PrefixCache:
                 f"is on {device} in {dtype} now: make a new cache"
             )
 
-    def _pad(
-        self, prompts: Any, options: dict[str, Any], config: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_prompts(self, inputs: Any, options: dict[str, Any], config: Any) -> torch.Tensor:
+        """Returns the prompts as one tensor, and adds to ``options`` the mask of a list's."""
+        given = options.pop("input_ids", None)
+        if (inputs is None) == (given is None):
+            raise InvalidArgumentError("give prompts either as inputs or as input_ids, not both")
+        prompts = given if inputs is None else inputs
+        if isinstance(prompts, torch.Tensor):
+            split_rows(prompts, options.get("attention_mask"))
+            return prompts
         if not isinstance(prompts, Sequence) or options.get("attention_mask") is not None:
             raise InvalidArgumentError(
                 f"prompts must be a tensor of token ids, or without attention_mask a list of "
                 f"lists of them, got {type(prompts).__name__}"
             )
         pad = setting("pad_token_id", options, config)
-        return pad_prompts(prompts, 0 if pad is None else pad, self._runner.model.device)
+        ids, options["attention_mask"] = pad_prompts(
+            prompts, 0 if pad is None else pad, self._runner.model.device
+        )
+        return ids
+
+    def _watch(self, options: dict[str, Any], config: Any, cache_salt: ExtraKey) -> Generation:
+        eos = setting("eos_token_id", options, config)
+        return Generation(
+            self._runner,
+            self._prefiller,
+            self._store,
+            cache_salt=cache_salt,
+            eos_token_ids=eos if isinstance(eos, Sequence) else [eos],
+            follows_rows=(setting("num_beams", options, config) or 1) == 1,
+        )
 
 
 def _check_sizes(block_size_tokens: int, segment_tokens: int, chunk_size: int) -> None:
@@ -276,6 +271,29 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int, chunk_size: int) -
             raise InvalidArgumentError(
                 f"{name} must be a positive multiple of {unit} ({multiple_of}), got {size!r}"
             )
+
+
+def _probe(
+    runner: ModelRunner, block_size_tokens: int, on_unresumable: str
+) -> tuple[PrefixLayout, str | None]:
+    """Learns what the model keeps, and why several tokens do not go on from it, if so.
+
+    Raises:
+        InvalidArgumentError: ``on_unresumable`` is unknown, or ``probe`` refuses the model.
+        UnresumableModelError: It does not go on correctly, and nothing is to be done about it.
+    """
+    if on_unresumable not in ("error", "step"):
+        raise InvalidArgumentError(
+            f"on_unresumable must be 'error' or 'step', got {on_unresumable!r}"
+        )
+    result = probe(runner, block_size_tokens)
+    if result.fault and on_unresumable == "error":
+        raise UnresumableModelError(
+            f"{type(runner.model).__name__} does not go on correctly from a saved state when given "
+            f"several tokens at once: {result.fault}. on_unresumable='step' gives it single "
+            "tokens there, which is slow and exact; a newer transformers may do better"
+        )
+    return result.layout, result.fault
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["Prompt", "check_options", "pad_prompts", "split_rows"]
+__all__ = ["Prompt", "check_options", "pad_prompts", "setting", "split_rows"]
 
 _REFUSED = {
     "past_key_values": "the cache makes its own",
