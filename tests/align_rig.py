@@ -1,0 +1,540 @@
+"""An engine that keeps states in block tables, reduced to what decides copies, and an oracle.
+
+The engine draws steps at random; a world carries them out on states of its own. The oracle is the
+plainest world: it follows the rules by loops over requests, groups and layers.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from mamba_cache.align import (
+    CpuGpuBuffer,
+    MambaBuffers,
+    MambaHybridModelState,
+    MambaSpec,
+    get_conv_copy_spec,
+    get_conv_copy_spec_ds,
+    get_temporal_copy_spec,
+    postprocess_mamba,
+    postprocess_mamba_align_gpu,
+    preprocess_mamba,
+    stage_postprocess_inputs_to_gpu,
+)
+
+NUM_COLUMNS = 10
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8]
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share a block table."""
+
+    num_layers: int = 2
+    channels: int = 6
+    conv_dtype: torch.dtype = torch.bfloat16
+    ssm_shape: tuple[int, ...] = (2, 3, 4)
+    ssm_dtype: torch.dtype = torch.float32
+    gap: int = 0  # elements between the blocks of a state
+
+
+@dataclass(frozen=True)
+class Model:
+    """What shapes states and decides copies."""
+
+    block_size: int = 8
+    num_drafts: int = 2
+    kernel_size: int = 4
+    is_ds: bool = False
+    groups: tuple[Group, ...] = (Group(),)
+    max_requests: int = 8
+
+    @property
+    def conv_width(self):
+        return self.kernel_size - 1 + self.num_drafts
+
+    @property
+    def copy_funcs(self):
+        conv = get_conv_copy_spec_ds if self.is_ds else get_conv_copy_spec
+        return conv, get_temporal_copy_spec
+
+    @property
+    def num_blocks(self):
+        return self.max_requests * NUM_COLUMNS + 1
+
+    @property
+    def max_tokens(self):
+        return (NUM_COLUMNS - self.num_drafts) * self.block_size
+
+    def kv_cache_config(self):
+        """An attention group first, so that Mamba groups are not numbered from 0."""
+        attention = SimpleNamespace(block_size=3 * self.block_size)
+        groups = [SimpleNamespace(layer_names=["attention"], kv_cache_spec=attention)]
+        for number, group in enumerate(self.groups):
+            spec = MambaSpec(
+                block_size=self.block_size,
+                num_speculative_blocks=self.num_drafts,
+                shapes=(self.conv_shape(group), group.ssm_shape),
+                dtypes=(group.conv_dtype, group.ssm_dtype),
+                mamba_cache_mode="align",
+            )
+            names = [f"mamba.{number}.{layer}" for layer in range(group.num_layers)]
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=spec))
+        return SimpleNamespace(kv_cache_groups=groups)
+
+    def conv_shape(self, group):
+        shape = self.conv_width, group.channels
+        return shape[::-1] if self.is_ds else shape
+
+
+@st.composite
+def models(draw, max_requests):
+    group = st.builds(
+        Group,
+        num_layers=st.integers(1, 2),
+        channels=st.sampled_from([1, 3, 16]),
+        conv_dtype=st.sampled_from(DTYPES),
+        ssm_shape=st.sampled_from([(1,), (2, 3, 5), (4, 16)]),
+        ssm_dtype=st.sampled_from(DTYPES),
+        gap=st.sampled_from([0, 1, 16]),
+    )
+    return Model(
+        block_size=draw(st.sampled_from([4, 5, 8, 16, 64])),
+        num_drafts=draw(st.integers(0, 4)),
+        kernel_size=draw(st.integers(2, 4)),
+        is_ds=draw(st.booleans()),
+        groups=tuple(draw(st.lists(group, min_size=1, max_size=3))),
+        max_requests=draw(st.integers(1, max_requests)),
+    )
+
+
+class States:
+    """All state tensors of a model: random bits, gaps between blocks included."""
+
+    def __init__(self, model, rng, device="cpu"):
+        self.model = model
+        self.storage = []
+        self.layers = []  # of each group: (conv, ssm) of each layer
+        for group in model.groups:
+            kinds = (model.conv_shape(group), group.conv_dtype), (group.ssm_shape, group.ssm_dtype)
+            layers = []
+            for _ in range(group.num_layers):
+                layers.append([self._random(*kind, group.gap, rng, device) for kind in kinds])
+            self.layers.append(layers)
+
+    def _random(self, shape, dtype, gap, rng, device):
+        page = int(np.prod(shape)) + gap
+        data = rng.integers(0, 256, self.model.num_blocks * page * dtype.itemsize, dtype=np.uint8)
+        self.storage.append(torch.from_numpy(data).to(device))
+        pages = self.storage[-1].view(dtype).view(self.model.num_blocks, page)
+        return pages[:, : page - gap].view(self.model.num_blocks, *shape)
+
+    def windows(self, group):
+        """Conv states of a group's layers as [blocks, W, channels], whatever the layout."""
+        convs = [conv for conv, _ in self.layers[group]]
+        return [conv.transpose(1, 2) for conv in convs] if self.model.is_ds else convs
+
+    def temporal(self, group):
+        return [ssm for _, ssm in self.layers[group]]
+
+    def forward_context(self):
+        return {
+            f"mamba.{number}.{layer}": SimpleNamespace(kv_cache=kinds)
+            for number, layers in enumerate(self.layers)
+            for layer, kinds in enumerate(layers)
+        }
+
+    def write(self, step, rng):
+        """Stands for the forward: random bits in all columns that it writes."""
+        for request in step.batch:
+            column = step.running_column(request)
+            for group in range(len(self.layers)):
+                ids = request.block_ids[1 + group]
+                for conv in self.windows(group):
+                    randomize(conv[ids[column]], rng)
+                for ssm in self.temporal(group):
+                    for block in ids[column : column + 1 + self.model.num_drafts]:
+                        randomize(ssm[block], rng)
+
+    def bits(self):
+        return [storage.cpu() for storage in self.storage]
+
+
+def randomize(tensor, rng):
+    values = rng.integers(0, 256, (*tensor.shape, tensor.element_size()), dtype=np.uint8)
+    tensor.copy_(torch.from_numpy(values).view(tensor.dtype).squeeze(-1))
+
+
+@dataclass
+class Request:
+    """A request as the engine's scheduler knows it."""
+
+    req_id: str
+    slot: int
+    num_computed_tokens: int
+    block_ids: list
+
+
+@dataclass
+class Step:
+    """What one step does, known to all worlds."""
+
+    model: Model
+    batch: list = field(default_factory=list)
+    num_scheduled: dict = field(default_factory=dict)
+    drafts: dict = field(default_factory=dict)
+    sampled: dict = field(default_factory=dict)
+    added: list = field(default_factory=list)
+    finished: set = field(default_factory=set)
+    preempted: set | None = None
+    resumed: set = field(default_factory=set)
+
+    @property
+    def req_ids(self):
+        return [request.req_id for request in self.batch]
+
+    def accepted(self, request):
+        return max(self.sampled[request.req_id], 1)
+
+    def running_column(self, request):
+        tokens = request.num_computed_tokens + self.num_scheduled[request.req_id]
+        return cdiv(tokens, self.model.block_size) - 1
+
+    def tokens_after(self, request):
+        rejected = len(self.drafts.get(request.req_id, ())) + 1 - self.accepted(request)
+        return request.num_computed_tokens + self.num_scheduled[request.req_id] - rejected
+
+    def scheduler_output(self):
+        return SimpleNamespace(
+            finished_req_ids=self.finished,
+            preempted_req_ids=self.preempted,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=self.resumed),
+            num_scheduled_tokens=self.num_scheduled,
+            scheduled_spec_decode_tokens=self.drafts,
+        )
+
+
+class Engine:
+    """Draws steps: requests come, run, are preempted, resumed and finished."""
+
+    def __init__(self, model):
+        self.model = model
+        self.running, self.waiting = {}, {}
+        self.free_slots = list(range(model.max_requests))
+        self.free_blocks = [list(range(1, model.num_blocks)) for _ in model.groups]
+        self.num_added = 0
+
+    def schedule(self, rng):
+        step = Step(self.model)
+        forced = rng.random() < 0.5  # then the engine does not say who was preempted
+        for request in list(self.running.values()):
+            over = request.num_computed_tokens + 2 * self.model.block_size > self.model.max_tokens
+            if over or rng.random() < 0.05:
+                self.release(request)
+                step.finished.add(request.req_id)
+            elif rng.random() < 0.1:
+                self.release(request)
+                self.waiting[request.req_id] = request
+                if not forced:
+                    step.preempted = {*(step.preempted or ()), request.req_id}
+        self.admit(step, rng)
+        running = [r for r in self.running.values() if r in step.added or rng.random() < 0.9]
+        for index in rng.permutation(len(running)):
+            self.draw_tokens(step, running[index], rng)
+        return step
+
+    def admit(self, step, rng):
+        while self.free_slots and rng.random() < 0.7:
+            back = self.waiting and rng.random() < 0.5
+            if back:
+                request = self.waiting.pop(next(iter(self.waiting)))
+                step.resumed.add(request.req_id)
+            else:
+                request = Request(f"r{self.num_added}", 0, self.model.max_tokens // 2, [])
+                self.num_added += 1
+            # What the prefix cache has of it: a multiple of a column.
+            most = request.num_computed_tokens // self.model.block_size
+            request.num_computed_tokens = int(rng.integers(0, most + 1)) * self.model.block_size
+            self.place(request, rng)
+            step.added.append(request)
+
+    def place(self, request, rng):
+        request.slot = self.free_slots.pop(int(rng.integers(len(self.free_slots))))
+        request.block_ids = [[]]
+        for free in self.free_blocks:
+            rng.shuffle(free)
+            request.block_ids.append([free.pop() for _ in range(NUM_COLUMNS)])
+        self.running[request.req_id] = request
+
+    def release(self, request):
+        del self.running[request.req_id]
+        self.free_slots.append(request.slot)
+        for free, ids in zip(self.free_blocks, request.block_ids[1:], strict=True):
+            free.extend(ids)
+
+    def draw_tokens(self, step, request, rng):
+        is_decode = request.num_computed_tokens and rng.random() < 0.7
+        num_drafts = int(rng.integers(self.model.num_drafts + 1)) if is_decode else 0
+        length = 1 + num_drafts if is_decode else int(rng.integers(1, 2 * self.model.block_size))
+        step.batch.append(request)
+        step.num_scheduled[request.req_id] = length
+        if num_drafts:
+            step.drafts[request.req_id] = [7] * num_drafts
+        first = int(rng.integers(2)) if not is_decode else 1
+        step.sampled[request.req_id] = first + int(rng.integers(num_drafts + 1))
+
+    def advance(self, step):
+        for request in step.batch:
+            request.num_computed_tokens = step.tokens_after(request)
+
+
+class Oracle:
+    """The rules, by loops."""
+
+    def __init__(self, model, rng):
+        self.model, self.states = model, States(model, rng)
+        self.state_idx, self.accepted = {}, {}
+
+    def before(self, step):
+        for req_id in {*step.finished, *(step.preempted or ()), *step.resumed}:
+            self.state_idx.pop(req_id, None)
+        for request in step.added:
+            self.accepted[request.req_id] = 1
+        for request in step.batch:
+            current = step.running_column(request)
+            fresh = (request.num_computed_tokens - 1) // self.model.block_size
+            previous = self.state_idx.get(request.req_id, fresh)
+            self.state_idx[request.req_id] = current
+            if previous not in (-1, current):
+                self.copy(request, previous, current, self.accepted[request.req_id] - 1)
+                self.accepted[request.req_id] = 1
+
+    def after(self, step):
+        for request in step.batch:
+            accepted = self.accepted[request.req_id] = step.accepted(request)
+            num_drafts = len(step.drafts.get(request.req_id, ()))
+            num_scheduled = step.num_scheduled[request.req_id]
+            running = request.num_computed_tokens + num_scheduled - num_drafts
+            aligned = (running + accepted - 1) // self.model.block_size * self.model.block_size
+            if aligned >= running:
+                source = self.state_idx[request.req_id]
+                destination = aligned // self.model.block_size - 1
+                self.copy(request, source, destination, aligned - running)
+                if source == destination:
+                    self.accepted[request.req_id] = 1
+
+    def copy(self, request, source, destination, bias):
+        width = self.model.conv_width
+        for group in range(len(self.model.groups)):
+            ids = request.block_ids[1 + group]
+            for conv in self.states.windows(group):
+                conv[ids[destination], : width - bias] = conv[ids[source], bias:].clone()
+            for ssm in self.states.temporal(group):
+                ssm[ids[destination]] = ssm[ids[source + bias]].clone()
+
+
+class HostWorld:
+    """An engine that decides on the host before a step, and after it on the host or the device."""
+
+    def __init__(self, model, rng, *, device="cpu", backend="auto", decides_on_device=False):
+        self.model, self.states, self.device = model, States(model, rng, device), device
+        self.config = model.kv_cache_config()
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align")
+        self.bufs = MambaBuffers.create(
+            model.max_requests,
+            self.config,
+            model.copy_funcs,
+            lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device=device),
+            device,
+            decides_on_device,
+        )
+        self.bufs.preprocess.backend = backend
+        if decides_on_device:
+            self.bufs.postprocess_align.backend = backend
+        self.state_idx, self.accepted = {}, {}
+        self.tables = block_tables(model, device)
+
+    def before(self, step):
+        self.accepted.update({request.req_id: 1 for request in step.added})
+        self.requests = {request.req_id: request for request in step.batch}
+        counts = [self.accepted[req_id] for req_id in step.req_ids]
+        self.input_batch = SimpleNamespace(
+            req_ids=step.req_ids,
+            num_accepted_tokens_cpu=np.array(counts, dtype=np.int32),
+            block_table=[SimpleNamespace(get_device_tensor=rows_of(t)) for t in self.tables],
+        )
+        preprocess_mamba(
+            step.scheduler_output(), self.config, self.cache_config, self.state_idx,
+            self.input_batch, self.requests, self.states.forward_context(), self.model.copy_funcs,
+            self.bufs.preprocess,
+        )  # fmt: skip
+        self.remember(step)
+
+    def after(self, step):
+        counts = self.input_batch.num_accepted_tokens_cpu
+        counts[:] = [step.accepted(request) for request in step.batch]
+        if self.bufs.postprocess_align:
+            self.postprocess_on_device(step, counts)
+        else:
+            postprocess_mamba(
+                step.scheduler_output(), self.config, self.cache_config, self.input_batch,
+                self.requests, self.state_idx, self.model.num_drafts, len(step.batch),
+                forward_context=self.states.forward_context(),
+                mamba_state_copy_funcs=self.model.copy_funcs, copy_bufs=self.bufs.preprocess,
+            )  # fmt: skip
+        self.remember(step)
+
+    def postprocess_on_device(self, step, counts):
+        fill_tables(self.tables, [request.block_ids for request in step.batch])
+        on_cpu = torch.from_numpy(counts)
+        stage_postprocess_inputs_to_gpu(
+            self.bufs.postprocess_align, step.scheduler_output(), step.req_ids, len(step.batch),
+            self.requests, self.state_idx,
+        )  # fmt: skip
+        postprocess_mamba_align_gpu(
+            bufs=self.bufs,
+            num_reqs=len(step.batch),
+            num_accepted_tokens_gpu=on_cpu.to(self.device, copy=True),
+            num_accepted_tokens_cpu_tensor=on_cpu,
+            input_batch=self.input_batch,
+            kv_cache_config=self.config,
+            forward_context=self.states.forward_context(),
+            mamba_state_copy_funcs=self.model.copy_funcs,
+        )
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def remember(self, step):
+        counts = self.input_batch.num_accepted_tokens_cpu.tolist()
+        self.accepted.update(zip(step.req_ids, counts, strict=True))
+
+
+class ResidentWorld:
+    """An engine whose bookkeeping stays on the device."""
+
+    def __init__(self, model, rng, *, device="cpu", backend="auto"):
+        self.model, self.states, self.device = model, States(model, rng, device), device
+        self.config = model.kv_cache_config()
+        self.state = MambaHybridModelState(
+            engine_config(model, self.states.forward_context()),
+            SimpleNamespace(get_mamba_state_copy_func=lambda: model.copy_funcs),
+            None,
+            device,
+            backend=backend,
+        )
+        self.tables = block_tables(model, device)
+        self.rng = np.random.default_rng(5)
+        self.slots = {}
+
+    def before(self, step):
+        for request in step.added:
+            self.slots[request.req_id] = request.slot
+            self.state.add_request(request.slot, request)
+        rows = [*step.batch, *([None] * int(self.rng.integers(3)))]
+        self.rows = [rows[index] for index in self.rng.permutation(len(rows))]
+        fill_tables(self.tables, [row.block_ids if row else None for row in self.rows])
+        slots = [row.slot if row else -1 for row in self.rows]
+        lengths = [step.num_scheduled[row.req_id] if row else 3 for row in self.rows]
+        self.batch = SimpleNamespace(
+            num_reqs=len(self.rows),
+            idx_mapping=self.on_device(slots),
+            query_start_loc=self.on_device([0, *np.cumsum(lengths)]),
+        )
+        self.preprocess(self.per_slot(step, lambda r: r.num_computed_tokens))
+
+    def preprocess(self, num_computed):
+        self.state.preprocess_state(self.batch, self.tables, self.config, num_computed)
+
+    def after(self, step):
+        sampled = [step.sampled[row.req_id] if row else 9 for row in self.rows]
+        num_computed = self.per_slot(step, step.tokens_after)
+        self.postprocess(self.on_device(sampled), num_computed)
+
+    def postprocess(self, sampled, num_computed):
+        self.state.postprocess_state(self.batch.idx_mapping, sampled, num_computed)
+
+    def per_slot(self, step, value):
+        values = self.rng.integers(0, 1000, self.model.max_requests)
+        for request in step.batch:
+            values[request.slot] = value(request)
+        return self.on_device(values)
+
+    def on_device(self, values):
+        return torch.tensor(np.asarray(values), dtype=torch.int32).to(self.device)
+
+    @property
+    def accepted(self):
+        counts = self.state.num_accepted_tokens_gpu.tolist()
+        return {req_id: counts[slot] for req_id, slot in self.slots.items()}
+
+    @property
+    def state_idx(self):
+        columns = self.state._mamba_state_idx_gpu.tolist()
+        return {req_id: columns[slot] for req_id, slot in self.slots.items()}
+
+
+def engine_config(model, forward_context):
+    """Attention blocks are three times as large as Mamba columns."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(
+            block_size=3 * model.block_size,
+            mamba_block_size=model.block_size,
+            mamba_cache_mode="align",
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=model.max_requests),
+        model_config=SimpleNamespace(max_model_len=model.max_tokens),
+        compilation_config=SimpleNamespace(static_forward_context=forward_context),
+        num_speculative_tokens=model.num_drafts,
+    )
+
+
+def block_tables(model, device):
+    """One table a KV cache group, poisoned with ids that are valid and wrong."""
+    shape = model.max_requests + 2, NUM_COLUMNS
+    return [torch.zeros(shape, dtype=torch.int32, device=device) for _ in (0, *model.groups)]
+
+
+def rows_of(table):
+    return lambda num_reqs: table[:num_reqs]
+
+
+def fill_tables(tables, rows):
+    for group, table in enumerate(tables[1:], start=1):
+        table.zero_()
+        for row, block_ids in enumerate(rows):
+            if block_ids:
+                table[row] = torch.tensor(block_ids[group], dtype=torch.int32)
+
+
+def check_worlds(model, seed, step_seeds, make_worlds):
+    """Runs the same steps in all worlds and holds each to the oracle after every call."""
+    oracle = Oracle(model, np.random.default_rng(seed))
+    worlds = [make(model, np.random.default_rng(seed)) for make in make_worlds]
+    engine = Engine(model)
+    for step_seed in step_seeds:
+        step = engine.schedule(np.random.default_rng(step_seed))
+        for call in ("before", "after"):
+            for world in (oracle, *worlds):
+                getattr(world, call)(step)
+            for world in worlds:
+                assert_same(world, oracle, step)
+            if call == "before":
+                for world in (oracle, *worlds):
+                    world.states.write(step, np.random.default_rng(step_seed))
+        engine.advance(step)
+    return oracle
+
+
+def assert_same(world, oracle, step):
+    for got, want in zip(world.states.bits(), oracle.states.bits(), strict=True):
+        assert torch.equal(got, want)
+    for name in ("state_idx", "accepted"):
+        got, want = getattr(world, name), getattr(oracle, name)
+        assert {i: got[i] for i in step.req_ids} == {i: want[i] for i in step.req_ids}, name
