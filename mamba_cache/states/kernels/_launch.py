@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import triton
+
 __all__ = ["Launcher"]
 
 
@@ -23,6 +25,9 @@ class Launcher:
         self._kernel = kernel
         self._num_warps = num_warps
         self._compiled: dict[Hashable, Any] = {}
+        # Before 3.3 a compiled kernel is called without its constants.
+        major, minor = triton.__version__.split(".")[:2]
+        self._takes_constants = (int(major), int(minor)) >= (3, 3)
 
     def __call__(self, key: Hashable, grid: tuple[int, int, int], *arguments: object) -> None:
         """Launches on the current device and stream.
@@ -33,8 +38,10 @@ class Launcher:
             *arguments: Every argument of the kernel, constants included, in order.
         """
         compiled = self._compiled.get(key)
-        if compiled is None:
-            # Triton's interpreter compiles nothing, and returns None each time.
-            self._compiled[key] = self._kernel[grid](*arguments, num_warps=self._num_warps)
-        else:
+        if compiled is not None:
             compiled[grid](*arguments)
+            return
+        # Triton's interpreter compiles nothing, and returns None each time.
+        compiled = self._kernel[grid](*arguments, num_warps=self._num_warps)
+        if self._takes_constants:
+            self._compiled[key] = compiled
