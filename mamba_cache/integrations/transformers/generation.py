@@ -155,7 +155,8 @@ class Generation:
             else layout.initial
             for prefill in prefills
         ]
-        batch = stack_memories(memories)
+        num_columns = prompts[0].padding + len(prompts[0].tokens)
+        batch = stack_memories(memories, num_columns - 1)
         if batch.num_tokens:
             write_layers(self._cache, layout.layers, batch)
         for prefill in prefills:

@@ -80,24 +80,20 @@ class SequenceMemory:
         )
 
 
-def stack_memories(memories: Sequence[SequenceMemory]) -> SequenceMemory:
-    """Makes one batch of sequences, padded on the left with zeros to the longest.
+def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
+    """Makes one batch of sequences, padded on the left with zeros.
 
     Args:
         memories: One row each, in the order of the rows; the same one may come repeatedly.
+        num_tokens: To what length they are padded, at least that of the longest.
     """
-    longest = max(memories, key=lambda memory: memory.num_tokens)
+    short = [num_tokens - memory.num_tokens for memory in memories]
     return SequenceMemory(
-        longest.num_tokens,
+        num_tokens,
         [torch.cat(states) for states in zip(*(m.states for m in memories), strict=True)],
-        [_cat_padded(windows) for windows in zip(*(m.windows for m in memories), strict=True)],
-        [_cat_padded(tokens) for tokens in zip(*(m.tokens for m in memories), strict=True)],
+        [_cat_padded(rows, short) for rows in zip(*(m.windows for m in memories), strict=True)],
+        [_cat_padded(rows, short) for rows in zip(*(m.tokens for m in memories), strict=True)],
     )
-
-
-def _cat_padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    length = max(row.shape[2] for row in rows)
-    return torch.cat([functional.pad(row, (0, 0, length - row.shape[2], 0)) for row in rows])
 
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
@@ -136,6 +132,13 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
     return memory
+
+
+def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Tensor:
+    """Pads each of ``rows``, [1, heads, tokens, head_dim], by as many tokens as it is short."""
+    padded = [functional.pad(row, (0, 0, n, 0)) for row, n in zip(rows, short, strict=True)]
+    length = min(row.shape[2] for row in padded)  # a window drops what is before it
+    return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
 def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMemory) -> None:

@@ -86,9 +86,10 @@ def pad_prompts(
     Raises:
         InvalidArgumentError: There is no prompt, or one is empty.
     """
+    good = [isinstance(p, Sequence) and not isinstance(p, str) and len(p) > 0 for p in prompts]
+    if not good or not all(good):
+        raise InvalidArgumentError("give at least one prompt, each a list of token ids, not empty")
     lengths = [len(prompt) for prompt in prompts]
-    if not lengths or not min(lengths):
-        raise InvalidArgumentError(f"give at least one prompt, none of them empty, got {lengths}")
     ids = torch.full((len(prompts), max(lengths)), pad_token_id, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):

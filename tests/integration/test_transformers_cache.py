@@ -1,0 +1,417 @@
+"""The prefix cache of a transformers model: what it promises, and what it refuses."""
+
+import contextlib
+import threading
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+import transformers
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    cache_utils,
+)
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    assert_same,
+    budgets,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    ModelChangedError,
+    StepOrderError,
+)
+from mamba_cache.integrations.transformers.probe import probe
+from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.slots import EveryNthBlock, LruSlotPolicy
+
+
+@pytest.fixture
+def model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+@contextlib.contextmanager
+def watched_forwards(model):
+    """The (rows, tokens) of every forward."""
+    shapes = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: shapes.append(tuple(args[0].shape))
+    )
+    yield shapes
+    hook.remove()
+
+
+# The same arguments and results as `generate`.
+
+
+def test_sampling_draws_the_same_numbers(model, cache, prompt):
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 20}
+    for _ in range(2):
+        torch.manual_seed(5)
+        expected = plain(model, prompt, **options)
+        torch.manual_seed(5)
+        assert_same(expected, cached(cache, prompt, **options))
+
+
+def test_plain_tensors_come_back_as_such(model, cache, prompt):
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=3)
+    assert torch.equal(
+        cache.generate(input_ids=prompt, do_sample=False, max_new_tokens=3), expected
+    )
+
+
+def test_criteria_processors_and_configurations_are_obeyed(model, cache, prompt):
+    def favour_seven(input_ids, scores):
+        scores[:, 7] += 100.0 * (input_ids.shape[1] % 2)
+        return scores
+
+    options = {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(prompt.shape[1] + 5)]),
+        "logits_processor": LogitsProcessorList([favour_seven]),
+        "generation_config": GenerationConfig(**GREEDY, repetition_penalty=1.3, pad_token_id=0),
+    }
+    cache.generate(prompt, **GREEDY)
+    expected, actual = model.generate(prompt, **options), cache.generate(prompt, **options)
+    assert actual.sequences.shape[1] == prompt.shape[1] + 5
+    assert_same(expected, actual)
+
+
+def test_streamers_hear_the_prompt_and_each_token(model, cache, prompt):
+    class Ear:
+        def __init__(self):
+            self.heard = []
+
+        def put(self, value):
+            self.heard.append(value.tolist())
+
+        def end(self):
+            self.heard.append("end")
+
+    plain_ear, cached_ear = Ear(), Ear()
+    cache.generate(prompt, **GREEDY)
+    model.generate(prompt, streamer=plain_ear, **GREEDY)
+    cache.generate(prompt, streamer=cached_ear, **GREEDY)
+    assert cached_ear.heard == plain_ear.heard
+
+
+def test_generation_in_a_thread_leaves_other_threads_calls_alone(model, cache, prompt, generator):
+    """A forward of another thread between arming and the first forward is not taken for it."""
+    other = text(generator, 9)
+    expected = model(other).logits.detach()
+    got = []
+
+    class CallsInBetween:
+        def put(self, _):
+            if not got:
+                thread = threading.Thread(target=lambda: got.append(model(other).logits.detach()))
+                thread.start()
+                thread.join()
+
+        def end(self):
+            pass
+
+    cached(cache, prompt, max_new_tokens=2, streamer=CallsInBetween())
+    torch.testing.assert_close(got[0], expected)
+    assert cache.stats().requests == 1
+
+
+def test_returned_sequences_share_the_prompt(model, cache, prompt):
+    with watched_forwards(model) as shapes:
+        torch.manual_seed(3)
+        options = {"do_sample": True, "num_return_sequences": 3}
+        sampled = cached(cache, prompt, **options)
+    assert all(rows == 1 for rows, tokens in shapes if tokens > 1)
+    assert sum(tokens for rows, tokens in shapes if rows == 1) == prompt.shape[1] - 1
+    torch.manual_seed(3)
+    assert_same(plain(model, prompt, **options), sampled)
+
+
+@pytest.mark.parametrize("num_return_sequences", [1, 2])
+def test_beams_share_the_prompt(model, cache, prompt, num_return_sequences):
+    options = {"num_beams": 3, "num_return_sequences": num_return_sequences, "output_logits": False}
+    for _ in range(2):
+        with watched_forwards(model) as shapes:
+            actual = cached(cache, prompt, **options)
+        assert all(rows == 1 for rows, tokens in shapes if tokens > 1)
+        assert torch.equal(actual.sequences, plain(model, prompt, **options).sequences)
+    assert cache.stats().hits == 1
+
+
+def test_beams_cache_a_prompt_that_ends_with_a_block(model, cache, prompt, generator):
+    whole = prompt[:, : 4 * BLOCK]
+    cached(cache, whole, num_beams=2, output_logits=False)
+    longer = join(whole, text(generator, 3))
+    assert skipped(cache, lambda: assert_same(plain(model, longer), cached(cache, longer))) == 32
+
+
+def test_a_padded_row_alone(model, cache, prompt):
+    ids = join(torch.zeros(1, 6, dtype=torch.long), prompt)
+    mask = (torch.arange(ids.shape[1]) >= 6).long()[None]
+    answer = plain(model, prompt).sequences[:, prompt.shape[1] :]
+    for _ in range(2):
+        output = cache.generate(ids, attention_mask=mask, **GREEDY)
+        assert torch.equal(output.sequences[:, ids.shape[1] :], answer)
+
+
+def test_rows_that_end_early_are_cached_to_their_end(model, cache, generator):
+    """What comes after an answer is padding, which is no part of the conversation."""
+    prompts = [text(generator, 2 * BLOCK - 2)[0].tolist() for _ in range(2)]
+    alone = [plain(model, torch.tensor([p]), max_new_tokens=3 * BLOCK).sequences for p in prompts]
+    eos = alone[0][0, 2 * BLOCK + 3].item()
+    output = cache.generate(prompts, **{**GREEDY, "max_new_tokens": 3 * BLOCK, "eos_token_id": eos})
+    cache.check_invariants()
+    first = output.sequences[0].tolist()
+    end = first.index(eos, 2 * BLOCK - 2) + 1
+    next_turn = torch.tensor([first[:end] + [5, 6, 7] * 4])
+    hit = skipped(cache, lambda: assert_same(plain(model, next_turn), cached(cache, next_turn)))
+    assert hit == end // BLOCK * BLOCK
+
+
+# What is cached, and how much is computed.
+
+
+def test_long_prompts_are_computed_in_segments(model, generator):
+    cache = make_cache(model, segment_tokens=2 * BLOCK)
+    prompt = text(generator, 9 * BLOCK + 1)
+    with watched_forwards(model) as shapes:
+        assert_same(plain(model, prompt, max_new_tokens=1), cached(cache, prompt, max_new_tokens=1))
+    assert [tokens for _, tokens in shapes[1:]] == [16, 16, 16, 16, 8, 1]
+
+
+def test_an_answer_of_several_blocks_is_reused(model, cache, prompt, generator):
+    answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
+    next_turn = join(answer, text(generator, 5))
+    hit = skipped(cache, lambda: assert_same(plain(model, next_turn), cached(cache, next_turn)))
+    assert hit == (answer.shape[1] - 1) // BLOCK * BLOCK
+
+
+def test_identical_prompts_hit_although_their_last_token_is_computed(model, cache, prompt):
+    whole = prompt[:, : 4 * BLOCK]
+    cached(cache, whole)
+    assert skipped(cache, lambda: cached(cache, whole)) == 3 * BLOCK
+
+
+def test_a_restored_state_is_the_saved_one_to_the_bit(model, cache, prompt):
+    past = cache.prefill(prompt[:, : 4 * BLOCK])
+    again = cache.prefill(prompt[:, : 4 * BLOCK])
+    assert cache.stats().skipped_tokens == 4 * BLOCK
+    for one, other in zip(past.layers, again.layers, strict=True):
+        for name in ("keys", "values"):
+            if getattr(one, name, None) is not None:
+                assert torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(one, name, {}).items():
+                assert torch.equal(state, getattr(other, name)[index])
+
+
+def test_the_callers_cache_is_his_own(model, cache, prompt):
+    """What he does with it changes nothing that is cached."""
+    past = cache.prefill(prompt[:, : 4 * BLOCK])
+    for layer in past.layers:
+        for state in getattr(layer, "recurrent_states", {}).values():
+            state.fill_(float("nan"))
+    assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+def test_placements_decide_where_states_are(model, prompt):
+    cache = make_cache(model, placement=EveryNthBlock(1), eviction=LruSlotPolicy())
+    cached(cache, prompt, max_new_tokens=1)
+    assert cache.stats().saved_states == 4
+
+
+def test_salts_keep_prompts_apart(model, cache, prompt):
+    cached(cache, prompt, cache_salt="a")
+    assert skipped(cache, lambda: cached(cache, prompt, cache_salt="b")) == 0
+    assert skipped(cache, lambda: cached(cache, prompt, cache_salt="a")) > 0
+
+
+def test_stats_say_why_nothing_was_found(model, cache, prompt, generator):
+    cached(cache, prompt[:, :5], max_new_tokens=1)
+    cached(cache, prompt, max_new_tokens=1)
+    cached(cache, join(prompt[:, : 2 * BLOCK], text(generator, BLOCK)), max_new_tokens=1)
+    stats = cache.stats()
+    assert (stats.requests, stats.hits) == (3, 0)
+    assert stats.misses == {"prompt_shorter_than_block": 1, "no_kv_match": 1, "no_state": 1}
+    assert stats.computed_tokens == 5 + prompt.shape[1] + 3 * BLOCK
+    assert (stats.used_blocks, stats.reserved_slots) == (0, 0)
+
+
+def test_a_prompt_longer_than_the_pool_is_cached_as_far_as_it_goes(model, cache, prompt):
+    small = make_cache(model, **budgets(cache, slots=1, blocks=2))
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(small, prompt))
+    assert small.stats().cached_blocks == 2
+
+
+def test_a_failed_forward_leaves_nothing_to_be_found(model, cache, prompt):
+    """Elsewhere a prefix whose forward never ran was found by the retry."""
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    with pytest.raises(RuntimeError, match="lost"):
+        cached(cache, prompt)
+    hook.remove()
+    cache.check_invariants()
+    assert cache.stats().cached_blocks == 0
+    assert not model._forward_pre_hooks
+    assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+def test_a_failure_while_a_state_is_saved_gives_its_slot_back(model, cache, prompt, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(cache._store.tensors, "save_state", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        cache.generate(prompt, **GREEDY)
+    cache.check_invariants()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"past_key_values": object()}, "makes its own"),
+        ({"inputs_embeds": torch.ones(1, 2, 3)}, "token ids"),
+        ({"assistant_model": object()}, "goes back"),
+        ({"prompt_lookup_num_tokens": 3}, "goes back"),
+        ({"output_hidden_states": True}, "do not exist"),
+        ({"prefill_chunk_size": 4}, "segment_tokens"),
+        ({"use_cache": False}, "nothing to reuse"),
+        ({"cache_implementation": "static"}, "'dynamic' or None, got 'static'"),
+        ({"pixel_values": torch.ones(2)}, r"got \['pixel_values'\]"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "nothing to reuse"),
+    ],
+)
+def test_options_that_cannot_be_served(cache, prompt, options, reason):
+    with pytest.raises(InvalidArgumentError, match=reason):
+        cache.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]], [[0, 0, 0, 0]], [[1, 1, 1]]])
+def test_masks_with_holes(cache, mask):
+    with pytest.raises(InvalidArgumentError, match="attention_mask must be"):
+        cache.generate(torch.tensor([[3, 4, 5, 6]]), attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    "ids", [None, [], [[]], torch.ones(3), torch.ones(1, 0), "text", [[3], []]]
+)
+def test_prompts_that_are_none(cache, ids):
+    with pytest.raises(InvalidArgumentError):
+        cache.generate(ids)
+
+
+def test_prefill_takes_one_prompt(cache):
+    with pytest.raises(InvalidArgumentError, match="one prompt, got 2 rows"):
+        cache.prefill([[3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size_tokens": 12}, r"block_size_tokens must be .* SSM chunk \(8\), got 12"),
+        ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
+        ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
+        ({"on_unresumable": "hope"}, "'error' or 'step', got 'hope'"),
+    ],
+)
+def test_settings_out_of_range(model, settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_cache(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("budget", "unit"), [("mamba_cache_gb", "one state"), ("kv_cache_gb", "one KV block")]
+)
+def test_budgets_that_hold_nothing(model, budget, unit):
+    with pytest.raises(BudgetError, match=f"{budget} must be at least .* to hold {unit}"):
+        make_cache(model, **{budget: 1e-9})
+
+
+def test_models_of_other_kinds(model):
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2,
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(InvalidArgumentError, match=r"linear-attention layers.*crop"):
+        make_cache(llama)
+    with pytest.raises(InvalidArgumentError, match="causal language model"):
+        make_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgumentError, match="training mode"):
+        make_cache(model.train())
+
+
+def test_changed_weights_are_noticed(model, cache, prompt):
+    cached(cache, prompt)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    with pytest.raises(ModelChangedError, match="reset"):
+        cache.generate(prompt, **GREEDY)
+    cache.reset()
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 0
+
+
+def test_a_moved_model_needs_another_cache(model, cache, prompt):
+    model.to(torch.float64)
+    for call in (lambda: cache.generate(prompt), cache.reset):
+        with pytest.raises(ModelChangedError, match=r"float64 now: make a new cache"):
+            call()
+
+
+def test_a_closed_cache_is_of_no_use(model, prompt):
+    with make_cache(model) as cache:
+        cached(cache, prompt)
+    with pytest.raises(StepOrderError, match="closed"):
+        cache.generate(prompt)
+    assert model.generate(prompt, max_new_tokens=2).shape[1] == prompt.shape[1] + 2
+
+
+# The probe.
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "lfm2", "qwen3_5"])
+def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
+    """The same model, made to forget what a multi-token forward begins with."""
+    model = make_model(name)
+    assert probe(ModelRunner(model), BLOCK).fault is None
+
+    def forget(self, states, *args, **kwargs):
+        if states.shape[-1] > 1 and next(iter(self.has_previous_state.values())):
+            for state in self.conv_states.values():
+                if state is not None:
+                    state.zero_()
+        return original(self, states, *args, **kwargs)
+
+    original = cache_utils.LinearAttentionLayer.update_conv_state
+    monkeypatch.setattr(cache_utils.LinearAttentionLayer, "update_conv_state", forget)
+    assert "differ from those of an unbroken run by" in probe(ModelRunner(model), BLOCK).fault

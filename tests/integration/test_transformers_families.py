@@ -1,0 +1,134 @@
+"""Every hybrid family of transformers: with the cache, what it generates without."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from transformers_rig import (
+    BLOCK,
+    FAMILIES,
+    GREEDY,
+    UNKNOWN_LAYERS,
+    UNRESUMABLE,
+    assert_same,
+    budgets,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def cache_of(name, model, **settings):
+    mode = "step" if name in UNRESUMABLE else "error"
+    return make_cache(model, on_unresumable=mode, **settings)
+
+
+@every_family
+def test_prompts_that_share_prefixes(name, generator):
+    model = make_model(name)
+    cache = cache_of(name, model)
+    prompt = text(generator, 5 * BLOCK + 5)
+
+    def check(ids):
+        expected = plain(model, ids)
+        hit = skipped(cache, lambda: assert_same(expected, cached(cache, ids)))
+        return expected.sequences, hit
+
+    answer, cold = check(prompt)
+    _, hit = check(prompt)
+    branch = join(prompt[:, : 3 * BLOCK + 6], text(generator, 20))
+    _, first_branch = check(branch)
+    _, second_branch = check(join(branch[:, : 3 * BLOCK + 6], text(generator, 20)))
+    _, next_turn = check(join(answer, text(generator, 7)))
+    _, ends_with_block = check(prompt[:, : 5 * BLOCK])
+    computed_blocks = (answer.shape[1] - 1) // BLOCK
+    assert (cold, hit) == (0, 5 * BLOCK)
+    assert (first_branch, second_branch) == (0, 3 * BLOCK)
+    assert next_turn == computed_blocks * BLOCK
+    assert ends_with_block == 3 * BLOCK
+
+
+@every_family
+def test_prompts_in_a_list(name, generator):
+    """Each row is what it is alone, which padding on the left makes of no model by itself."""
+    model = make_model(name)
+    cache = cache_of(name, model)
+    shared = text(generator, 3 * BLOCK)
+    rows = [join(shared, text(generator, 9)), text(generator, 1), join(shared, text(generator, 2))]
+    prompts = [row[0].tolist() for row in rows]
+    output = cache.generate(prompts, **GREEDY)
+    again = cache.generate(prompts, **GREEDY)
+    cache.check_invariants()
+    width = max(map(len, prompts))
+    for number, row in enumerate(rows):
+        alone = plain(model, row)
+        answer = alone.sequences[:, row.shape[1] :]
+        for run in (output, again):
+            assert torch.equal(run.sequences[number : number + 1, width:], answer)
+            logits = torch.stack([step[number] for step in run.logits])
+            expected = torch.stack([step[0] for step in alone.logits])
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@every_family
+def test_after_eviction(name, generator):
+    model = make_model(name)
+    room = budgets(cache_of(name, model), slots=2, blocks=9)
+    cache = cache_of(name, model, **room)
+    prompts = [text(generator, 4 * BLOCK + 3) for _ in range(3)]
+    for prompt in [*prompts, *prompts]:
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().evicted_slots > 0
+
+
+@every_family
+def test_prefill_for_those_who_loop_themselves(name, generator):
+    model = make_model(name)
+    cache = cache_of(name, model)
+    prompt, rest = text(generator, 4 * BLOCK), text(generator, 1)
+    with torch.no_grad():
+        expected = model(join(prompt, rest)).logits[:, -1]
+        for skip in (0, 4 * BLOCK):
+            past = []
+            assert skipped(cache, lambda past=past: past.append(cache.prefill(prompt))) == skip
+            position = torch.tensor([[4 * BLOCK]])
+            names = {cache._runner.cache_name: past[0], "use_cache": True}
+            if cache._runner.cache_name == "past_key_values":
+                names["position_ids"] = position
+            logits = model(rest, **names).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNRESUMABLE)
+def test_models_that_forget_are_refused(name):
+    with pytest.raises(UnresumableModelError, match=r"layer 0 of kind 'linear_attention' .* by "):
+        make_cache(make_model(name))
+
+
+def test_models_that_forget_are_fed_single_tokens_after_a_hit(generator):
+    model = make_model("mamba")
+    cache = cache_of("mamba", model)
+    prompt = text(generator, 3 * BLOCK + 5)
+    cached(cache, prompt)
+    lengths = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
+    cached(cache, prompt, max_new_tokens=1)
+    hook.remove()
+    assert lengths == [1] * 5
+
+
+@pytest.mark.parametrize("name", UNKNOWN_LAYERS)
+def test_caches_of_unknown_layers_are_refused(name):
+    with pytest.raises(InvalidArgumentError, match=r"layer 1 of the cache .* DynamicIndexedLayer"):
+        make_cache(make_model(name))

@@ -1,0 +1,222 @@
+"""Tiny random models of every hybrid family in transformers, and runs to compare with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from mamba_cache.integrations.transformers import PrefixCache  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY = 97
+BLOCK = 8
+ANSWER = 12
+GREEDY = {
+    "do_sample": False,
+    "max_new_tokens": ANSWER,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_SSD = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_NEMOTRON = {
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "chunk_size": BLOCK,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    **_HEADS,
+}
+_CONVS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, **_HEADS}
+_LATENT = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+_CONFIGS: dict[str, dict[str, object]] = {
+    "mamba2": {
+        "model_type": "mamba2", "num_hidden_layers": 2, "state_size": 8, "num_heads": 4,
+        "head_dim": 16, "n_groups": 1, "chunk_size": BLOCK,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        **_NEMOTRON,
+    },
+    "nemotron_h with experts": {
+        "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        **_NEMOTRON,
+    },
+    "granite 4": {
+        "model_type": "granitemoehybrid", "num_hidden_layers": 3, "num_local_experts": 4,
+        "layer_types": ["mamba", "attention", "mamba"], "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32, "mamba_chunk_size": BLOCK, **_SSD, **_HEADS,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 64,
+        "mamba_chunk_size": BLOCK, **_SSD, **_HEADS,
+    },
+    "bamba": {
+        "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1],
+        "mamba_chunk_size": BLOCK, **_SSD, **_HEADS,
+    },
+    "zamba2": {
+        "model_type": "zamba2", "num_hidden_layers": 4, "mamba_d_state": 8, "mamba_ngroups": 1,
+        "n_mamba_heads": 4, "mamba_headdim": 16, "chunk_size": BLOCK, "num_mem_blocks": 1,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3],
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    },
+    "qwen3_next": {"model_type": "qwen3_next", **_DELTA, **_HEADS, **_EXPERTS},
+    "qwen3_5": {"model_type": "qwen3_5_text", **_DELTA, **_HEADS},
+    "qwen3_5 with experts": {"model_type": "qwen3_5_moe_text", **_DELTA, **_HEADS, **_EXPERTS},
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid", **_DELTA, "num_attention_heads": 2, "num_key_value_heads": 2,
+    },
+    "lfm2": {"model_type": "lfm2", **_CONVS},
+    "lfm2 with experts": {
+        "model_type": "lfm2_moe", "num_dense_layers": 1, **_CONVS, **_EXPERTS,
+    },
+    "lfm3": {"model_type": "lfm3", **_CONVS},
+    "kimi_linear": {
+        "model_type": "kimi_linear", "linear_head_dim": 16, "linear_num_heads": 2, **_LATENT,
+    },
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid", "n_group": 1, "topk_group": 1, "head_dim": 16, **_LATENT,
+    },
+    "inkling": {
+        "model_type": "inkling_text", "num_hidden_layers": 2, "sliding_window_size": 12,
+        "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense", "sparse"],
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **_HEADS,
+    },
+    "qwen4_exp": {
+        "model_type": "qwen4_exp_text", "ple_layer_ids": [1], "hc_count": 2, "hc_lowrank": 4,
+        "heads_per_ngram": 1, "ngram_vocab_size_base": 64, "split_ngram_parts": 1,
+        "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
+        **_DELTA, **_HEADS, **_EXPERTS,
+    },
+    "zaya": {"model_type": "zaya", "num_hidden_layers": 2},
+    "mamba": {"model_type": "mamba", "num_hidden_layers": 2, "state_size": 8},
+    "falcon_mamba": {"model_type": "falcon_mamba", "num_hidden_layers": 2, "state_size": 8},
+    "jamba": {
+        "model_type": "jamba", "num_hidden_layers": 4, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 2, "mamba_d_state": 8, "use_mamba_kernels": False, **_HEADS,
+    },
+}  # fmt: skip
+
+UNRESUMABLE = ("mamba", "falcon_mamba", "jamba")
+"""Their forwards of several tokens forget the state that they begin with."""
+
+UNKNOWN_LAYERS = ("qwen4_exp",)
+"""Their caches keep more of each token than keys and values."""
+
+FAMILIES = [
+    name
+    for name, config in _CONFIGS.items()
+    if config["model_type"] in CONFIG_MAPPING and name not in UNKNOWN_LAYERS
+]
+
+
+def make_model(name: str) -> transformers.PreTrainedModel:
+    """A model with the same random weights whenever it is made."""
+    config = {**_SMALL, **_CONFIGS[name]}
+    model_type = str(config.pop("model_type"))
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[model_type](**config)
+    ).eval()
+
+
+def make_cache(model: transformers.PreTrainedModel, **settings: object) -> PrefixCache:
+    """A cache with room for all that a test does, unless ``settings`` say otherwise."""
+    ample = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
+    return PrefixCache(model, **{**ample, "segment_tokens": 4 * BLOCK, **settings})
+
+
+def budgets(cache: PrefixCache, *, slots: int, blocks: int) -> dict[str, float]:
+    """Budgets that hold just so many, for another cache of the same model."""
+    layout = cache._store.layout
+    return {
+        "mamba_cache_gb": (slots + 0.5) * layout.bytes_per_slot / 2**30,
+        "kv_cache_gb": (blocks + 0.5) * layout.bytes_per_block / 2**30,
+    }
+
+
+def text(generator: torch.Generator, length: int) -> torch.Tensor:
+    """Random token ids, [1, length], none of them special."""
+    return torch.randint(3, VOCABULARY, (1, length), generator=generator)
+
+
+def join(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def plain(model: transformers.PreTrainedModel, ids: torch.Tensor, **options: object):
+    """What the model generates without a cache."""
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
+
+
+def cached(cache: PrefixCache, ids: torch.Tensor, **options: object):
+    """What it generates with one, whose books must hold afterwards."""
+    output = cache.generate(ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
+    cache.check_invariants()
+    return output
+
+
+def assert_same(expected, actual) -> None:
+    """Tokens are the same, and logits but for rounding."""
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(
+        torch.stack(actual.logits), torch.stack(expected.logits), rtol=0, atol=1e-5
+    )
+
+
+def skipped(cache: PrefixCache, run) -> int:
+    """Prompt tokens that ``run()`` did not compute."""
+    before = cache.stats().skipped_tokens
+    run()
+    return cache.stats().skipped_tokens - before
