@@ -47,7 +47,13 @@ from mamba_cache.errors import (
     UnresumableModelError,
     UnsupportedVersionError,
 )
-from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
+from mamba_cache.metadata import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+    StepMetadata,
+    compute_varlen_chunk_metadata,
+)
 from mamba_cache.slots import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, MambaSlotAllocator
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -70,6 +76,9 @@ __all__ = [
     "InvariantError",
     "KVBlockAllocator",
     "KVCacheSpec",
+    "Mamba2AttentionBackend",
+    "Mamba2AttentionMetadata",
+    "Mamba2AttentionMetadataBuilder",
     "MambaCacheError",
     "MambaSlotAllocator",
     "MambaSlotCapacityError",

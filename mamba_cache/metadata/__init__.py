@@ -1,6 +1,12 @@
 """What the kernels of a step read: chunks of packed sequences, and the step's tensors."""
 
 from mamba_cache.metadata.chunks import compute_chunk_metadata, compute_varlen_chunk_metadata
+from mamba_cache.metadata.mamba2 import (
+    CommonAttentionMetadata,
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+)
 from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
     CheckpointEntry,
@@ -11,6 +17,10 @@ from mamba_cache.metadata.step_buffers import (
 
 __all__ = [
     "CheckpointEntry",
+    "CommonAttentionMetadata",
+    "Mamba2AttentionBackend",
+    "Mamba2AttentionMetadata",
+    "Mamba2AttentionMetadataBuilder",
     "SequenceSlice",
     "StepBuffers",
     "StepMetadata",

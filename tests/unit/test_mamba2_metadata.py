@@ -1,0 +1,170 @@
+"""Metadata of Mamba2 layers from an engine's batch, against loops over its sequences."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+)
+from mamba_cache.align import MambaSpec
+from mamba_cache.errors import InvalidArgumentError
+
+CHUNK, COLUMN, NUM_COLUMNS = 8, 6, 20
+
+
+def make_builder(chunk_size=CHUNK, *, mode="none", num_drafts=0):
+    spec = MambaSpec(
+        block_size=COLUMN,
+        num_speculative_blocks=num_drafts,
+        shapes=(),
+        dtypes=(),
+        mamba_cache_mode=mode,
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(get_mamba_chunk_size=lambda: chunk_size))
+    builder = Mamba2AttentionBackend.get_builder_cls()
+    assert builder is Mamba2AttentionMetadataBuilder
+    return builder(spec, ["mamba.0"], config, torch.device("cpu"))
+
+
+def make_batch(computed, lengths, rng):
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    computed = torch.tensor(computed, dtype=torch.int32)
+    table = rng.permutation(len(lengths) * NUM_COLUMNS).reshape(-1, NUM_COLUMNS)
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        num_computed_tokens_cpu=computed,
+        seq_lens=computed + starts.diff(),
+        block_table_tensor=torch.from_numpy(table).int(),
+    )
+
+
+def cut(computed, lengths, chunk_size):
+    """Chunks of each sequence in turn, token by token."""
+    starts, sequences, last = [], [], []
+    position = 0
+    for sequence, (first, length) in enumerate(zip(computed, lengths, strict=True)):
+        for token in range(first, first + length):
+            if token == first or token % chunk_size == 0:
+                starts.append(position)
+                sequences.append(sequence)
+            position += 1
+        last.append(len(starts) - 1 if length else -1)
+    return [*starts, position], sequences, last
+
+
+SEQUENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+@given(SEQUENCES, st.integers(1, 9))
+def test_chunks_of_resumed_and_empty_sequences(sequences, chunk_size):
+    computed, lengths = [[s[i] for s in sequences] for i in (0, 1)]
+    got = make_builder(chunk_size)._compute_chunk_metadata(
+        len(sequences), torch.tensor(computed).int(), torch.tensor([0, *np.cumsum(lengths)]).int()
+    )
+    assert all(type(values) is list for values in got)
+    assert got == cut(computed, lengths, chunk_size)
+
+
+@given(
+    st.lists(st.integers(0, 60), max_size=4),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(2, 30)), max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+def test_prefills_come_after_decodes(decodes, prefills, seed):
+    """SGLang 31833: chunks are numbered over the packed batch."""
+    computed = [*decodes, *(first for first, _ in prefills)]
+    lengths = [*([1] * len(decodes)), *(length for _, length in prefills)]
+    batch = make_batch(computed, lengths, np.random.default_rng(seed))
+    metadata = make_builder().build(0, batch)
+    assert type(metadata) is Mamba2AttentionMetadata
+    counts = (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_reqs)
+    assert counts == (len(decodes), len(decodes), len(lengths))
+    assert metadata.num_prefills == len(prefills)
+    assert metadata.num_prefill_tokens == sum(length for _, length in prefills)
+    assert metadata.prep_initial_states == any(first for first, _ in prefills)
+    assert torch.equal(metadata.state_indices_tensor, batch.block_table_tensor[:, 0])
+    if not prefills:
+        assert metadata.query_start_loc_p is metadata.cu_chunk_seqlen_p is None
+        return
+    of_prefills = computed[len(decodes) :], lengths[len(decodes) :]
+    chunks = cut(*of_prefills, CHUNK)
+    for tensor, want in (
+        (metadata.query_start_loc_p, [0, *np.cumsum(of_prefills[1])]),
+        (metadata.num_computed_tokens_p, of_prefills[0]),
+        (metadata.cu_chunk_seqlen_p, chunks[0]),
+        (metadata.seq_idx_p, chunks[1]),
+        (metadata.last_chunk_indices_p, chunks[2]),
+    ):
+        assert tensor.dtype == torch.int32
+        assert tensor.tolist() == list(want)
+    assert metadata.has_initial_states_p.tolist() == [first > 0 for first in of_prefills[0]]
+
+
+@pytest.fixture
+def mixed_batch(rng):
+    """A decode, a fresh prefill, one resumed at a column's end, and one inside a column."""
+    return make_batch([13, 0, 2 * COLUMN, 3 * COLUMN + 2], [1, 5, COLUMN, 2 * COLUMN], rng)
+
+
+def test_columns_in_all_mode(mixed_batch):
+    metadata = make_builder(mode="all").build(0, mixed_batch)
+    assert torch.equal(metadata.state_indices_tensor, mixed_batch.block_table_tensor)
+    assert metadata.block_idx_last_computed_token.tolist() == [2, 0, 1, 3]
+    assert metadata.block_idx_first_scheduled_token_p.tolist() == [0, 2, 3]
+    assert metadata.block_idx_last_scheduled_token.tolist() == [2, 0, 2, 5]
+    assert metadata.block_idx_last_scheduled_token.dtype == torch.int32
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_running_columns_in_align_mode(mixed_batch, num_drafts):
+    metadata = make_builder(mode="align", num_drafts=num_drafts).build(0, mixed_batch)
+    table = mixed_batch.block_table_tensor
+    running = [2, 0, 2, 5]
+    wanted = [row[c : c + 1 + num_drafts] for row, c in zip(table, running, strict=True)]
+    wanted = torch.stack(wanted)
+    assert torch.equal(metadata.state_indices_tensor, wanted if num_drafts else wanted[:, 0])
+    assert metadata.block_idx_last_scheduled_token is None
+
+
+def test_a_decode_with_its_drafts_is_no_prefill(rng):
+    batch = make_batch([9, 9, 0], [3, 1, 4], rng)
+    metadata = make_builder(num_drafts=2).build(0, batch)
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 4)
+    assert metadata.query_start_loc_p.tolist() == [0, 4]
+
+
+def test_computed_tokens_may_be_given_by_lengths(mixed_batch):
+    wanted = make_builder(mode="all").build(0, mixed_batch)
+    del mixed_batch.num_computed_tokens_cpu
+    from_device = make_builder(mode="all").build(0, mixed_batch)
+    mixed_batch.seq_lens_cpu = mixed_batch.seq_lens.clone()
+    mixed_batch.seq_lens = mixed_batch.seq_lens + 1000
+    for got in (from_device, make_builder(mode="all").build(0, mixed_batch)):
+        assert torch.equal(got.num_computed_tokens_p, wanted.num_computed_tokens_p)
+
+
+def test_a_model_without_a_chunk_size_is_refused():
+    with pytest.raises(InvalidArgumentError, match="chunk size, an int >= 1, got None"):
+        make_builder(None)
+
+
+def test_a_thousand_long_sequences_take_20_ms():
+    builder = make_builder(256)
+    starts = torch.arange(1025, dtype=torch.int32) * 32_768
+    computed = torch.arange(1024, dtype=torch.int32) * 7
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        builder._compute_chunk_metadata(1024, computed, starts)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.020
