@@ -28,7 +28,9 @@ __all__ = [
     "precopy_columns",
 ]
 
-_PROGRAMS_PER_SM = 8
+# As many as are resident at once with up to 80 registers a thread: the share of a program that had
+# to wait for another to end would be copied last, by few programs.
+_PROGRAMS_PER_SM = 6
 _PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
 
 

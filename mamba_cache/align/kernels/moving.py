@@ -20,6 +20,7 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 _WIDE_BYTES = tl.constexpr(16)
+_STEP_WORDS = tl.constexpr(1024)
 _LANES = tl.constexpr(256)
 
 _NUM_FIELDS = tl.constexpr(len(STATE_FIELDS))
@@ -39,12 +40,15 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     """Copies the tile of that number of bytes that do not overlap."""
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     tile_words: tl.constexpr = _TILE_BYTES // word_bytes
-    words = tile * tile_words + tl.arange(0, tile_words)
-    mask = words < tl.multiple_of(size // word_bytes, ALIGNMENT // word_bytes)
+    num_words = tl.multiple_of(size // word_bytes, ALIGNMENT // word_bytes)
     # The compiler heeds hints on pointers, not on integers that become pointers.
     source = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNMENT)
     destination = tl.multiple_of(destination.to(tl.pointer_type(WORD)), ALIGNMENT)
-    tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
+    # In steps, because a whole tile of narrow words would take too many registers.
+    for step in range(0, tile_words, _STEP_WORDS):
+        words = tile * tile_words + step + tl.arange(0, _STEP_WORDS)
+        mask = words < num_words
+        tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -159,18 +163,10 @@ def copy_moves(  # type: ignore[no-untyped-def]
             destination = tl.sum(tl.where(chosen, destinations, 0), 0)
             bias = tl.sum(tl.where(chosen, biases, 0), 0)
             for tile in range(first, num_tiles, num_programs):
-                state = tl.load(tiles + 2 * tile).to(tl.int64)
+                state = states + tl.load(tiles + 2 * tile).to(tl.int64) * _NUM_FIELDS
                 part = tl.load(tiles + 2 * tile + 1).to(tl.int64)
                 _copy_part(
-                    states + state * _NUM_FIELDS,
-                    part,
-                    row,
-                    source,
-                    destination,
-                    bias,
-                    block_tables,
-                    table_stride,
-                    WORD,
+                    state, part, row, source, destination, bias, block_tables, table_stride, WORD
                 )
             # The turn goes on where this move's tiles end, so that programs are equally busy.
             taken = tl.maximum(tl.cdiv(num_tiles - first, num_programs), 0)

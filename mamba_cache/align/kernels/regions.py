@@ -48,6 +48,4 @@ def copy_regions(buffers: MambaCopyBuffers) -> None:
     columns = [buffer.copy_to_gpu(count) for buffer in buffers.columns]
     programs = _PROGRAMS_PER_REGION if columns[0].is_cuda else _PROGRAMS_OF_INTERPRETER
     with torch.cuda.device(columns[0].get_device()):
-        _regions_kernel[count, programs](
-            *columns, WORD=WORDS[word_bytes], num_warps=NUM_WARPS
-        )
+        _regions_kernel[count, programs](*columns, WORD=WORDS[word_bytes], num_warps=NUM_WARPS)

@@ -1,0 +1,62 @@
+"""What the interpreter cannot show of align's kernels: that they compile for a GPU.
+
+Triton compiles without a GPU, but not in a process that interprets kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+PRINT_STORES = """
+import json, re, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.align.kernels import fused, regions
+
+WIDE_POINTERS = {"states", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
+WIDE_POINTERS |= {"num_rows", "row_strides"}
+COUNTS = {"num_reqs", "num_tiles", "table_stride"}
+
+def type_of(name, constants):
+    if name in constants:
+        return "constexpr"
+    return "i32" if name in COUNTS else "*i64" if name in WIDE_POINTERS else "*i32"
+
+def stores(kernel, word, rows):
+    values = {"WORD": word, "ROWS": rows, "BLOCK_SIZE": 544, "IS_MAPPED": True}
+    names = kernel.arg_names
+    constants = {name: value for name, value in values.items() if name in names}
+    source = ASTSource(
+        kernel,
+        {name: type_of(name, constants) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    options = {"num_warps": 4}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return sorted(set(re.findall(r"st[.](global[.]\\S+)", compiled.asm["ptx"])))
+
+found = {}
+for kernel in (fused._precopy_kernel, fused._postcopy_kernel, fused._resident_kernel,
+               fused._advance_kernel, fused._accept_kernel, regions._regions_kernel):
+    name = kernel.fn.__name__
+    found[name] = stores(kernel, tl.int64, 1)
+    found[name + " of many"] = stores(kernel, tl.int16, 64)
+print(json.dumps(found))
+"""
+
+
+def test_kernels_compile_and_copy_16_bytes_at_a_time(tmp_path):
+    compiled = subprocess.run(
+        [sys.executable, "-c", PRINT_STORES],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    found = json.loads(compiled.stdout)
+    copying = [name for name in found if "advance" not in name and "accept" not in name]
+    assert len(copying) == 8
+    for name in copying:
+        assert "global.v2.b64" in found[name], name
