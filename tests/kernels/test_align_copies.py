@@ -1,0 +1,205 @@
+"""Copies between columns, the kernels and their plain twins alike, compared by bits."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from align_states import Group, Model, States
+
+from mamba_cache.align import CpuGpuBuffer, MambaSpecDecodeGPUContext
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states import PAD_SLOT_ID
+
+LARGE = Group(channels=700, conv_dtype=torch.float32, ssm_shape=(3, 3001), ssm_dtype=torch.float32)
+ODD = Group(num_layers=1, channels=333, conv_dtype=torch.uint8, ssm_shape=(9001,), gap=1)
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def backend(request, device):
+    """On a GPU the plain twins have nothing to read from."""
+    if request.param == "plain" and device.type == "cuda":
+        pytest.skip("plain twins serve the CPU")
+    return "triton" if request.param == "kernel" else "torch"
+
+
+def make_model(is_ds, *groups, num_drafts=4):
+    return Model(4, num_drafts, 4, is_ds, groups, max_requests=2)
+
+
+class Setup:
+    """A context over random states, and a copy of them that a loop changes."""
+
+    def __init__(self, model, device, backend, seed, **options):
+        self.model = model
+        self.states = States(model, np.random.default_rng(seed), device)
+        self.expected = States(model, np.random.default_rng(seed))
+        config = model.kv_cache_config()
+        self.context = MambaSpecDecodeGPUContext.create(
+            8, config, 2, device, lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device=device),
+            backend=backend, **options,
+        )  # fmt: skip
+        tables = np.stack([np.random.default_rng(seed + g).permutation(20) for g in range(3)]) + 1
+        self.blocks = tables.reshape(3, 2, 10)
+        self.tables = torch.from_numpy(self.blocks).int().to(device)
+        self.context.initialize_from_forward_context(
+            config,
+            self.states.forward_context(),
+            model.copy_funcs,
+            self.tables[: len(model.groups)],
+        )
+
+    def precopy(self, moves, rows=None):
+        """Copies (source, destination, bias) of each row."""
+        device = self.states.storage[0].device
+        columns = torch.tensor(moves, dtype=torch.int32).T.to(device).contiguous()
+        mapping = None if rows is None else torch.tensor(rows, device=device)
+        num_reqs = len(moves if rows is None else rows)
+        self.context.run_fused_precopy(num_reqs, columns[1], columns[0], columns[2], mapping)
+
+    def expect(self, row, source, destination, bias):
+        width = self.model.conv_width
+        for group in range(len(self.model.groups)):
+            ids = self.blocks[group, row]
+            for conv in self.expected.windows(group):
+                conv[ids[destination], : width - bias] = conv[ids[source], bias:].clone()
+            for ssm in self.expected.temporal(group):
+                ssm[ids[destination]] = ssm[ids[source + bias]]
+
+    def check(self):
+        for got, want in zip(self.states.bits(), self.expected.bits(), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
+@pytest.mark.parametrize("bias", [0, 1, 4])
+@pytest.mark.parametrize("groups", [(LARGE,), (ODD, LARGE)], ids=["wide", "odd"])
+def test_states_of_many_tiles(is_ds, bias, groups, device, backend, seed):
+    setup = Setup(make_model(is_ds, *groups), device, backend, seed)
+    setup.precopy([(2, 3, 0), (1, 0, bias)])
+    setup.expect(0, 2, 3, 0)
+    setup.expect(1, 1, 0, bias)
+    setup.check()
+
+
+@pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
+@pytest.mark.parametrize("bias", [1, 2, 3, 7])
+def test_wide_window_is_shifted_within_one_block(is_ds, bias, device, backend, seed):
+    """vLLM 50729: a shift onto itself as a parallel copy raced."""
+    setup = Setup(make_model(is_ds, LARGE, num_drafts=7), device, backend, seed)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    # 8 tokens are in the state of column 1, and the column ends after `bias` accepted drafts.
+    setup.context.run_fused_postprocess(
+        1, one * (bias + 1), one, one * 0, one * (8 - bias), one * 0
+    )
+    setup.expect(0, 1, 1, bias)
+    setup.check()
+    assert setup.context.num_accepted_tokens_out[0] == 1
+
+
+@pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
+def test_two_columns_that_are_one_block(is_ds, device, backend, seed):
+    """A shared prefix: the copy is a shift within a block although the columns differ."""
+    setup = Setup(make_model(is_ds, LARGE), device, backend, seed)
+    setup.tables[:, 0, 2] = setup.tables[:, 0, 1]
+    setup.blocks[:, 0, 2] = setup.blocks[:, 0, 1]
+    setup.precopy([(2, 1, 2)])
+    setup.expect(0, 2, 1, 2)
+    setup.check()
+
+
+def test_skipped_rows_and_padded_columns_are_left_alone(device, backend, seed):
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    setup.tables[:, 1, 5] = PAD_SLOT_ID
+    setup.precopy([(2, 4, 1), (2, 5, 0)])
+    setup.expect(0, 2, 4, 1)
+    setup.precopy([(-1, 3, 0), (1, 3, 2)], rows=[0, -1])
+    setup.check()
+
+
+def test_a_row_is_not_its_slot(device, backend, seed):
+    """vLLM 53919: what belongs to a request moved with its row of the batch."""
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    setup.precopy([(1, 2, 0), (7, 7, 0), (3, 4, 2)], rows=[2, 0])
+    setup.expect(0, 3, 4, 2)
+    setup.expect(1, 1, 2, 0)
+    setup.check()
+
+
+def test_nothing_to_do(device, backend, seed):
+    setup = Setup(make_model(True, LARGE), device, backend, seed)
+    setup.precopy([(3, 3, 2), (-1, 0, 0)])
+    setup.precopy([(1, 2, 0)], rows=[-1, -1])
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    setup.context.run_fused_postprocess(1, one * 3, one, one, one * 4, one * 0)  # 5, and then 7
+    setup.check()
+    assert setup.context.num_accepted_tokens_out[0] == 3
+
+
+def test_counts_may_be_read_and_written_in_one_place(device, backend, seed):
+    """vLLM 53919: decisions rest on a snapshot of the counts."""
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    counts = setup.context.num_accepted_tokens_out
+    counts[0] = 3
+    setup.context.run_fused_postprocess(1, counts, one, one * 0, one * 6, one * 0)
+    setup.expect(0, 1, 1, 2)
+    setup.check()
+    assert counts[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("moves", "message"),
+    [
+        ([(2, 10, 0)], "row 0 copies"),
+        ([(2, -1, 0)], "row 0 copies"),
+        ([(8, 1, 2)], "row 0 copies"),
+        ([(1, 2, 0)] * 7, "row 6 copies"),  # the storage of the tables has 6
+        ([(4, 3, 0)], "row 0 has block 4000 in column 4"),
+    ],
+)
+def test_columns_out_of_range_are_refused_where_they_are_checked(
+    moves, message, device, backend, seed
+):
+    setup = Setup(make_model(False, ODD), device, backend, seed, check_columns=True)
+    setup.tables[:, 0, 4] = 4000
+    with pytest.raises(InvalidArgumentError, match=message):
+        setup.precopy(moves)
+    setup.check()
+
+
+def test_block_tables_at_a_stride(device, backend, seed):
+    """One row stride for all groups, and first bound by a batch of fewer rows."""
+    model = make_model(False, ODD, Group())
+    setup = Setup(model, device, backend, seed)
+    wide = torch.zeros(2, 16, dtype=torch.int32, device=device)
+    tables = [wide.clone() for _ in model.groups]
+    for table, blocks in zip(tables, setup.tables, strict=False):
+        table[:, 3:13] = blocks
+    setup.context.table.bind_block_tables([table[:1, 3:13] for table in tables])
+    setup.precopy([(1, 2, 0), (5, 1, 1)])
+    setup.expect(0, 1, 2, 0)
+    setup.expect(1, 5, 1, 1)
+    setup.check()
+
+
+def test_offsets_past_int32(device, backend):
+    """Blocks more than 2**31 bytes apart; on the CPU the memory between is never touched."""
+    model = Model(4, 0, 4, False, (Group(num_layers=1),))
+    far = torch.empty(2**32 + 64, dtype=torch.uint8, device=device)
+    state = far.as_strided((3, 16), (2**31 + 16, 1))
+    state[0] = torch.arange(16, dtype=torch.uint8, device=device)
+    conv = torch.arange(3 * 3 * 2, dtype=torch.uint8, device=device).view(3, 3, 2)
+    context = MambaSpecDecodeGPUContext.create(
+        1, model.kv_cache_config(), 2, device,
+        lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device=device), backend=backend,
+    )  # fmt: skip
+    tables = [torch.tensor([[0, 2]], dtype=torch.int32, device=device)]
+    layers = {"mamba.0.0": SimpleNamespace(kv_cache=[conv, state])}
+    context.initialize_from_forward_context(
+        model.kv_cache_config(), layers, model.copy_funcs, tables
+    )
+    column = torch.arange(2, dtype=torch.int32, device=device)
+    context.run_fused_precopy(1, column[1:], column[:1], column[:1])
+    assert state[2].tolist() == list(range(16))
+    assert torch.equal(conv[2], conv[0])
