@@ -15,7 +15,7 @@ transformers.logging.set_verbosity_error()
 
 VOCABULARY = 97
 BLOCK = 8
-ANSWER = 12
+ANSWER = 10
 GREEDY = {
     "do_sample": False,
     "max_new_tokens": ANSWER,

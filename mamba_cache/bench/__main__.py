@@ -9,13 +9,18 @@ from collections.abc import Callable, Sequence
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import Measurement, print_json, print_table
+from mamba_cache.bench.ttft import add_ttft_options, run_ttft
 
 __all__ = ["main"]
 
-_BENCHMARKS: dict[str, tuple[str, Callable[[], list[Measurement]]]] = {
+_BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
     "control": ("time of the decisions: blocks, slots, hashes, admission", run_control),
     "copy": ("time of state copies on a GPU, beside other ways to copy", run_copy),
+    "ttft": ("time to first token of a transformers model with the cache and without", run_ttft),
 }
+
+_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"ttft": add_ttft_options}
+"""What benchmarks take besides; each option is an argument of the benchmark's function."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,11 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (summary, _) in _BENCHMARKS.items():
         command = names.add_parser(name, help=summary, description=summary)
         command.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    _, run = _BENCHMARKS[options.benchmark]
-    measurements = run()
-    show = print_json if options.json else print_table
-    show(options.benchmark, measurements)
+        if name in _OPTIONS:
+            _OPTIONS[name](command)
+    options = vars(parser.parse_args(arguments))
+    benchmark, as_json = options.pop("benchmark"), options.pop("json")
+    measurements = _BENCHMARKS[benchmark][1](**options)
+    show = print_json if as_json else print_table
+    show(benchmark, measurements)
     return 0 if all(measurement.passed for measurement in measurements) else 1
 
 

@@ -23,7 +23,7 @@ class Measurement:
     Attributes:
         name: What was measured.
         value: The figure: a median, or a ratio of medians.
-        unit: "us" (microseconds), "GB/s" or "x" (a ratio).
+        unit: "us", "ms", "GB/s", "GiB" or "x" (a ratio).
         limit: The least or most that ``value`` may be; None: it is there to compare with.
         at_least: Whether ``limit`` is a minimum rather than a maximum.
         runs: How many runs the median is over.

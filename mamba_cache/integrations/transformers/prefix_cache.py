@@ -80,7 +80,7 @@ class PrefixCache:
         mamba_cache_gb: float,
         kv_cache_gb: float,
         block_size_tokens: int = 256,
-        segment_tokens: int = 2048,
+        segment_tokens: int = 1024,
         eviction: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",

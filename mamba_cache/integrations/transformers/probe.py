@@ -75,7 +75,7 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
     with _refused_if_it_fails(runner):
         steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
     is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
-    tolerance, limit = (1e-5, 1e-2) if is_single else (2e-2, 0.5)
+    tolerance, limit = (1e-5, 1e-2) if is_single else (0.1, 1.0)
     fault = _first_fault(runner, layout, whole, steps, [limit] * len(whole))
     if fault is not None:
         raise UnresumableModelError(
