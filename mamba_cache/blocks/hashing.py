@@ -65,6 +65,14 @@ class BlockHashes(Sequence[int]):
         """The full digest of each block."""
         return tuple(self._digests[: self._length])
 
+    def digest(self, index: int) -> bytes:
+        """Return the full digest of one block, in O(1).
+
+        Raises:
+            IndexError: There is no such block.
+        """
+        return self._digests[range(self._length)[index]]
+
     def __len__(self) -> int:
         return self._length
 

@@ -262,6 +262,17 @@ def test_block_hashes_are_an_immutable_sequence(tokens):
         all_hashes[0] = 1
 
 
+def test_one_digest_is_read_without_a_copy_of_all(tokens):
+    chain = BlockHashChain(4)
+    chain.append(tokens)
+    block_hashes = chain.hashes
+    assert tuple(map(block_hashes.digest, range(12))) == block_hashes.digests
+    assert block_hashes.digest(-1) is block_hashes.digest(11)
+    chain.append(tokens)
+    with pytest.raises(IndexError):
+        block_hashes.digest(12)
+
+
 def test_equal_ids_with_other_digests_are_not_equal():
     one, two = (BlockHashes([b"same id " + tail]) for tail in (b"12345678", b"87654321"))
     assert one != two
