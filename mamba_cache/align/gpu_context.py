@@ -127,8 +127,7 @@ class MambaSpecDecodeGPUContext:
         memories = describe_states(
             kv_cache_config, self.mamba_group_ids, forward_context, mamba_state_copy_funcs
         )
-        self.table.bind_block_tables(block_tables)
-        self.table.bind_states(memories)
+        self.table.bind(memories, block_tables)
         self.is_initialized = True
 
     def run_fused_postprocess(

@@ -103,7 +103,6 @@ class MambaHybridModelState:
         self._kernels = kernels_for(backend, self.device)
         self._check_columns = check_columns
         self.num_accepted_tokens_gpu = self._per_slot(1)
-        self._num_accepted_by_row = self._per_slot(1)
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         if self._is_aligned:
             self._block_size = _column_tokens(vllm_config, kv_cache_config)
@@ -283,10 +282,9 @@ class MambaHybridModelState:
         return context
 
     def _accepted_by_row(self, input_batch: ResidentBatch, num_reqs: int) -> torch.Tensor:
-        slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
-        accepted = self.num_accepted_tokens_gpu[slots.clamp(min=0)]
-        by_row = self._num_accepted_by_row[:num_reqs].fill_(1)
-        by_row[: len(slots)] = torch.where(slots >= 0, accepted, 1)
+        by_row = torch.empty(num_reqs, dtype=torch.int32, device=self.device)
+        slots = input_batch.idx_mapping[: input_batch.num_reqs]
+        self._kernels.gather_accepted(slots, self.num_accepted_tokens_gpu, by_row)
         return by_row
 
     def _drafts_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor | None:

@@ -74,20 +74,23 @@ class StateTable:
         """Returns one of ``STATE_FIELDS`` of every state: [num_states] int64, a view."""
         return self.states[:, STATE_FIELDS.index(name)]
 
-    def bind_states(self, memories: Sequence[StateMemory]) -> None:
+    def bind(self, memories: Sequence[StateMemory], block_tables: Sequence[torch.Tensor]) -> None:
         """Fills the table, without waiting for the device.
 
         Args:
             memories: Every state, in order.
+            block_tables: As in ``bind_block_tables``.
 
         Raises:
-            InvalidArgumentError: Their number is not that of the table. Nothing was changed.
+            InvalidArgumentError: The number of states is not that of the table, or the block tables
+                do not fit. Nothing was changed.
         """
         if len(memories) != len(self.states):
             raise InvalidArgumentError(
                 f"the table has {len(self.states)} states, one for each layer and kind, "
                 f"got {len(memories)}"
             )
+        self.bind_block_tables(block_tables)
         rows = [_fields(memory) for memory in memories]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(STATE_FIELDS))
         parts = table[:, STATE_FIELDS.index("num_parts")]

@@ -23,6 +23,7 @@ from mamba_cache.align.table import StateTable
 __all__ = [
     "accept_tokens",
     "advance_columns",
+    "gather_accepted",
     "postcopy_columns",
     "postcopy_resident",
     "precopy_columns",
@@ -160,6 +161,16 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(num_accepted + slots, accepted, mask=is_real)
 
 
+@triton.jit(do_not_specialize=["num_reqs", "num_padded"])  # type: ignore[untyped-decorator]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    idx_mapping, num_accepted, num_accepted_by_row, num_reqs, num_padded, ROWS: tl.constexpr
+) -> None:
+    rows = tl.arange(0, ROWS)
+    slots = tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
+    accepted = tl.load(num_accepted + slots, mask=slots >= 0, other=1)
+    tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])  # type: ignore[untyped-decorator]
 def _advance_kernel(  # type: ignore[no-untyped-def]
     idx_mapping,
@@ -243,6 +254,22 @@ def accept_tokens(
     rows = triton.next_power_of_2(len(idx_mapping))
     with torch.cuda.device(idx_mapping.get_device()):
         _accept_kernel[(1,)](idx_mapping, num_sampled, num_accepted, len(idx_mapping), ROWS=rows)
+
+
+def gather_accepted(
+    idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
+) -> None:
+    """Fills the rows with the counts of their slots, and with 1 where there is no request."""
+    num_padded = len(num_accepted_by_row)
+    with torch.cuda.device(num_accepted.get_device()):
+        _gather_kernel[(1,)](
+            idx_mapping,
+            num_accepted,
+            num_accepted_by_row,
+            len(idx_mapping),
+            num_padded,
+            ROWS=triton.next_power_of_2(num_padded),
+        )
 
 
 def advance_columns(

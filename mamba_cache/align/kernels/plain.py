@@ -29,6 +29,7 @@ __all__ = [
     "decide_postcopy",
     "decide_precopy",
     "decide_resident",
+    "gather_accepted",
     "postcopy_columns",
     "postcopy_resident",
     "precopy_columns",
@@ -168,6 +169,15 @@ def accept_tokens(
     sampled = num_sampled.tolist()
     for row, slot in _rows(len(idx_mapping), idx_mapping):
         num_accepted[slot] = max(sampled[row], 1)
+
+
+def gather_accepted(
+    idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
+) -> None:
+    """Fills the rows with the counts of their slots, and with 1 where there is no request."""
+    num_accepted_by_row.fill_(1)
+    for row, slot in _rows(len(idx_mapping), idx_mapping):
+        num_accepted_by_row[row] = num_accepted[slot]
 
 
 def advance_columns(

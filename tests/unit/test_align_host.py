@@ -1,0 +1,296 @@
+"""Around a step on the host: what is remembered, copied and refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from align_states import Group, Model, States
+
+from mamba_cache.align import (
+    CpuGpuBuffer,
+    MambaBuffers,
+    cleanup_mamba_state_idx,
+    postprocess_mamba,
+    postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
+    preprocess_mamba,
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_inputs_to_gpu,
+)
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+
+B = 8
+MODEL = Model(B, num_drafts=2, groups=(Group(num_layers=1),), max_requests=2)
+
+
+def make_buffer(n, dtype):
+    return CpuGpuBuffer(n, dtype=dtype, device="cpu")
+
+
+def scheduled(num_scheduled, drafts=None, finished=(), preempted=None, resumed=()):
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        preempted_req_ids=preempted,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        num_scheduled_tokens=num_scheduled,
+        scheduled_spec_decode_tokens=drafts or {},
+    )
+
+
+class Worker:
+    """One engine worker: requests "a" and "b", whose columns are blocks 1 to 10 and 11 to 20."""
+
+    def __init__(self, rng, mode="align", model=MODEL, **buffers):
+        self.model, self.states = model, States(model, rng)
+        self.before = [storage.clone() for storage in self.states.storage]
+        self.config = model.kv_cache_config()
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode=mode)
+        self.state_idx = {}
+        self.requests = {
+            name: SimpleNamespace(
+                num_computed_tokens=0, block_ids=[[], list(range(first, first + 10))]
+            )
+            for name, first in (("a", 1), ("b", 11))
+        }
+        options = {"device": "cpu", "with_postprocess_align": True, **buffers}
+        self.bufs = MambaBuffers.create(2, self.config, model.copy_funcs, make_buffer, **options)
+
+    def batch(self, names, accepted):
+        self.input_batch = SimpleNamespace(
+            req_ids=list(names), num_accepted_tokens_cpu=np.array(accepted, dtype=np.int32)
+        )
+
+    def preprocess(self, output):
+        preprocess_mamba(
+            output, self.config, self.cache_config, self.state_idx, self.input_batch,
+            self.requests, self.states.forward_context(), self.model.copy_funcs,
+            self.bufs.preprocess,
+        )  # fmt: skip
+
+    def postprocess(self, output, **changed):
+        options = {
+            "forward_context": self.states.forward_context(),
+            "mamba_state_copy_funcs": self.model.copy_funcs,
+            "copy_bufs": self.bufs.preprocess,
+        }
+        postprocess_mamba(
+            output, self.config, self.cache_config, self.input_batch, self.requests,
+            self.state_idx, self.model.num_drafts, len(self.input_batch.req_ids),
+            **{**options, **changed},
+        )  # fmt: skip
+
+    @property
+    def accepted(self):
+        return self.input_batch.num_accepted_tokens_cpu.tolist()
+
+    def is_untouched(self):
+        pairs = zip(self.states.storage, self.before, strict=True)
+        return all(torch.equal(got, want) for got, want in pairs)
+
+
+@pytest.fixture
+def worker(rng):
+    return Worker(rng)
+
+
+def test_a_forced_preemption_is_among_the_resumed_alone(worker):
+    """vLLM 35157: the stale column of a request with fewer blocks was out of range."""
+    worker.state_idx.update(a=7, b=3)
+    worker.requests["a"].block_ids = [[], [4, 5]]
+    worker.requests["a"].num_computed_tokens = B
+    worker.batch("a", [1])
+    worker.preprocess(scheduled({"a": 3}, resumed=["a"]))
+    assert worker.state_idx == {"a": 1, "b": 3}
+    conv, ssm = worker.states.layers[0][0]
+    assert torch.equal(ssm[5].view(torch.int32), ssm[4].view(torch.int32))
+    assert torch.equal(conv[5].view(torch.int16), conv[4].view(torch.int16))
+
+
+@pytest.mark.parametrize("preempted", [None, set(), {"preempted"}])
+def test_columns_of_requests_that_left_are_forgotten(preempted):
+    columns = {"finished": 1, "preempted": 2, "resumed": 3, "stays": 99}
+    output = scheduled({}, finished=["finished"], preempted=preempted, resumed=["resumed", "new"])
+    cleanup_mamba_state_idx(output, columns)
+    kept = {"stays": 99} if preempted else {"preempted": 2, "stays": 99}
+    assert columns == kept
+
+
+def test_an_empty_batch_still_forgets(worker):
+    worker.state_idx.update(a=7)
+    worker.batch([], [])
+    worker.preprocess(scheduled({}, finished=["a"]))
+    assert worker.state_idx == {}
+
+
+def test_a_fresh_request_has_nothing_to_copy(worker):
+    worker.batch("ab", [1, 1])
+    worker.preprocess(scheduled({"a": 3, "b": 2 * B + 1}))
+    assert worker.state_idx == {"a": 0, "b": 2}
+    assert worker.is_untouched()
+
+
+def test_columns_are_counted_in_tokens_of_the_mamba_block(worker):
+    """vLLM 53142, 55507: seeded by the attention block's size, three times as large here."""
+    worker.requests["a"].num_computed_tokens = 3 * B
+    worker.batch("a", [1])
+    worker.preprocess(scheduled({"a": 1}))
+    assert worker.state_idx == {"a": 3}
+    ssm = worker.states.temporal(0)[0].view(torch.int32)
+    assert torch.equal(ssm[4], ssm[3])
+
+
+def test_no_copy_while_the_column_stays(worker):
+    worker.state_idx["a"] = 1
+    worker.requests["a"].num_computed_tokens = B + 2
+    worker.batch("a", [3])
+    worker.preprocess(scheduled({"a": 3}, {"a": [7, 7]}))
+    assert worker.accepted == [3]
+    assert worker.is_untouched()
+
+
+def test_prefix_caching_is_required(worker):
+    worker.cache_config.enable_prefix_caching = False
+    worker.batch("a", [1])
+    with pytest.raises(InvalidArgumentError, match="requires cache_config"):
+        worker.preprocess(scheduled({"a": 1}))
+
+
+@pytest.mark.parametrize("blocks", [[4], [4, 21], [21, 4]])
+def test_columns_and_blocks_out_of_range_change_nothing(worker, blocks):
+    """The second request of the batch is at fault, so nothing of the first may have happened."""
+    worker.state_idx.update(a=0, b=0)
+    worker.requests["b"].block_ids = [[], blocks]
+    for request in worker.requests.values():
+        request.num_computed_tokens = B
+    worker.batch("ab", [2, 2])
+    with pytest.raises(InvalidArgumentError, match="request 'b'"):
+        worker.preprocess(scheduled({"a": 1, "b": 1}))
+    assert (worker.state_idx, worker.accepted) == ({"a": 0, "b": 0}, [2, 2])
+    assert worker.is_untouched()
+
+
+def test_more_copies_than_the_buffers_hold(worker):
+    worker.bufs = MambaBuffers.create(
+        0, worker.config, MODEL.copy_funcs, make_buffer, "cpu", with_postprocess_align=False
+    )
+    assert worker.bufs.postprocess_align is None
+    worker.requests["a"].num_computed_tokens = B
+    worker.batch("a", [1])
+    with pytest.raises(InvalidArgumentError, match="hold 0 copies, got 2"):
+        worker.preprocess(scheduled({"a": 1}))
+
+
+def test_a_boundary_inside_accepted_drafts_is_saved_in_an_earlier_column(worker):
+    """The step ran in column 1; two drafts were accepted, so column 0 ends after the first."""
+    worker.state_idx["a"] = 1
+    worker.requests["a"].num_computed_tokens = B - 2
+    worker.batch("a", [3])
+    worker.postprocess(scheduled({"a": 3}, {"a": [7, 7]}))
+    conv, ssm = worker.states.layers[0][0]
+    assert torch.equal(ssm[1].view(torch.int32), ssm[3].view(torch.int32))
+    assert torch.equal(conv[1, :-1].view(torch.int16), conv[2, 1:].view(torch.int16))
+    assert worker.accepted == [3]
+
+
+def test_a_shift_within_the_running_column_resets_the_count(worker):
+    worker.state_idx["a"] = 0
+    worker.requests["a"].num_computed_tokens = B - 3
+    worker.batch("a", [3])
+    before = worker.states.layers[0][0][0].clone()
+    worker.postprocess(scheduled({"a": 3}, {"a": [7, 7]}))
+    assert worker.accepted == [1]
+    conv = worker.states.layers[0][0][0]
+    assert torch.equal(conv[1, :-2].view(torch.int16), before[1, 2:].view(torch.int16))
+    assert torch.equal(conv[1, -2:].view(torch.int16), before[1, -2:].view(torch.int16))
+
+
+def test_padded_columns_are_skipped(worker):
+    worker.state_idx["a"] = 0
+    worker.requests["a"].num_computed_tokens = B
+    worker.requests["a"].block_ids = [[], [1, -1]]
+    worker.batch("a", [1])
+    worker.preprocess(scheduled({"a": 1}))
+    assert worker.is_untouched()
+
+
+@pytest.mark.parametrize("missing", ["forward_context", "mamba_state_copy_funcs", "copy_bufs"])
+def test_align_mode_needs_the_states(worker, missing):
+    worker.batch("a", [1])
+    with pytest.raises(InvalidArgumentError, match="in 'align' mode postprocess_mamba requires"):
+        worker.postprocess(scheduled({"a": 1}), **{missing: None})
+
+
+def test_postprocess_without_preprocess_names_the_request(worker):
+    worker.batch("a", [1])
+    with pytest.raises(UnknownRequestError, match="has not 'a'"):
+        worker.postprocess(scheduled({"a": 1}))
+
+
+@pytest.mark.parametrize("mode", ["all", "none"])
+def test_all_mode_copies_nothing(rng, mode):
+    worker = Worker(rng, mode)
+    worker.state_idx.update(a=5, b=5)
+    worker.requests["a"].num_computed_tokens = 2 * B - 3
+    worker.batch("ab", [3, 1])
+    worker.postprocess(scheduled({"a": 3, "b": 1}))
+    assert worker.state_idx == ({"a": 1} if mode == "all" else {"a": 5, "b": 5})
+    assert worker.is_untouched()
+
+
+def test_all_mode_looks_at_the_first_requests_alone(worker):
+    worker.state_idx.update(a=5, b=5)
+    worker.batch("ab", [1, 1])
+    output = scheduled({"b": 3})
+    args = worker.input_batch, worker.requests, worker.state_idx
+    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=0, num_reqs=2)
+    assert worker.state_idx == {"a": 5, "b": 5}
+    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=2, num_reqs=1)
+    assert worker.state_idx == {"b": 5}
+    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=2, num_reqs=2)
+    assert worker.state_idx == {"b": 0}
+
+
+def test_staging_names_requests_without_a_column(worker):
+    buffer = make_buffer(2, torch.int32)
+    buffer.np[:] = 9
+    with pytest.raises(UnknownRequestError, match=r"\['b'\]"):
+        stage_mamba_state_idx_to_gpu({"a": 1}, ["a", "b"], 2, buffer)
+    assert buffer.np.tolist() == [9, 9]
+    stage_mamba_state_idx_to_gpu({"a": 1}, ["a", "b"], 1, buffer)
+    assert (buffer.gpu.tolist(), buffer.np.tolist()) == ([1, 0], [1, 9])
+
+
+def test_staging_checks_requests_and_room(worker):
+    context = worker.bufs.postprocess_align
+    output = scheduled({"a": 3, "b": 1}, {"a": [7, 7]})
+    worker.requests["b"].num_computed_tokens = 5
+    columns = {"a": 0, "b": 1, "c": 2}
+    stage_postprocess_inputs_to_gpu(context, output, ["a", "b"], 2, worker.requests, columns)
+    staged = (context.num_scheduled_tokens_buf, context.num_computed_tokens_buf)
+    assert [b.gpu.tolist() for b in staged] == [[3, 1], [0, 5]]
+    assert context.num_draft_tokens_buf.gpu.tolist() == [2, 0]
+    assert context.mamba_state_idx_buf.gpu.tolist() == [0, 1]
+    with pytest.raises(UnknownRequestError, match=r"got \['c'\]"):
+        stage_postprocess_inputs_to_gpu(context, output, ["b", "c"], 2, worker.requests, columns)
+    with pytest.raises(InvalidArgumentError, match="holds 2 requests, got 3"):
+        stage_mamba_state_idx_to_gpu(columns, ["a", "b", "c"], 3, context.mamba_state_idx_buf)
+
+
+def test_the_device_decides_only_with_a_context(worker):
+    counts = torch.tensor([3, 3], dtype=torch.int32)
+    arguments = {
+        "num_accepted_tokens_gpu": counts,
+        "num_accepted_tokens_cpu_tensor": counts.clone(),
+        "input_batch": None,
+        "kv_cache_config": worker.config,
+        "forward_context": {},
+        "mamba_state_copy_funcs": MODEL.copy_funcs,
+    }
+    postprocess_mamba_align_gpu(bufs=worker.bufs, num_reqs=0, **arguments)
+    assert not worker.bufs.postprocess_align.is_initialized
+    worker.bufs.postprocess_align.run_fused_postprocess(2, *[counts] * 5)
+    assert worker.bufs.postprocess_align.num_accepted_tokens_out.tolist() == [0, 0]
+    worker.bufs.postprocess_align = None
+    with pytest.raises(InvalidArgumentError, match="with_postprocess_align=True"):
+        postprocess_mamba_align_gpu(bufs=worker.bufs, num_reqs=1, **arguments)
