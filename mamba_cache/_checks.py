@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any, Final
 
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["check_int"]
+__all__ = ["MAX_COUNT", "as_ints", "check_int"]
+
+MAX_COUNT: Final = 2**31 - 1
+"""The most blocks or slots of a pool: their ids are int32."""
 
 
 def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
@@ -29,3 +34,32 @@ def check_int(name: str, value: object, *, minimum: int, maximum: int | None = N
     if number is None or number < minimum or (maximum is not None and number > maximum):
         raise InvalidArgumentError(f"{name} must be {allowed}, got {value!r}")
     return number
+
+
+def as_ints(name: str, values: Iterable[Any]) -> list[int]:
+    """Return ints of any kind as a list of plain ints.
+
+    Args:
+        name: What the values are, for the message.
+        values: One dimension of ints, numpy ints or both; or an array or tensor on any device.
+
+    Raises:
+        InvalidArgumentError: ``values`` has not one dimension, or an item is no int; a bool is not.
+    """
+    items = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(items, Iterable) or isinstance(items, str):
+        raise InvalidArgumentError(f"{name} must be ints in one dimension, got {values!r}")
+    ints = list(items)
+    for position, item in enumerate(ints):
+        if type(item) is not int:
+            ints[position] = _as_int(name, item)
+    return ints
+
+
+def _as_int(name: str, item: Any) -> int:
+    if not isinstance(item, bool):
+        try:
+            return operator.index(item)
+        except TypeError:
+            pass
+    raise InvalidArgumentError(f"{name} must be ints, got {item!r}")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 
+from mamba_cache._checks import check_int
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, Step
-from mamba_cache.engine._checks import check_int
-from mamba_cache.engine.model import LanguageModel
+from mamba_cache.engine.model import LanguageModel, ModelShape
 from mamba_cache.engine.progress import token_progress
 from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.engine.results import Completion, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams, sample
 from mamba_cache.engine.scheduler import Scheduler
-from mamba_cache.errors import StepOrderError
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 
 __all__ = ["Engine"]
@@ -29,7 +30,11 @@ class Engine:
 
     Example::
 
-        engine = Engine(model, CacheConfig(num_kv_blocks=64, max_slots=16))
+        model = HybridModel(HybridModelConfig(ssm_chunk_size=64))
+        config = CacheConfig(
+            num_kv_blocks=64, max_slots=16, block_size_tokens=128, ssm_chunk_size=64
+        )
+        engine = Engine(model, config)
         engine.submit(prompt_tokens, SamplingParams(max_new_tokens=32))
         for event in engine.stream():
             print(event.token)
@@ -38,7 +43,8 @@ class Engine:
 
     Args:
         model: Computes the steps.
-        config: Settings of the cache; ``max_tokens`` is the token budget of one step.
+        config: Settings of the cache; ``max_tokens`` is the token budget of one step. Its
+            ``vocab_size`` is by default the model's.
         wait_for_prefix: Whether a queued request may wait for a prefix that it shares with one
             that is being computed, so that it need not compute it too.
         max_wait_steps: Steps that one request waits at most.
@@ -50,7 +56,8 @@ class Engine:
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
-        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0.
+        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0, or the config's
+            ``ssm_chunk_size`` or ``vocab_size`` is larger than the model's.
     """
 
     def __init__(
@@ -63,9 +70,9 @@ class Engine:
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> None:
-        check_int("max_wait_steps", max_wait_steps, minimum=0)
+        max_wait_steps = check_int("max_wait_steps", max_wait_steps, minimum=0)
         self.context = DynamicInferenceContext(
-            config,
+            _fit(config, model.config),
             model.config.state_spec(model.dtype),
             model.config.kv_spec(model.dtype),
             device=model.device,
@@ -80,7 +87,7 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are not finished."""
+        """Requests that are not finished, or whose failure ``step`` has still to tell."""
         return len(self._scheduler)
 
     def submit(
@@ -109,10 +116,16 @@ class Engine:
             The request's id.
 
         Raises:
-            InvalidArgumentError: The prompt is empty or malformed, or the id is in use.
+            InvalidArgumentError: The prompt is empty or malformed, ``sampling`` is of another type,
+                or the id is not hashable or in use.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
         submitted_at = time.perf_counter()
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidArgumentError(
+                f"sampling must be SamplingParams or None, got {type(sampling).__name__}"
+            )
         if request_id is None:
             request_id = next(i for i in self._ids if i not in self._scheduler)
         request = Request(
@@ -123,7 +136,7 @@ class Engine:
             multimodal_keys=multimodal_keys,
             checkpoint_positions=checkpoint_positions,
         )
-        prepared, sampling = self.context.prepare(request), sampling or SamplingParams()
+        prepared = self.context.prepare(request)
         self._scheduler.add(
             EngineRequest.make(prepared, sampling, self.context.config, submitted_at)
         )
@@ -132,12 +145,15 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.
 
-        If the model raises, the step is taken back and the exception goes on to the caller; the
-        step's requests resume with the next one.
+        If the model raises, or a token cannot be sampled from its logits, the step is taken back
+        and the exception goes on to the caller; the step's requests resume with the next one.
 
         Returns:
             The tokens sampled, and the ends of requests that failed. Empty while prompts are being
             computed, and when there are no requests.
+
+        Raises:
+            InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
         """
         step = self._scheduler.begin_step()
         events = [] if step is None else self._run(step)
@@ -175,7 +191,7 @@ class Engine:
         Raises:
             StepOrderError: Other requests are not finished; their events would be lost here.
             MissingExtraError: The bar is asked for, but rich is not installed.
-            InvalidArgumentError: A prompt is empty or malformed.
+            InvalidArgumentError: ``prompts`` are none, or one is empty or malformed.
             SequenceLengthError: A prompt is longer than ``max_sequence_length``.
         """
         if self.num_requests:
@@ -183,6 +199,8 @@ class Engine:
                 f"generate needs an engine without requests, this one has {self.num_requests}: "
                 f"finish them with stream, or submit the prompts"
             )
+        if not isinstance(prompts, Iterable):
+            raise InvalidArgumentError(f"prompts must be several, got {prompts!r}")
         done: dict[Hashable, Completion] = {}
         try:
             with token_progress(progress) as show:
@@ -202,6 +220,7 @@ class Engine:
 
         Raises:
             UnknownRequestError: There is no such request, or it is finished.
+            InvalidArgumentError: The id is not hashable.
         """
         self._scheduler.remove(request_id)
 
@@ -224,6 +243,7 @@ class Engine:
 
     def _sample(self, request_id: Hashable, logits: torch.Tensor) -> int:
         request = self._scheduler.running(request_id)
+        logits = logits[: self.context.config.vocab_size]  # a model may pad its vocabulary
         return sample(logits, request.sampling, len(request.generated))
 
     def _accept(self, request_id: Hashable, token: int, now: float) -> TokenEvent:
@@ -232,3 +252,14 @@ class Engine:
         if event.finished:
             self._scheduler.remove(request_id)
         return event
+
+
+def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:
+    """Return the settings with the model's vocabulary, if they are ones that it can serve."""
+    if config.vocab_size is None:
+        config = replace(config, vocab_size=shape.vocab_size)
+    for name in ("ssm_chunk_size", "vocab_size"):
+        ours, models = getattr(config, name), getattr(shape, name)
+        if ours > models:
+            raise InvalidArgumentError(f"the cache's {name} is {ours}, the model's only {models}")
+    return config

@@ -13,7 +13,15 @@ __all__ = ["LanguageModel", "ModelShape"]
 
 
 class ModelShape(Protocol):
-    """What a model says about the memory that it needs."""
+    """What a model says about its tokens, its chunks and the memory that it needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def ssm_chunk_size(self) -> int:
+        """Tokens of the longest chunk that its SSM scan takes."""
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
         """What one slot holds for weights of ``dtype``."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
 
-from mamba_cache.engine._checks import check_int
+from mamba_cache._checks import as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["SamplingParams", "sample"]
@@ -23,10 +25,11 @@ class SamplingParams:
         temperature: 0 takes the likeliest token; higher values draw more freely.
         top_k: Draw among this many likeliest tokens only. None: among all.
         seed: Of the draws. Equal requests of equal seeds get equal tokens.
-        stop_tokens: Ids that end the request; the one that did is its last token.
+        stop_tokens: Ids that end the request; the one that did is its last token. Any collection
+            of ints; kept as a tuple.
 
     Raises:
-        InvalidArgumentError: A value is out of range.
+        InvalidArgumentError: A value is of a wrong type or out of range.
     """
 
     max_new_tokens: int = 16
@@ -40,11 +43,15 @@ class SamplingParams:
         check_int("seed", self.seed, minimum=0)
         if self.top_k is not None:
             check_int("top_k", self.top_k, minimum=1)
-        for token in self.stop_tokens:
+        stop_tokens = as_ints("stop_tokens", self.stop_tokens)
+        for token in stop_tokens:
             check_int("each of stop_tokens", token, minimum=0)
-        if not 0 <= self.temperature < math.inf:
+        object.__setattr__(self, "stop_tokens", tuple(stop_tokens))
+        temperature = self.temperature
+        is_real = isinstance(temperature, Real) and not isinstance(temperature, bool)
+        if not is_real or not 0 <= temperature <= sys.float_info.max:
             raise InvalidArgumentError(
-                f"temperature must be finite and >= 0, got {self.temperature!r}"
+                f"temperature must be a finite number >= 0, got {temperature!r}"
             )
 
 
@@ -55,18 +62,27 @@ def sample(logits: torch.Tensor, params: SamplingParams, num_generated: int) -> 
     the batch, nor a step that was aborted, nor a preemption changes what a request says.
 
     Args:
-        logits: [vocab_size] of one request, on the CPU, any floating-point type.
+        logits: [vocab_size] of one request, on the CPU, any floating-point type; -inf where a
+            token is impossible.
         params: How to choose.
         num_generated: Tokens that the request has already.
 
+    Returns:
+        From 0 to vocab_size - 1.
+
     Raises:
-        InvalidArgumentError: A logit is NaN.
+        InvalidArgumentError: A logit is NaN or inf, or none is above -inf.
     """
-    if logits.isnan().any():
-        raise InvalidArgumentError("logits hold NaN: the model or its states are broken")
+    likeliest = logits.max()  # NaN if any logit is
+    if not likeliest.isfinite():
+        raise InvalidArgumentError(
+            "logits must be finite or -inf, and not all -inf; the largest is "
+            f"{likeliest.item()}: the model or its states are broken"
+        )
     if params.temperature == 0:
         return int(logits.argmax())
-    scaled = logits.double() / params.temperature
+    # The likeliest becomes 0, so that however low the temperature is, only others become -inf.
+    scaled = (logits.double() - likeliest.double()) / float(params.temperature)
     if params.top_k is not None and params.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -math.inf)
     cumulative = scaled.softmax(0).cumsum(0)

@@ -47,10 +47,15 @@ class Scheduler:
         self._running: dict[Hashable, EngineRequest] = {}  # oldest first
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._running)
+        # A failure that is not told yet counts: its request's caller is still waiting.
+        return len(self._queue) + len(self._running) + len(self.failed)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return request_id in self._queue or request_id in self._running
+        return (
+            request_id in self._queue
+            or request_id in self._running
+            or any(shortage.request.request_id == request_id for shortage in self.failed)
+        )
 
     @property
     def tokens_left(self) -> int:
@@ -69,10 +74,7 @@ class Scheduler:
             InvalidArgumentError: Its id is not hashable, or in use.
         """
         request_id = request.request_id
-        if not isinstance(request_id, Hashable):
-            raise InvalidArgumentError(
-                f"request ids must be hashable, got {type(request_id).__name__}"
-            )
+        _check_hashable(request_id)
         if request_id in self:
             raise InvalidArgumentError(f"request id {request_id!r} is in use")
         self._queue[request_id] = request
@@ -82,7 +84,9 @@ class Scheduler:
 
         Raises:
             UnknownRequestError: There is no such request, or it is finished.
+            InvalidArgumentError: The id is not hashable.
         """
+        _check_hashable(request_id)
         if request_id in self._queue:
             del self._queue[request_id]
         else:
@@ -205,3 +209,10 @@ class Scheduler:
             for request_id, request in self._running.items()
             if self._context.status(request_id) in wanted
         ]
+
+
+def _check_hashable(request_id: object) -> None:
+    try:
+        hash(request_id)  # whether a tuple has a hash depends on what is in it
+    except TypeError:
+        raise InvalidArgumentError(f"a request id must be hashable, got {request_id!r}") from None

@@ -1,11 +1,13 @@
 """The engine's calls: events, ends, cancelling, bad input, and what a failure leaves behind."""
 
 import sys
+import textwrap
 
 import pytest
 import torch
 from engine_rig import (
     BLOCK,
+    MODEL,
     FailingModel,
     ModelFailure,
     alone,
@@ -16,8 +18,9 @@ from engine_rig import (
     step_checked,
 )
 
+from mamba_cache.config import CacheConfig  # noqa: F401 - named in the engine's example
 from mamba_cache.context import MissReason
-from mamba_cache.engine import FinishReason, SamplingParams
+from mamba_cache.engine import Engine, FinishReason, SamplingParams
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
@@ -26,6 +29,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnknownRequestError,
 )
+from mamba_cache.models import HybridModel, HybridModelConfig  # noqa: F401 - likewise
 
 
 def test_events_tell_first_token_and_end(rng):
@@ -125,6 +129,87 @@ def test_bad_input_is_refused_and_changes_nothing(rng, prompt, request_id, error
         engine.submit(prompt, request_id=request_id)
     assert engine.num_requests == 1
     assert list(run_checked(engine)) == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": ([],)}, r"hashable.*\(\[\],\)"),
+        ({"sampling": {"max_new_tokens": 3}}, "sampling.*dict"),
+        ({"sampling": ()}, "sampling.*tuple"),
+    ],
+)
+def test_options_of_wrong_types_are_refused(rng, options, message):
+    engine = make_engine()
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.submit(draw_prompt(rng, 3), **options)
+    assert engine.num_requests == 0
+
+
+def test_calls_of_wrong_types_are_refused():
+    engine = make_engine()
+    with pytest.raises(InvalidArgumentError, match=r"hashable.*\[1\]"):
+        engine.cancel([1])
+    for prompts in (5, None):
+        with pytest.raises(InvalidArgumentError, match=f"prompts.*{prompts}"):
+            engine.generate(prompts)
+
+
+def test_the_vocabulary_is_the_models_if_none_is_given():
+    engine = make_engine(vocab_size=None)
+    engine.submit([255], greedy(1), request_id="good")
+    # Past the model's embeddings it would fail the whole step, for ever.
+    with pytest.raises(InvalidArgumentError, match="256"):
+        engine.submit([256])
+    assert list(run_checked(engine)) == ["good"]
+
+
+def test_ids_past_a_smaller_vocabulary_are_never_generated(rng):
+    prompt = draw_prompt(rng, 20) * 3
+    small = [token % 16 for token in prompt]
+    sampling = SamplingParams(max_new_tokens=30, temperature=9.0)
+    [completion] = make_engine(vocab_size=16).generate([small], sampling)
+    assert max(completion.tokens) < 16 <= max(alone(small, sampling))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "most"), [("ssm_chunk_size", 8, 4), ("vocab_size", 257, 256)]
+)
+def test_a_cache_that_the_model_cannot_serve_is_refused(name, value, most):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is {value}.*{most}"):
+        make_engine(**{name: value})
+
+
+def test_the_engines_own_example_runs(rng, capsys):
+    example = textwrap.dedent(Engine.__doc__.split("Example::")[1].split("One thread")[0])
+    prompt_tokens = draw_prompt(rng, 200)  # several chunks of 64, and more than a block
+    exec(example, globals() | {"prompt_tokens": prompt_tokens})
+    assert len(capsys.readouterr().out.split()) == 32
+
+
+class LogitsOf:
+    """A model whose logits are another's, with those of one step replaced."""
+
+    def __init__(self, value):
+        self.config, self.dtype, self.device = MODEL.config, MODEL.dtype, MODEL.device
+        self.value = value
+
+    def forward(self, metadata, caches):
+        logits = MODEL.forward(metadata, caches)
+        if self.value is not None:
+            logits[-1], self.value = self.value, None
+        return logits
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_cannot_be_sampled_take_the_step_back(rng, value):
+    engine = make_engine(LogitsOf(value))
+    prompts = [draw_prompt(rng, 12) for _ in range(2)]
+    ids = [engine.submit(prompt, greedy(3)) for prompt in prompts]
+    with pytest.raises(InvalidArgumentError, match="logits"):
+        step_checked(engine)
+    done = run_checked(engine)
+    assert [done[i].tokens for i in ids] == [alone(prompt, greedy(3)) for prompt in prompts]
 
 
 def test_max_wait_steps_is_checked():
@@ -229,6 +314,20 @@ def test_failures_are_told_even_if_the_model_raises_in_the_same_step(rng):
         engine.step()
     ends = [event.request_id for _ in range(2) for event in engine.step() if event.finished]
     assert sorted(ends) == ["large", "small"]
+
+
+def test_a_failure_is_told_even_if_its_step_raised_and_nobody_else_is_left(rng):
+    engine = make_engine(FailingModel(1), num_kv_blocks=4)
+    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
+    engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
+    with pytest.raises(ModelFailure):
+        engine.step()
+    engine.cancel("small")
+    assert engine.num_requests == 1
+    with pytest.raises(InvalidArgumentError, match="'large' is in use"):
+        engine.submit(draw_prompt(rng, 5), request_id="large")
+    assert [event.request_id for event in engine.stream()] == ["large"]
+    assert engine.num_requests == 0
 
 
 def test_progress_goes_to_stderr_alone(rng, capsys):

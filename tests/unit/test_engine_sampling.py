@@ -56,10 +56,36 @@ def test_draws_depend_on_seed_and_number_alone(logits):
     assert len(set(first)) > 5
 
 
-def test_nan_is_refused(logits):
-    logits[7] = torch.nan
-    with pytest.raises(InvalidArgumentError, match="NaN"):
-        sample(logits, SamplingParams(), 0)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_broken_logit_is_refused(logits, value, temperature):
+    logits[7] = value
+    with pytest.raises(InvalidArgumentError, match=rf"logits.*{value}"):
+        sample(logits, SamplingParams(temperature=temperature), 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_leave_no_token_are_refused(logits, temperature):
+    with pytest.raises(InvalidArgumentError, match="-inf"):
+        sample(torch.full_like(logits, -torch.inf), SamplingParams(temperature=temperature), 0)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-3])
+@pytest.mark.parametrize("top_k", [None, 1, 5])
+def test_the_lowest_temperatures_take_the_likeliest(logits, temperature, top_k):
+    likeliest = int(logits.argmax())
+    assert draws(1e3 * logits, 20, temperature=temperature, top_k=top_k) == [likeliest] * 20
+
+
+def test_the_highest_temperature_draws_among_all(logits):
+    tokens = draws(logits, 400, temperature=1.7e308)
+    assert min(tokens) >= 0
+    assert len(set(tokens)) > 40
+
+
+def test_stop_tokens_may_be_any_collection_of_ints():
+    for stop_tokens in ([3, 5], np.array([3, 5]), (np.int64(3), 5)):
+        assert SamplingParams(stop_tokens=stop_tokens).stop_tokens == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +99,14 @@ def test_nan_is_refused(logits):
         ("temperature", float("inf"), "finite"),
         ("top_k", 0, ">= 1"),
         ("seed", -1, ">= 0"),
+        ("temperature", "a", "number"),
+        ("temperature", True, "number"),
+        ("temperature", None, "number"),
+        ("temperature", 10**400, "finite"),
         ("stop_tokens", (3, -1), ">= 0"),
+        ("stop_tokens", 5, "ints"),
+        ("stop_tokens", "5", "ints"),
+        ("stop_tokens", (3.0,), "ints"),
     ],
 )
 def test_bad_parameters_are_refused(name, value, allowed):
