@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import Measurement, print_json, print_table
@@ -14,12 +16,13 @@ from mamba_cache.bench.ttft import add_ttft_options, run_ttft
 __all__ = ["main"]
 
 _BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
+    "align": ("time of states in block tables on a GPU, beside a flat copy", run_align),
     "control": ("time of the decisions: blocks, slots, hashes, admission", run_control),
     "copy": ("time of state copies on a GPU, beside other ways to copy", run_copy),
     "ttft": ("time to first token of a transformers model with the cache and without", run_ttft),
 }
 
-_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"ttft": add_ttft_options}
+_OPTIONS: dict[str, Callable[[Any], None]] = {"ttft": add_ttft_options}
 """What benchmarks take besides; each option is an argument of the benchmark's function."""
 
 

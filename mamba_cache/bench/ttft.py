@@ -5,7 +5,6 @@ Weights are random, because time does not depend on them.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import statistics
@@ -100,8 +99,8 @@ FAMILIES = {
 }
 
 
-def add_ttft_options(command: argparse.ArgumentParser) -> None:
-    """Add what ``run_ttft`` takes to a command line."""
+def add_ttft_options(command: Any) -> None:
+    """Add what ``run_ttft`` takes to an ``ArgumentParser``."""
     default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
     command.add_argument("--family", choices=list(FAMILIES), default=default)
     command.add_argument("--prefix", type=int, default=4096, help="tokens that prompts share")

@@ -126,12 +126,11 @@ class SequenceRecord:
         self._held = list(match.block_ids)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(self._held)
-        self._is_full = False
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         other = SequenceRecord(self._store, self.chain.copy(), self.match)
-        other.num_published, other._is_full = self.num_published, self._is_full
+        other.num_published = self.num_published
         return other
 
     def load(self) -> SequenceMemory | None:
@@ -166,7 +165,7 @@ class SequenceRecord:
 
     def _publish_blocks(self, memory: SequenceMemory, last: int) -> None:
         first = self.num_published
-        blocks = [] if self._is_full else self._take(last - first)
+        blocks = self._take(last - first)
         if not blocks:
             return
         self._held += blocks
@@ -180,9 +179,7 @@ class SequenceRecord:
         )
         # A block whose hash id belongs to another content stays private, and nothing after it can
         # be found.
-        found = holders.index(None) if None in holders else len(holders)
-        self.num_published += found
-        self._is_full = self.num_published < last
+        self.num_published += holders.index(None) if None in holders else len(holders)
 
     def _publish_state(self, memory: SequenceMemory, index: int) -> None:
         hashes, slots = self.chain.hashes, self._store.slots

@@ -1,0 +1,175 @@
+"""What the prefix cache of a transformers model refuses, and how it finds out."""
+
+import sys
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+import transformers
+from transformers import GenerationConfig, cache_utils
+from transformers_rig import BLOCK, GREEDY, assert_same, cached, make_cache, make_model, plain, text
+
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    MissingExtraError,
+    ModelChangedError,
+    StepOrderError,
+    UnsupportedVersionError,
+)
+from mamba_cache.integrations.transformers.probe import probe
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+
+@pytest.fixture
+def model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"past_key_values": object()}, "makes its own"),
+        ({"inputs_embeds": torch.ones(1, 2, 3)}, "token ids"),
+        ({"assistant_model": object()}, "goes back"),
+        ({"prompt_lookup_num_tokens": 3}, "goes back"),
+        ({"output_hidden_states": True}, "do not exist"),
+        ({"prefill_chunk_size": 4}, "segment_tokens"),
+        ({"use_cache": False}, "nothing to reuse"),
+        ({"cache_implementation": "static"}, "'dynamic' or None, got 'static'"),
+        ({"pixel_values": torch.ones(2)}, r"got \['pixel_values'\]"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "nothing to reuse"),
+    ],
+)
+def test_options_that_cannot_be_served(cache, prompt, options, reason):
+    with pytest.raises(InvalidArgumentError, match=reason):
+        cache.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]], [[0, 0, 0, 0]], [[1, 1, 1]]])
+def test_masks_with_holes(cache, mask):
+    with pytest.raises(InvalidArgumentError, match="attention_mask must be"):
+        cache.generate(torch.tensor([[3, 4, 5, 6]]), attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    "ids", [None, [], [[]], torch.ones(3), torch.ones(1, 0), "text", [[3], []]]
+)
+def test_prompts_that_are_none(cache, ids):
+    with pytest.raises(InvalidArgumentError):
+        cache.generate(ids)
+
+
+def test_prefill_takes_one_prompt(cache):
+    with pytest.raises(InvalidArgumentError, match="one prompt, got 2 rows"):
+        cache.prefill([[3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size_tokens": 12}, r"block_size_tokens must be .* SSM chunk \(8\), got 12"),
+        ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
+        ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
+        ({"on_unresumable": "hope"}, "'error' or 'step', got 'hope'"),
+    ],
+)
+def test_settings_out_of_range(model, settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_cache(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("budget", "unit"), [("mamba_cache_gb", "one state"), ("kv_cache_gb", "one KV block")]
+)
+def test_budgets_that_hold_nothing(model, budget, unit):
+    with pytest.raises(BudgetError, match=f"{budget} must be at least .* to hold {unit}"):
+        make_cache(model, **{budget: 1e-9})
+
+
+def test_models_of_other_kinds(model):
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2,
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(InvalidArgumentError, match=r"linear-attention layers.*crop"):
+        make_cache(llama)
+    with pytest.raises(InvalidArgumentError, match="causal language model"):
+        make_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgumentError, match="training mode"):
+        make_cache(model.train())
+
+
+def test_changed_weights_are_noticed(model, cache, prompt):
+    cached(cache, prompt)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    with pytest.raises(ModelChangedError, match="reset"):
+        cache.generate(prompt, **GREEDY)
+    cache.reset()
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 0
+
+
+def test_a_moved_model_needs_another_cache(model, cache, prompt):
+    model.to(torch.float64)
+    for call in (lambda: cache.generate(prompt), cache.reset):
+        with pytest.raises(ModelChangedError, match=r"float64 now: make a new cache"):
+            call()
+
+
+def test_a_closed_cache_is_of_no_use(model, prompt):
+    with make_cache(model) as cache:
+        cached(cache, prompt)
+    with pytest.raises(StepOrderError, match="closed"):
+        cache.generate(prompt)
+    assert not model._forward_pre_hooks
+
+
+# The probe.
+
+
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "lfm2", "qwen3_5"])
+def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
+    """The same model, made to forget what a multi-token forward begins with."""
+    model = make_model(name)
+    assert probe(ModelRunner(model), BLOCK).fault is None
+
+    def forget(self, states, *args, **kwargs):
+        if states.shape[-1] > 1 and next(iter(self.has_previous_state.values())):
+            for state in self.conv_states.values():
+                if state is not None:
+                    state.zero_()
+        return original(self, states, *args, **kwargs)
+
+    original = cache_utils.LinearAttentionLayer.update_conv_state
+    monkeypatch.setattr(cache_utils.LinearAttentionLayer, "update_conv_state", forget)
+    assert "differ from those of an unbroken run by" in probe(ModelRunner(model), BLOCK).fault
+
+
+# The library.
+
+
+def test_without_the_extra_its_name_is_told(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'mamba-cache\[transformers\]'"):
+        make_cache(model)
+
+
+def test_a_library_without_linear_attention_is_too_old(model, monkeypatch):
+    monkeypatch.delattr(cache_utils, "LinearAttentionLayer")
+    with pytest.raises(UnsupportedVersionError, match=r"must be >= 5.10, got"):
+        make_cache(model)
