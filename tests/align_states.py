@@ -15,6 +15,7 @@ from mamba_cache.align import (
 )
 
 NUM_COLUMNS = 10
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8]
 
 
@@ -122,12 +123,13 @@ class States:
         return pages[:, : page - gap].view(self.model.num_blocks, *shape)
 
     def windows(self, group):
-        """Conv states of a group's layers as [blocks, W, channels], whatever the layout."""
-        convs = [conv for conv, _ in self.layers[group]]
+        """Conv states of a group's layers as [blocks, W, channels] of bits, whatever the layout."""
+        convs = [conv.view(BITS[conv.itemsize]) for conv, _ in self.layers[group]]
         return [conv.transpose(1, 2) for conv in convs] if self.model.is_ds else convs
 
     def temporal(self, group):
-        return [ssm for _, ssm in self.layers[group]]
+        """Temporal states of a group's layers as bits."""
+        return [ssm.view(BITS[ssm.itemsize]) for _, ssm in self.layers[group]]
 
     def forward_context(self):
         return {

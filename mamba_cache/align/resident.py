@@ -125,13 +125,13 @@ class MambaHybridModelState:
             raise InvalidArgumentError(
                 f"req_index must be in [0, {self.max_num_reqs}), got {req_index}"
             )
-        self.num_accepted_tokens_gpu[req_index] = 1
+        self.num_accepted_tokens_gpu[req_index].fill_(1)
         if self._is_aligned:
             # By the tokens of a Mamba column, which are not those of an attention block.
             column = previous_column(new_req_data.num_computed_tokens, self._block_size)
-            self._mamba_state_idx_gpu[req_index] = column
-            self._mamba_src_col_gpu[req_index] = -1
-            self._mamba_src_off_gpu[req_index] = 0
+            self._mamba_state_idx_gpu[req_index].fill_(column)
+            self._mamba_src_col_gpu[req_index].fill_(-1)
+            self._mamba_src_off_gpu[req_index].fill_(0)
 
     def preprocess_state(
         self,

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, progress
+from mamba_cache.bench.measure import Measurement, device_us, progress
 from mamba_cache.states import StateCopier, StatePool, StateSpec, extract_checkpoint_states
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
 
 _RUNS = 15
 _ROW_SETS = 5
-_BUSY_CYCLES = 4_000_000  # about two milliseconds: time to queue the runs
 _SPARE_ROWS = 8
 _CALLS_AHEAD = 8
 
@@ -117,7 +116,7 @@ def measure_tiny_copy() -> Iterator[Measurement]:
     progress("copy small states")
     pools = _Pools(_TINY.spec, 64)
     pools.check_bits()
-    time_us = _device_us([partial(pools.copy, *pools.random_rows(1)) for _ in range(_ROW_SETS)])
+    time_us = device_us([partial(pools.copy, *pools.random_rows(1)) for _ in range(_ROW_SETS)])
     size = f"{_TINY.spec.bytes_per_slot:,} bytes"
     yield Measurement("small state, 1 slot", time_us, "us", limit=6, runs=_RUNS, detail=size)
     for num_slots in (1, 4, 16):
@@ -139,29 +138,11 @@ def measure_extraction(
     layer = _Layer(spec, num_checkpoints, num_tokens)
     layer.check_bits()
     num_bytes = num_checkpoints * spec.bytes_per_slot
-    flat = _device_us([partial(_flat_copy, layer.slots["ssm"], layer.states, num_bytes)])
-    own = _device_us([layer.extract])
+    flat = device_us([partial(_flat_copy, layer.slots["ssm"], layer.states, num_bytes)])
+    own = device_us([layer.extract])
     detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}, flat copy {flat:,.1f} us"
     share = f"{name}: share of the flat copy's GB/s"
     yield Measurement(share, flat / own, "x", 0.9, at_least=True, runs=_RUNS, detail=detail)
-
-
-def _device_us(calls: Sequence[Callable[[], object]], *, runs: int = _RUNS) -> float:
-    """Return the median time on the device of one of ``calls``, in microseconds."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
-    events = []
-    for run in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        calls[run % len(calls)]()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    milliseconds: list[float] = [start.elapsed_time(end) for start, end in events]
-    return statistics.median(milliseconds) * 1e3
 
 
 def _host_us(call: Callable[[], object], *, runs: int = 20) -> float:
@@ -270,10 +251,10 @@ class _Layer:
 def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measurement]:
     rows = [pools.random_rows(num_slots) for _ in range(_ROW_SETS)]
     lists = [(sources.tolist(), destinations.tolist()) for sources, destinations in rows]
-    own = _device_us([partial(pools.copy, *pair) for pair in rows])
-    flat = _device_us([partial(pools.flat, num_slots, turn) for turn in range(_ROW_SETS)])
-    index = _device_us([partial(pools.index, *pair) for pair in rows])
-    loop = _device_us([partial(pools.loop, *pair) for pair in lists])
+    own = device_us([partial(pools.copy, *pair) for pair in rows])
+    flat = device_us([partial(pools.flat, num_slots, turn) for turn in range(_ROW_SETS)])
+    index = device_us([partial(pools.index, *pair) for pair in rows])
+    loop = device_us([partial(pools.loop, *pair) for pair in lists])
     host = _host_us(partial(pools.copier.copy, *lists[0]))
     num_bytes = num_slots * shape.spec.bytes_per_slot
     name = f"{shape.name}, {num_slots} slots"

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["Measurement", "median_us", "print_json", "print_table", "progress"]
+__all__ = ["Measurement", "device_us", "median_us", "print_json", "print_table", "progress"]
+
+_BUSY_CYCLES = 20_000_000  # about ten milliseconds: time to queue the runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,31 @@ def median_us(function: Callable[[], object], *, runs: int) -> float:
         function()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) * 1e6
+
+
+def device_us(calls: Sequence[Callable[[], object]], *, runs: int = 15) -> float:
+    """Return the median time on the GPU of one of ``calls``, in microseconds.
+
+    Runs are queued behind one another, so that the device never waits for the host.
+
+    Args:
+        calls: Taken in turn, so that no run finds in a cache what the one before has left there.
+        runs: Over how many.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    events = []
+    for run in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        calls[run % len(calls)]()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    milliseconds: list[float] = [start.elapsed_time(end) for start, end in events]
+    return statistics.median(milliseconds) * 1e3
 
 
 def progress(message: str) -> None:

@@ -16,7 +16,7 @@ from mamba_cache.align.kernels import fused, regions
 
 WIDE_POINTERS = {"states", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
 WIDE_POINTERS |= {"num_rows", "row_strides"}
-COUNTS = {"num_reqs", "num_padded", "num_tiles", "table_stride"}
+COUNTS = {"num_reqs", "block_size", "num_padded", "num_tiles", "table_stride"}
 
 def type_of(name, constants):
     if name in constants:
@@ -24,7 +24,7 @@ def type_of(name, constants):
     return "i32" if name in COUNTS else "*i64" if name in WIDE_POINTERS else "*i32"
 
 def stores(kernel, word, rows):
-    values = {"WORD": word, "ROWS": rows, "BLOCK_SIZE": 544, "IS_MAPPED": True}
+    values = {"WORD": word, "ROWS": rows, "IS_MAPPED": True}
     names = kernel.arg_names
     constants = {name: value for name, value in values.items() if name in names}
     source = ASTSource(
@@ -41,8 +41,8 @@ for kernel in (fused._precopy_kernel, fused._postcopy_kernel, fused._resident_ke
                fused._advance_kernel, fused._accept_kernel, fused._gather_kernel,
                regions._regions_kernel):
     name = kernel.fn.__name__
-    found[name] = stores(kernel, tl.int64, 1)
-    found[name + " of many"] = stores(kernel, tl.int16, 64)
+    found[name] = stores(kernel, tl.int64, 64)
+    found[name + " of many"] = stores(kernel, tl.int16, 1024)
 print(json.dumps(found))
 """
 

@@ -136,7 +136,7 @@ def test_columns_are_counted_in_tokens_of_the_mamba_block(worker):
     worker.batch("a", [1])
     worker.preprocess(scheduled({"a": 1}))
     assert worker.state_idx == {"a": 3}
-    ssm = worker.states.temporal(0)[0].view(torch.int32)
+    ssm = worker.states.temporal(0)[0]
     assert torch.equal(ssm[4], ssm[3])
 
 

@@ -36,7 +36,7 @@ class World(ResidentWorld):
         self.postprocess(self.on_device(sampled), self.on_device(computed))
 
     def column(self, slot, column):
-        return self.states.temporal(0)[0][10 * slot + 1 + column].clone().view(torch.int32)
+        return self.states.temporal(0)[0][10 * slot + 1 + column].clone()
 
     @property
     def fields(self):

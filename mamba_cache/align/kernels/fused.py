@@ -32,17 +32,38 @@ __all__ = [
 # As many as are resident at once with up to 80 registers a thread: the share of a program that had
 # to wait for another to end would be copied last, by few programs.
 _PROGRAMS_PER_SM = 6
+# Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
+_FEWEST_ROWS = 64
+_ANY_VALUE = [
+    "block_size",
+    "idx_mapping",
+    "num_accepted",
+    "num_accepted_by_row",
+    "num_accepted_out",
+    "num_computed",
+    "num_drafts",
+    "num_padded",
+    "num_reqs",
+    "num_sampled",
+    "num_scheduled",
+    "num_tiles",
+    "query_start_loc",
+    "source_columns",
+    "state_idx",
+    "table_stride",
+    "token_bias",
+]
 _PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _align(  # type: ignore[no-untyped-def]
-    num_running, num_accepted, is_real, BLOCK_SIZE: tl.constexpr
+    num_running, num_accepted, is_real, block_size
 ):
     """Decides as ``plan_alignment``: which rows move, to which column, by how many drafts."""
-    aligned = (num_running + num_accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
+    aligned = (num_running + num_accepted - 1) // block_size * block_size
     moves = is_real & (aligned >= num_running) & (aligned > 0)
-    return moves, aligned // BLOCK_SIZE - 1, aligned - num_running
+    return moves, aligned // block_size - 1, aligned - num_running
 
 
 @triton.jit
@@ -50,13 +71,14 @@ def _load(values, entries, mask):  # type: ignore[no-untyped-def]
     return tl.load(values + entries, mask=mask, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _precopy_kernel(  # type: ignore[no-untyped-def]
     state_idx,
     source_columns,
     token_bias,
     idx_mapping,
     num_reqs,
+    block_size,
     states,
     tiles,
     num_tiles,
@@ -81,7 +103,7 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _postcopy_kernel(  # type: ignore[no-untyped-def]
     num_accepted,
     state_idx,
@@ -90,12 +112,12 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     num_drafts,
     num_accepted_out,
     num_reqs,
+    block_size,
     states,
     tiles,
     num_tiles,
     block_tables,
     table_stride,
-    BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -104,7 +126,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     accepted, columns = _load(num_accepted, rows, is_real), _load(state_idx, rows, is_real)
     num_running = _load(num_computed, rows, is_real) + _load(num_scheduled, rows, is_real)
     num_running -= _load(num_drafts, rows, is_real)
-    moves, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
+    moves, destinations, bias = _align(num_running, accepted, is_real, block_size)
     stays = moves & (destinations == columns)
     if tl.program_id(0) == 0:
         tl.store(num_accepted_out + rows, tl.where(stays, 1, accepted), mask=is_real)
@@ -115,7 +137,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _resident_kernel(  # type: ignore[no-untyped-def]
     idx_mapping,
     num_sampled,
@@ -123,12 +145,12 @@ def _resident_kernel(  # type: ignore[no-untyped-def]
     state_idx,
     num_computed,
     num_reqs,
+    block_size,
     states,
     tiles,
     num_tiles,
     block_tables,
     table_stride,
-    BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -139,7 +161,7 @@ def _resident_kernel(  # type: ignore[no-untyped-def]
     accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
     columns = _load(state_idx, slots, is_real)
     num_running = _load(num_computed, slots, is_real) - accepted + 1
-    moves, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
+    moves, destinations, bias = _align(num_running, accepted, is_real, block_size)
     stays = moves & (destinations == columns)
     if tl.program_id(0) == 0:
         tl.store(num_accepted + slots, tl.where(stays, 1, accepted), mask=is_real)
@@ -150,7 +172,7 @@ def _resident_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _accept_kernel(  # type: ignore[no-untyped-def]
     idx_mapping, num_sampled, num_accepted, num_reqs, ROWS: tl.constexpr
 ) -> None:
@@ -161,7 +183,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(num_accepted + slots, accepted, mask=is_real)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_padded"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
     idx_mapping, num_accepted, num_accepted_by_row, num_reqs, num_padded, ROWS: tl.constexpr
 ) -> None:
@@ -171,7 +193,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _advance_kernel(  # type: ignore[no-untyped-def]
     idx_mapping,
     query_start_loc,
@@ -181,7 +203,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     source_columns,
     token_bias,
     num_reqs,
-    BLOCK_SIZE: tl.constexpr,
+    block_size,
     ROWS: tl.constexpr,
 ) -> None:
     rows = tl.arange(0, ROWS)
@@ -190,7 +212,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     num_tokens = _load(num_computed, slots, is_real)
     num_tokens += _load(query_start_loc, rows + 1, is_real) - _load(query_start_loc, rows, is_real)
     previous = _load(state_idx, slots, is_real)
-    current = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+    current = (num_tokens + block_size - 1) // block_size - 1
     accepted = _load(num_accepted, slots, is_real)
     tl.store(source_columns + slots, previous, mask=is_real)
     tl.store(token_bias + slots, tl.maximum(accepted - 1, 0), mask=is_real)
@@ -229,7 +251,7 @@ def postcopy_columns(
         # Programs that run late must not read what the first one has written.
         num_accepted = num_accepted.clone()
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
-    _launch(_postcopy_kernel, table, num_reqs, inputs, BLOCK_SIZE=table.block_size)
+    _launch(_postcopy_kernel, table, num_reqs, inputs)
 
 
 def postcopy_resident(
@@ -244,14 +266,14 @@ def postcopy_resident(
     if num_sampled.data_ptr() == num_accepted.data_ptr():
         num_sampled = num_sampled.clone()
     inputs = (idx_mapping, num_sampled, num_accepted, state_idx, num_computed)
-    _launch(_resident_kernel, table, len(idx_mapping), inputs, BLOCK_SIZE=table.block_size)
+    _launch(_resident_kernel, table, len(idx_mapping), inputs)
 
 
 def accept_tokens(
     idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor
 ) -> None:
     """Writes ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
-    rows = triton.next_power_of_2(len(idx_mapping))
+    rows = _num_rows(len(idx_mapping))
     with torch.cuda.device(idx_mapping.get_device()):
         _accept_kernel[(1,)](idx_mapping, num_sampled, num_accepted, len(idx_mapping), ROWS=rows)
 
@@ -268,7 +290,7 @@ def gather_accepted(
             num_accepted_by_row,
             len(idx_mapping),
             num_padded,
-            ROWS=triton.next_power_of_2(num_padded),
+            ROWS=_num_rows(num_padded),
         )
 
 
@@ -294,8 +316,8 @@ def advance_columns(
             source_columns,
             token_bias,
             num_reqs,
-            BLOCK_SIZE=block_size,
-            ROWS=triton.next_power_of_2(num_reqs),
+            block_size,
+            ROWS=_num_rows(num_reqs),
         )
 
 
@@ -312,16 +334,22 @@ def _launch(
         kernel[(programs,)](
             *inputs,
             num_reqs,
+            table.block_size,
             table.states,
             table.tiles,
             num_tiles,
             table.block_table_ptrs,
             table.block_table_stride,
             WORD=WORDS[table.word_bytes],
-            ROWS=triton.next_power_of_2(num_reqs),
+            ROWS=_num_rows(num_reqs),
             num_warps=NUM_WARPS,
             **constants,
         )
+
+
+def _num_rows(num_reqs: int) -> int:
+    rows: int = max(_FEWEST_ROWS, triton.next_power_of_2(num_reqs))
+    return rows
 
 
 @functools.cache
