@@ -6,6 +6,13 @@ from mamba_cache.states._rows import RowIndices
 from mamba_cache.states.copier import StateCopier
 from mamba_cache.states.extraction import extract_checkpoint_states
 from mamba_cache.states.pool import StatePool
+from mamba_cache.states.quantization import (
+    SlotQuantization,
+    SlotRounding,
+    dequantize_states,
+    quantize_states,
+)
+from mamba_cache.states.quantizers import StateDequantizer, StateQuantizer
 from mamba_cache.states.spec import (
     KVCacheSpec,
     StateSpec,
@@ -21,12 +28,18 @@ __all__ = [
     "CopyBackend",
     "KVCacheSpec",
     "RowIndices",
+    "SlotQuantization",
+    "SlotRounding",
     "StateCopier",
+    "StateDequantizer",
     "StatePool",
+    "StateQuantizer",
     "StateSpec",
     "StateTensorSpec",
     "blocks_in_budget",
+    "dequantize_states",
     "extract_checkpoint_states",
+    "quantize_states",
     "scratch_slots",
     "slots_in_budget",
 ]

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.states.kernels import copy_torch, extract_torch
+from mamba_cache.states.kernels import copy_torch, extract_torch, quantize_torch
 from mamba_cache.states.kernels.plan import CopyPlan
+from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
 
 __all__ = ["CopyBackend", "StateKernels", "kernels_for"]
 
@@ -24,13 +25,25 @@ class StateKernels(NamedTuple):
     Attributes:
         copy_states: Copies whole rows.
         extract_states: Writes one layer's checkpoint states.
+        quantize_states: Stores whole rows in quantised slots.
+        dequantize_states: Restores whole rows from them.
+        extract_quantized_states: Writes one layer's checkpoint states into quantised slots.
     """
 
     copy_states: Callable[[CopyPlan, torch.Tensor, torch.Tensor, int], None]
     extract_states: Callable[..., None]
+    quantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
+    dequantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
+    extract_quantized_states: Callable[..., None]
 
 
-_TWINS = StateKernels(copy_torch.copy_states, extract_torch.extract_states)
+_TWINS = StateKernels(
+    copy_torch.copy_states,
+    extract_torch.extract_states,
+    quantize_torch.quantize_states,
+    quantize_torch.dequantize_states,
+    extract_torch.extract_quantized_states,
+)
 
 
 def kernels_for(backend: CopyBackend, device: torch.device) -> StateKernels:
@@ -50,10 +63,21 @@ def kernels_for(backend: CopyBackend, device: torch.device) -> StateKernels:
             "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
         )
     try:
-        from mamba_cache.states.kernels import copy, extract  # noqa: PLC0415
+        from mamba_cache.states.kernels import (  # noqa: PLC0415
+            copy,
+            extract,
+            extract_quantized,
+            quantize,
+        )
     except ImportError as error:
         raise MissingExtraError(
             "the kernels need triton, which is not installed: pip install triton (Linux only), or "
             "choose backend='torch'"
         ) from error
-    return StateKernels(copy.copy_states, extract.extract_states)
+    return StateKernels(
+        copy.copy_states,
+        extract.extract_states,
+        quantize.quantize_states,
+        quantize.dequantize_states,
+        extract_quantized.extract_quantized_states,
+    )

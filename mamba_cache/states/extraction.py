@@ -6,6 +6,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
+from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["extract_checkpoint_states"]
 
@@ -25,6 +26,8 @@ def extract_checkpoint_states(
     checkpoint_seq_starts: torch.Tensor,
     checkpoint_rows: torch.Tensor,
     checkpoint_slots: torch.Tensor,
+    slot_scales: torch.Tensor | None = None,
+    quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> None:
     """Writes one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
@@ -37,7 +40,8 @@ def extract_checkpoint_states(
 
     Args:
         slot_conv: [slots, conv_dim, W], written. Slots at any distance.
-        slot_ssm: [slots, heads, head_dim, state_dim], written. Slots at any distance.
+        slot_ssm: [slots, heads, head_dim, state_dim], written. Slots at any distance. int8 for
+            quantised slots.
         live_conv: [rows, conv_dim, W]. The last W inputs of each request before this step's chunk,
             newest last. Rows at any distance.
         chunk_states: [num_chunks, heads, head_dim, state_dim]. State at each SSM chunk's end.
@@ -48,11 +52,15 @@ def extract_checkpoint_states(
         checkpoint_seq_starts: The request's first packed token, before the checkpoint.
         checkpoint_rows: The request's row in ``live_conv``.
         checkpoint_slots: The reserved slot, each listed once.
+        slot_scales: For quantised slots: [slots, heads, state_dim] float32, written. Slots at any
+            distance.
+        quantization: For quantised slots: how to round.
         backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
 
     Raises:
         InvalidArgumentError: Shapes, dtypes or layouts do not fit, or the backend is unknown or not
-            for the tensors' device. A state is never converted: rounded, it would be another state.
+            for the tensors' device. Without ``quantization`` a state is never converted: rounded,
+            it would be another state.
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
     fields = (
@@ -62,31 +70,28 @@ def extract_checkpoint_states(
         checkpoint_rows,
         checkpoint_slots,
     )
-    _check_kinds(slot_conv, slot_ssm, live_conv, chunk_states, conv_input)
+    device = slot_conv.device
+    _check_conv(slot_conv, live_conv, conv_input)
     _check_layouts(slot_conv, slot_ssm, live_conv, chunk_states)
-    _check_fields(fields, slot_conv.device)
-    extract_states = kernels_for(backend, slot_conv.device).extract_states
-    extract_states(
-        _as_bits(slot_conv),
-        _as_bits(slot_ssm),
-        _as_bits(live_conv),
-        _as_bits(chunk_states),
-        _as_bits(conv_input),
-        *fields,
-    )
+    _check_fields(fields, device)
+    kernels = kernels_for(backend, device)
+    conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
+    if slot_scales is None or quantization is None:
+        _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
+        bits = (_as_bits(slot_ssm), live, _as_bits(chunk_states), inputs)
+        kernels.extract_states(conv, *bits, *fields)
+        return
+    _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
+    _check_scales(slot_scales, slot_ssm)
+    tensors = (conv, slot_ssm, slot_scales, live, chunk_states, inputs)
+    kernels.extract_quantized_states(*tensors, *fields, quantization.hash_seed)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def _check_kinds(
-    slot_conv: torch.Tensor,
-    slot_ssm: torch.Tensor,
-    live_conv: torch.Tensor,
-    chunk_states: torch.Tensor,
-    conv_input: torch.Tensor,
-) -> None:
+def _check_conv(slot_conv: torch.Tensor, live_conv: torch.Tensor, conv_input: torch.Tensor) -> None:
     conv = [(t.dtype, tuple(t.shape[1:])) for t in (slot_conv, live_conv)]
     inputs = (conv_input.dtype, tuple(conv_input.shape[1:]))
     if slot_conv.dim() != 3 or conv[0] != conv[1] or inputs != (conv[0][0], conv[0][1][:1]):
@@ -94,20 +99,39 @@ def _check_kinds(
             f"slot_conv, live_conv and conv_input must share dtype, conv_dim and width, "
             f"got {conv[0]}, {conv[1]} and {inputs}"
         )
-    ssm = [(t.dtype, tuple(t.shape[1:])) for t in (slot_ssm, chunk_states)]
-    if ssm[0] != ssm[1] or len(slot_ssm) != len(slot_conv):
+
+
+def _check_ssm(
+    slot_ssm: torch.Tensor,
+    slot_conv: torch.Tensor,
+    chunk_states: torch.Tensor,
+    slot_dtype: torch.dtype,
+) -> None:
+    wanted = (slot_dtype, tuple(chunk_states.shape[1:]))
+    given = (slot_ssm.dtype, tuple(slot_ssm.shape[1:]))
+    if given != wanted or len(slot_ssm) != len(slot_conv):
         raise InvalidArgumentError(
-            f"slot_ssm and chunk_states must share dtype and shape, and slot_ssm must have as many "
-            f"slots as slot_conv, got {ssm[0]} and {ssm[1]}, "
+            f"slot_ssm and chunk_states must share dtype (int8 if quantised) and shape, and "
+            f"slot_ssm must have as many slots as slot_conv, got {given} where {wanted} must be, "
             f"{len(slot_ssm)} and {len(slot_conv)} slots"
         )
+
+
+def _check_scales(slot_scales: torch.Tensor, slot_ssm: torch.Tensor) -> None:
+    slots, heads, _, state_dim = slot_ssm.shape
+    wanted, given = (slots, heads, state_dim), tuple(slot_scales.shape)
+    if given != wanted or slot_scales.dtype != torch.float32:
+        raise InvalidArgumentError(
+            f"slot_scales must be {wanted} float32, got {given} {slot_scales.dtype}"
+        )
+    _check_layouts(slot_scales)
 
 
 def _check_layouts(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.numel() and not tensor[0].is_contiguous():
             raise InvalidArgumentError(
-                f"slot_conv, slot_ssm, live_conv and chunk_states must have contiguous inner axes, "
+                f"slots, live_conv and chunk_states must have contiguous inner axes, "
                 f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
             )
 

@@ -14,7 +14,7 @@ from mamba_cache.states.kernels._launch import Launcher
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.plan import TILE_WORDS, WIDE_BYTES, CopyPlan
 
-__all__ = ["copy_states"]
+__all__ = ["WORDS", "copy_states", "copy_tile"]
 
 # 128 threads with two 16-byte loads each, 4 KiB a program, measured on one NVIDIA H200 against a
 # flat copy of as many bytes (24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]; time ratio):
@@ -29,16 +29,19 @@ __all__ = ["copy_states"]
 _NUM_WARPS = 4
 _PAIRS_IN_GRAPH = 64
 
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""Types of words by their bytes."""
+
 _TILE_WORDS = tl.constexpr(TILE_WORDS)
 _WIDE_BYTES = tl.constexpr(WIDE_BYTES)
 _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_tile(  # type: ignore[no-untyped-def]
+def copy_tile(  # type: ignore[no-untyped-def]
     chunk, tile, source_row, destination_row, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
+    """Copies a tile of one chunk of ``CopyPlan.chunks``, or clears it."""
     source = tl.load(chunk) + source_row * tl.load(chunk + 2)
     destination = tl.load(chunk + 1) + destination_row * tl.load(chunk + 3)
     words = tile * _TILE_WORDS + tl.arange(0, _TILE_WORDS)
@@ -81,10 +84,10 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
         destination_row = tl.load(destination_rows + pair).to(tl.int64)
         is_real = (destination_row >= 0) & ((source_row >= 0) | (source_row == _ZERO_SOURCE))
         if is_real & (index < num_wide):
-            _copy_tile(chunk, tile, source_row, destination_row, tl.int64, _WIDE_BYTES)
+            copy_tile(chunk, tile, source_row, destination_row, tl.int64, _WIDE_BYTES)
         elif is_real:
             alignment: tl.constexpr = NARROW_WORD.primitive_bitwidth // 8
-            _copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
+            copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
 
 
 _launch = Launcher(_copy_kernel, num_warps=_NUM_WARPS)
@@ -116,7 +119,7 @@ def copy_states(
             destination_rows,
             num_pairs,
             plan.num_wide,
-            _WORDS[plan.narrow_bytes],
+            WORDS[plan.narrow_bytes],
             plan.tiles_per_chunk,
             pairs,
         )

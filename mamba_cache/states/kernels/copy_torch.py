@@ -7,7 +7,7 @@ import torch
 from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.states.kernels.plan import CopyPlan
 
-__all__ = ["copy_states"]
+__all__ = ["copy_states", "is_padding"]
 
 
 def copy_states(
@@ -25,10 +25,15 @@ def copy_states(
     """
     sources, destinations = source_rows[:num_pairs], destination_rows[:num_pairs]
     for source_row, destination_row in zip(sources.tolist(), destinations.tolist(), strict=True):
-        if destination_row < 0:
+        if is_padding(source_row, destination_row):
             continue
         for source, destination in zip(plan.sources, plan.destinations, strict=True):
             if source_row >= 0:
                 destination[:, destination_row].copy_(source[:, source_row])
-            elif source_row == ZERO_SOURCE:
+            else:
                 destination[:, destination_row].zero_()
+
+
+def is_padding(source_row: int, destination_row: int) -> bool:
+    """Says whether a pair of rows is to be skipped."""
+    return destination_row < 0 or (source_row < 0 and source_row != ZERO_SOURCE)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 
-__all__ = ["extract_states"]
+__all__ = ["CHANNELS", "ENTRIES_IN_GRAPH", "extract_states", "write_window_tile"]
 
 # As for whole states, small programs come closest to a flat copy (one NVIDIA H200, 64 checkpoints
 # of a conv window [10240, 4] bf16 and an SSM state [128, 64, 128]; share of its GB/s):
@@ -21,8 +21,12 @@ __all__ = ["extract_states"]
 #   the same, 8 in one walk       0.95        0.94       19 us and 11 us
 _NUM_WARPS = 4
 _TILE_BYTES = 4096
-_CHANNELS = 256
-_ENTRIES_IN_GRAPH = 32
+
+CHANNELS = 256
+"""Channels of a convolution window that one program writes."""
+
+ENTRIES_IN_GRAPH = 32
+"""Checkpoints that one program walks through in a CUDA graph."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,7 +37,7 @@ def _copy_state_tile(slot_state, chunk_state, tile, size, TILE: tl.constexpr) ->
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_window_tile(  # type: ignore[no-untyped-def]
+def write_window_tile(  # type: ignore[no-untyped-def]
     slot_window,
     live_window,
     conv_input,
@@ -102,7 +106,7 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + entry).to(tl.int64)
         if (slot >= 0) & (tile < num_window_tiles):
             row = tl.load(rows + entry).to(tl.int64)
-            _write_window_tile(
+            write_window_tile(
                 slot_conv + slot * slot_conv_stride,
                 live_conv + row * live_conv_stride,
                 conv_input,
@@ -146,8 +150,8 @@ def extract_states(
     conv_dim, width = slot_conv.shape[1:]
     state_size = slot_ssm.shape[1:].numel()
     tile = _TILE_BYTES // slot_ssm.element_size()
-    num_tiles = triton.cdiv(conv_dim, _CHANNELS) + triton.cdiv(state_size, tile)
-    entries = entries_per_program(len(slots), on_gpu=slots.is_cuda, captured=_ENTRIES_IN_GRAPH)
+    num_tiles = triton.cdiv(conv_dim, CHANNELS) + triton.cdiv(state_size, tile)
+    entries = entries_per_program(len(slots), on_gpu=slots.is_cuda, captured=ENTRIES_IN_GRAPH)
     with torch.cuda.device(slots.get_device()):
         _extract_kernel[num_tiles, triton.cdiv(len(slots), entries)](
             slot_conv,
@@ -171,7 +175,7 @@ def extract_states(
             state_size,
             WIDTH=width,
             WIDTH_POWER_OF_2=triton.next_power_of_2(width),
-            CHANNELS=_CHANNELS,
+            CHANNELS=CHANNELS,
             TILE=tile,
             ENTRIES=entries,
             num_warps=_NUM_WARPS,

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-__all__ = ["extract_states"]
+from mamba_cache.states.kernels.quantize_torch import quantize
+
+__all__ = ["extract_quantized_states", "extract_states"]
 
 
 def extract_states(
@@ -26,14 +30,53 @@ def extract_states(
 
     It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
     """
+    _extract(
+        (slot_conv, slot_ssm),
+        lambda states: (states,),
+        (live_conv, chunk_states, conv_input),
+        (chunks, conv_ends, seq_starts, rows, slots),
+    )
+
+
+def extract_quantized_states(
+    slot_conv: torch.Tensor,
+    slot_ssm: torch.Tensor,
+    slot_scales: torch.Tensor,
+    live_conv: torch.Tensor,
+    chunk_states: torch.Tensor,
+    conv_input: torch.Tensor,
+    chunks: torch.Tensor,
+    conv_ends: torch.Tensor,
+    seq_starts: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    hash_seed: int | None,
+) -> None:
+    """Does the same for quantised slots, whose scales stand beside their codes."""
+    _extract(
+        (slot_conv, slot_ssm, slot_scales),
+        lambda states: quantize(states, hash_seed),
+        (live_conv, chunk_states, conv_input),
+        (chunks, conv_ends, seq_starts, rows, slots),
+    )
+
+
+def _extract(
+    targets: tuple[torch.Tensor, ...],
+    as_stored: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    read: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    fields: tuple[torch.Tensor, ...],
+) -> None:
+    live_conv, chunk_states, conv_input = read
+    chunks, conv_ends, seq_starts, rows, slots = fields
     # Nothing to read or nowhere to write: all entries must be padding.
-    if not (len(slots) and len(slot_conv) and len(conv_input) and len(chunk_states)):
+    if not all(map(len, (slots, targets[0], conv_input, chunk_states))):
         return
     # Padded entries repeat the first real one, so that a slot is only ever written with its state.
     is_real = slots >= 0
     entries = torch.arange(len(is_real), device=is_real.device)
     entries = torch.where(is_real, entries, is_real.long().argmax())
-    targets = slots[entries].long().clamp(min=0)
+    target_slots = slots[entries].long().clamp(min=0)
     windows = _conv_windows(
         live_conv[rows[entries].long().clamp(min=0)],
         conv_input,
@@ -43,8 +86,8 @@ def extract_states(
     states = chunk_states[chunks[entries].long().clamp(min=0)]
     # If no entry is real, slot 0 is written with what it holds.
     any_real = is_real.any()
-    slot_conv[targets] = torch.where(any_real, windows, slot_conv[targets])
-    slot_ssm[targets] = torch.where(any_real, states, slot_ssm[targets])
+    for target, stored in zip(targets, (windows, *as_stored(states)), strict=True):
+        target[target_slots] = torch.where(any_real, stored, target[target_slots])
 
 
 def _conv_windows(

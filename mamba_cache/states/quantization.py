@@ -1,0 +1,109 @@
+"""Slots that keep SSM states in 8 bits: the choice, and what such a slot holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states.kernels import quantize_torch
+from mamba_cache.states.spec import StateSpec, StateTensorSpec
+
+__all__ = ["SlotQuantization", "SlotRounding", "dequantize_states", "quantize_states"]
+
+SlotRounding = Literal["nearest", "stochastic"]
+"""How a state's value becomes one of 255 codes."""
+
+_SSM_DIMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SlotQuantization:
+    """SSM states in int8, with one float32 scale for each head and state column.
+
+    In a column [head_dim] of a head's state, ``a`` is the largest magnitude. Its scale is ``a /
+    127``, and the code of ``x`` is ``x * (127 / a)``, rounded, all in float32. A column whose ``a``
+    is below 2**-100 becomes zeros. A column that holds an infinity or a NaN, as float32 has it,
+    comes back as NaN throughout: no code stands for either, and no other number would be honest.
+
+    Attributes:
+        rounding: "nearest" rounds halves to even. "stochastic" rounds up as often as the code is
+            near to the higher one, so that errors average out; chance is a hash of the seed, the
+            value and its place in the layer's state, so a state is stored alike in every slot.
+        seed: For "stochastic"; from 0 to 2**31 - 1.
+
+    Raises:
+        InvalidArgumentError: The rounding is unknown or the seed out of range.
+    """
+
+    rounding: SlotRounding = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise InvalidArgumentError(
+                f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}"
+            )
+        is_int = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not is_int or not 0 <= self.seed < 2**31:
+            raise InvalidArgumentError(f"seed must be an int in [0, 2**31), got {self.seed!r}")
+
+    @property
+    def hash_seed(self) -> int | None:
+        """The seed where it is used; None: nothing is left to chance."""
+        return self.seed if self.rounding == "stochastic" else None
+
+    def slot_spec(self, spec: StateSpec) -> StateSpec:
+        """Describes the slots of such states: "ssm" in int8, and "ssm_scales" after it.
+
+        Args:
+            spec: Live states, as ``StateSpec.mamba`` makes them, ssm [heads, head_dim, state_dim].
+
+        Raises:
+            InvalidArgumentError: The spec is another, or its SSM states are not floating-point.
+        """
+        names = [tensor.name for tensor in spec.tensors]
+        ssm = spec.tensors[-1]
+        if (
+            names != ["conv", "ssm"]
+            or len(ssm.shape) != _SSM_DIMS
+            or not ssm.dtype.is_floating_point
+        ):
+            raise InvalidArgumentError(
+                f"quantised slots need states of 'conv' and 'ssm', ssm floating-point and "
+                f"[heads, head_dim, state_dim], got {spec}"
+            )
+        heads, _, state_dim = ssm.shape
+        codes = StateTensorSpec("ssm", ssm.num_layers, ssm.shape, torch.int8)
+        scales = StateTensorSpec("ssm_scales", ssm.num_layers, (heads, state_dim), torch.float32)
+        return StateSpec((spec.tensors[0], codes, scales))
+
+
+def quantize_states(
+    states: torch.Tensor, quantization: SlotQuantization
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises SSM states, as they are stored in slots.
+
+    Args:
+        states: [..., heads, head_dim, state_dim], floating-point.
+        quantization: How.
+
+    Returns:
+        Codes, int8, of the states' shape, and scales, float32 [..., heads, state_dim].
+    """
+    return quantize_torch.quantize(states, quantization.hash_seed)
+
+
+def dequantize_states(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Turns codes back into states of ``dtype``, as they are restored: code times scale.
+
+    Args:
+        codes: [..., heads, head_dim, state_dim] int8.
+        scales: [..., heads, state_dim] float32.
+        dtype: Of the live states.
+    """
+    return quantize_torch.dequantize(codes, scales, dtype)
