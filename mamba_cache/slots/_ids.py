@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import index
 from typing import Any
 
+from mamba_cache._checks import as_ints
 from mamba_cache.errors import InvalidArgumentError, UnknownBlockError
 
-__all__ = ["as_block_ids", "as_ints", "as_slots", "check_same_length"]
+__all__ = ["as_block_ids", "as_hash_ids", "as_slots", "check_same_length"]
 
-
-def as_ints(name: str, values: Iterable[Any]) -> list[int]:
-    """Reads integers out of a list, a set, a numpy array or a CPU tensor.
-
-    Args:
-        name: What the values are, for the message.
-        values: Integers of any kind.
-
-    Raises:
-        InvalidArgumentError: One of them is no integer.
-    """
-    plain = values.tolist() if hasattr(values, "tolist") else values
-    try:
-        return [index(value) for value in plain]
-    except TypeError:
-        raise InvalidArgumentError(f"{name} must be integers, got {values!r}") from None
+_MAX_HASH_ID = 2**63 - 1
 
 
 def as_block_ids(values: Iterable[Any], num_blocks: int) -> list[int]:
     """Reads KV block ids, as ``as_ints`` does.
 
     Raises:
-        InvalidArgumentError: One of them is no integer.
+        InvalidArgumentError: One of them is no int.
         UnknownBlockError: One of them is outside [0, num_blocks).
     """
     ids = as_ints("block ids", values)
@@ -46,13 +31,25 @@ def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
     """Reads slots, as ``as_ints`` does.
 
     Raises:
-        InvalidArgumentError: One of them is no integer, or outside [0, max_slots).
+        InvalidArgumentError: One of them is no int, or outside [0, max_slots).
     """
     slots = as_ints("slots", values)
     if slots and not 0 <= min(slots) <= max(slots) < max_slots:
         outside = [slot for slot in slots if not 0 <= slot < max_slots]
         raise InvalidArgumentError(f"slots must be in [0, {max_slots}), got {outside}")
     return slots
+
+
+def as_hash_ids(values: Iterable[Any]) -> list[int]:
+    """Reads hash ids, as ``as_ints`` does; those that are not positive mean "none".
+
+    Raises:
+        InvalidArgumentError: One of them is no int, or does not fit an int64.
+    """
+    hash_ids = as_ints("hashes", values)
+    if hash_ids and max(hash_ids) > _MAX_HASH_ID:
+        raise InvalidArgumentError(f"a hash id must be at most {_MAX_HASH_ID}, got {max(hash_ids)}")
+    return hash_ids
 
 
 def check_same_length(**lists: list[int]) -> None:

@@ -46,13 +46,21 @@ def _check_ties(pool: SlotPool) -> None:
     blocks = list(pool.reserved.values())
     _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
     _require(bool((pool.pin_counts >= 0).all()), "a slot has less than no readers")
+    pinned = pool.pin_counts[pool.slot_to_block < 0]
+    _require(not pinned.any(), "a slot that holds no state has readers")
 
 
 def _check_hashes(pool: SlotPool) -> None:
     for hash_id, block_id in pool.hash_to_block_id.items():
         _require(
-            pool.block_to_slot[block_id] >= 0,
-            f"hash {hash_id} finds block {block_id}, which has no slot",
+            pool.block_to_slot[block_id] >= 0 or pool.hashes.hash_of.get(block_id) == hash_id,
+            f"hash {hash_id} finds block {block_id}, which lost its slot",
+        )
+    for block_id, hash_id in pool.hashes.hash_of.items():
+        # An embedder may drop a hash by itself, but a hash cannot stand for two blocks.
+        _require(
+            pool.hash_to_block_id.get(hash_id, block_id) == block_id,
+            f"block {block_id} is registered under hash {hash_id}, which finds another",
         )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mamba_cache._checks import as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
 from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots._context import check_model, checkpoint_alignment, live_rows, state_device
-from mamba_cache.slots._ids import as_ints, as_slots, check_same_length
+from mamba_cache.slots._ids import as_slots, check_same_length
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
 from mamba_cache.slots.control import SlotControl
 from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
@@ -151,7 +152,7 @@ class MambaSlotAllocator(SlotControl):
         Raises:
             UnknownBlockError: The id is outside the KV pool.
             MissingStateError: The block has no slot.
-            InvalidArgumentError: There is no such layer, or a shape or dtype does not fit.
+            InvalidArgumentError: There is no such layer, or a state is no tensor that fits.
         """
         slot = self.get_slot(block_id)
         if slot < 0:
@@ -269,10 +270,8 @@ class MambaSlotAllocator(SlotControl):
         Raises:
             InvalidArgumentError: There is no such row.
         """
-        if not 0 <= current_id < self.context.max_requests:
-            raise InvalidArgumentError(
-                f"current_id must be in [0, {self.context.max_requests}), got {current_id}"
-            )
+        last_row = self.context.max_requests - 1
+        current_id = check_int("current_id", current_id, minimum=0, maximum=last_row)
         plan = plan_checkpoints(
             self.placement,
             req,

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mamba_cache._checks import as_ints
 from mamba_cache.errors import MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
-from mamba_cache.slots._ids import as_block_ids, as_ints, as_slots
+from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots
 from mamba_cache.slots.fingerprint import slot_fingerprint
 from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
@@ -49,15 +50,15 @@ class SlotControl:
     ) -> None:
         kv_blocks = context.kv_block_allocator
         self.context = context
-        self.max_slots = max_slots
         self.pool = SlotPool(
             max_slots,
             num_kv_blocks(kv_blocks),
             block_hashes=self._block_hashes if hasattr(kv_blocks, "block_hashes") else None,
         )
+        self.max_slots = self.pool.max_slots
         name = getattr(context, "prefix_caching_eviction_policy", "lru")
         self.policy = policy_named(name) if policy is None else policy
-        self.policy.reset(max_slots)
+        self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
 
     @property
@@ -83,6 +84,11 @@ class SlotControl:
     def num_reserved_slots(self) -> int:
         """Slots taken for states that are not written yet."""
         return self.pool.num_reserved_slots
+
+    @property
+    def epoch(self) -> int:
+        """How often this was reset. Who reserves slots notes it, to be told of a reset."""
+        return self.pool.epoch
 
     @property
     def evicted_slots_total(self) -> int:
@@ -153,7 +159,12 @@ class SlotControl:
         return [slots.pop(block_id, None) for block_id in ids]
 
     def commit_reserved(
-        self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
+        self,
+        slots: Sequence[int],
+        block_ids: Iterable[int],
+        hashes: Iterable[int],
+        *,
+        epoch: int | None = None,
     ) -> list[int]:
         """Makes reserved slots findable, after the work that writes them has been enqueued.
 
@@ -162,29 +173,40 @@ class SlotControl:
             block_ids: The block of each, which need not be the one that it was reserved for. If
                 that block has a slot by now, the reserved one becomes free.
             hashes: The hash id of each block; one that is not positive is not registered.
+            epoch: The ``epoch`` in which the slots were reserved. If a reset has ended it, they
+                are another's by now, and nothing is committed. None: the current one.
 
         Returns:
-            The slot that caches each block now: the reserved one, or the one that it had.
+            The slot that caches each block now: the reserved one, or the one that it had; -1 if it
+            has none after a reset.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
             InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
                 twice. Nothing was committed.
         """
-        housing = self.pool.commit(slots, list(block_ids), list(hashes))
+        if self._is_over(epoch):
+            return self.pool.slots_of(block_ids)
+        housing = self.pool.commit(slots, block_ids, hashes)
         self.policy.on_stored(
             [new for new, slot in zip(slots, housing, strict=True) if new == slot]
         )
         return housing
 
-    def cancel_reserved(self, slots: Sequence[int]) -> None:
+    def cancel_reserved(self, slots: Sequence[int], *, epoch: int | None = None) -> None:
         """Gives reserved slots back, as when a step is aborted.
+
+        Args:
+            slots: Reserved slots.
+            epoch: The ``epoch`` in which they were reserved. If a reset has ended it, nothing is
+                left to give back. None: the current one.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
             DoubleFreeError: A slot is not reserved, or comes twice. Nothing was given back.
         """
-        self.pool.cancel(slots)
+        if not self._is_over(epoch):
+            self.pool.cancel(slots)
 
     def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
         """Keeps cached slots from eviction, as between matching a state and restoring it.
@@ -204,11 +226,16 @@ class SlotControl:
 
         Raises:
             DoubleFreeError: A lease was given back more often than it was taken.
+            InvalidArgumentError: A lease's slot is outside the pool.
         """
         self.pool.unpin(leases)
 
     def is_current(self, lease: SlotLease) -> bool:
-        """Says whether a lease's slot still holds the state that was pinned."""
+        """Says whether a lease's slot still holds the state that was pinned.
+
+        Raises:
+            InvalidArgumentError: The slot is outside the pool.
+        """
         return self.pool.is_current(lease)
 
     def is_pinned(self, slot: int) -> bool:
@@ -249,22 +276,28 @@ class SlotControl:
 
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was freed.
+            InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
         """
         ids = as_block_ids(block_ids, self.pool.num_blocks)
-        hashes = as_ints("hashes", hashes_to_delete)
+        hashes = as_hash_ids(hashes_to_delete)
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self.pool.free_blocks(ids + found)
+        for block_id in ids:
+            self.pool.hashes.forget_block(block_id)  # it may have had a hash, but no slot
         for hash_id in hashes:
-            self.hash_to_block_id.pop(hash_id, None)
+            self.pool.hashes.forget_hash(hash_id)
 
     def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
         """Makes the blocks' states findable by hash id; one that is not positive is passed over.
 
+        A block may be registered before it has a slot; ``has_state`` tells.
+
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
-            InvalidArgumentError: The lists differ in length. Nothing was registered.
+            InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
+                registered.
         """
-        self.pool.register_hashes(list(block_ids), list(hashes))
+        self.pool.register_hashes(block_ids, hashes)
 
     def reset(self) -> None:
         """Frees every slot, reserved and pinned ones too, and forgets every hash and count."""
@@ -319,6 +352,9 @@ class SlotControl:
             allowed = np.isin(blocks, as_ints("candidates", candidates))
             slots, blocks = slots[allowed], blocks[allowed]
         return self.policy.choose(num_slots, slots, blocks, kv_blocks)
+
+    def _is_over(self, epoch: int | None) -> bool:
+        return epoch is not None and epoch != self.epoch
 
     def _block_hashes(self) -> npt.NDArray[Any]:
         return np.asarray(self.context.kv_block_allocator.block_hashes)

@@ -14,7 +14,7 @@ class SlotLease:
     Attributes:
         slot: The pinned slot.
         block_id: The block whose state the slot held.
-        generation: The number of that tenancy; a later tenant of the slot has a higher one.
+        generation: How often the slot had been taken from a block until then.
     """
 
     slot: int

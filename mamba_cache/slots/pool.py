@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mamba_cache._checks import MAX_COUNT, check_int
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
-from mamba_cache.slots._ids import as_block_ids, as_ints, as_slots, check_same_length
+from mamba_cache.slots._hashes import StateHashes
+from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
 from mamba_cache.slots._invariants import check_slot_pool
 from mamba_cache.slots.lease import SlotLease
 
@@ -41,13 +43,14 @@ class SlotPool:
         slot_to_block: [max_slots] int32. The block that each slot caches; -1 if it is free or
             reserved.
         pin_counts: [max_slots] int32. Readers of each cached slot.
-        generations: [max_slots] int64. The number of each slot's newest tenancy.
+        generations: [max_slots] int64. How often each slot was taken from a block.
+        epoch: How often everything was reset: what was reserved in an earlier epoch is gone.
         reserved: Block for which each reserved slot was taken.
-        hash_to_block_id: Block whose state a hash id finds.
+        hashes: Which hash finds which block's state, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
 
     Raises:
-        InvalidArgumentError: A count is not an int, or is too small.
+        InvalidArgumentError: A count is not an int, or is out of range.
     """
 
     def __init__(
@@ -57,34 +60,39 @@ class SlotPool:
         *,
         block_hashes: Callable[[], npt.NDArray[Any]] | None = None,
     ) -> None:
-        for name, count in (("max_slots", max_slots), ("num_blocks", num_blocks)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise InvalidArgumentError(f"{name} must be an int >= 0, got {count!r}")
-        self.max_slots = max_slots
-        self.num_blocks = num_blocks
+        self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=MAX_COUNT)
+        self.num_blocks = check_int("num_blocks", num_blocks, minimum=0, maximum=MAX_COUNT)
         self._block_hashes = block_hashes
-        self.free_slots = np.empty(max_slots, np.int32)
-        self.block_to_slot = np.empty(num_blocks, np.int32)
-        self.slot_to_block = np.empty(max_slots, np.int32)
-        self.pin_counts = np.empty(max_slots, np.int32)
-        self.generations = np.zeros(max_slots, np.int64)
-        self._num_tenancies = 0
+        self.free_slots = np.empty(self.max_slots, np.int32)
+        self.block_to_slot = np.empty(self.num_blocks, np.int32)
+        self.slot_to_block = np.empty(self.max_slots, np.int32)
+        self.pin_counts = np.empty(self.max_slots, np.int32)
+        self.generations = np.zeros(self.max_slots, np.int64)
+        self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self.hash_to_block_id: dict[int, int] = {}
-        self._hash_of_block: dict[int, int] = {}
-        self.reset()
+        self.hashes = StateHashes()
+        self._clear()
 
     def reset(self) -> None:
-        """Frees every slot and forgets every hash; leases from before are no longer current."""
+        """Frees every slot and forgets every hash and lease; a new ``epoch`` begins."""
+        self.generations += 1
+        self.epoch += 1
+        self._clear()
+
+    def _clear(self) -> None:
         self.free_slots[:] = np.arange(self.max_slots)
         self.free_count = self.max_slots
         self.block_to_slot.fill(-1)
         self.slot_to_block.fill(-1)
         self.pin_counts.fill(0)
         self.reserved.clear()
-        self.hash_to_block_id.clear()
-        self._hash_of_block.clear()
+        self.hashes.clear()
         self.evicted_slots_total = 0
+
+    @property
+    def hash_to_block_id(self) -> dict[int, int]:
+        """Block whose state each hash id finds."""
+        return self.hashes.block_of
 
     @property
     def num_reserved_slots(self) -> int:
@@ -170,7 +178,7 @@ class SlotPool:
         return slots
 
     def commit(
-        self, slots: Sequence[int], block_ids: Sequence[int], hashes: Sequence[int]
+        self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
     ) -> list[int]:
         """Turns reserved slots into cached ones and makes them findable.
 
@@ -186,11 +194,11 @@ class SlotPool:
 
         Raises:
             UnknownBlockError: A block id is outside the pool.
-            InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
-                twice.
+            InvalidArgumentError: The lists differ in length, a hash id is too large, or a slot is
+                not reserved or comes twice.
         """
         ids = as_block_ids(block_ids, self.num_blocks)
-        hash_ids = as_ints("hashes", hashes)
+        hash_ids = as_hash_ids(hashes)
         taken = self._check_reserved(slots, InvalidArgumentError)
         check_same_length(slots=taken, block_ids=ids, hashes=hash_ids)
         for slot, block_id in zip(taken, ids, strict=True):
@@ -248,23 +256,22 @@ class SlotPool:
         self._push(slots)
         return slots
 
-    def register_hashes(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+    def register_hashes(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
         """Makes the blocks' states findable by hash; one that is not positive is passed over.
 
-        A block has one hash: an earlier one is forgotten. A hash finds one block: the last.
+        A block has one hash: an earlier one is forgotten. A hash finds one block: the last. A block
+        may be registered before it has a slot: its hash finds nothing until then.
 
         Raises:
             UnknownBlockError: A block id is outside the pool.
-            InvalidArgumentError: The lists differ in length.
+            InvalidArgumentError: The lists differ in length, or a hash id is too large.
         """
         ids = as_block_ids(block_ids, self.num_blocks)
-        hash_ids = as_ints("hashes", hashes)
+        hash_ids = as_hash_ids(hashes)
         check_same_length(block_ids=ids, hashes=hash_ids)
         for block_id, hash_id in zip(ids, hash_ids, strict=True):
             if hash_id > 0:
-                self._unlink(block_id, self._hash_of_block.get(block_id, -1))
-                self._hash_of_block[block_id] = hash_id
-                self.hash_to_block_id[hash_id] = block_id
+                self.hashes.register(block_id, hash_id)
 
     def pin(self, slots: Sequence[int]) -> list[SlotLease]:
         """Keeps cached slots from being evicted until the leases are given to ``unpin``.
@@ -291,6 +298,7 @@ class SlotPool:
 
         Raises:
             DoubleFreeError: A lease was given back more often than it was taken.
+            InvalidArgumentError: A lease's slot is outside the pool.
         """
         current = [lease.slot for lease in leases if self.is_current(lease)]
         for slot in set(current):
@@ -303,10 +311,15 @@ class SlotPool:
             self.pin_counts[slot] -= 1
 
     def is_current(self, lease: SlotLease) -> bool:
-        """Says whether the lease's slot still holds what it held when it was pinned."""
+        """Says whether the lease's slot still holds what it held when it was pinned.
+
+        Raises:
+            InvalidArgumentError: The slot is outside the pool.
+        """
+        [slot] = as_slots([lease.slot], self.max_slots)
         return bool(
-            self.slot_to_block[lease.slot] == lease.block_id
-            and self.generations[lease.slot] == lease.generation
+            self.slot_to_block[slot] == lease.block_id
+            and self.generations[slot] == lease.generation
         )
 
     def is_pinned(self, slot: int) -> bool:
@@ -351,10 +364,6 @@ class SlotPool:
         slots: list[int] = self.free_slots[start : self.free_count].tolist()
         slots.extend(victims)
         self.free_count = start
-        for slot in slots:
-            self._num_tenancies += 1
-            self.generations[slot] = self._num_tenancies
-            self.pin_counts[slot] = 0
         return slots
 
     def _house(self, slot: int, block_id: int) -> None:
@@ -367,20 +376,20 @@ class SlotPool:
         self.free_count = end
 
     def _vacate(self, slots: list[int]) -> None:
-        """Ends the cached slots' tie to their blocks, and the blocks' hashes with it."""
+        """Ends the cached slots' tie to their blocks, and the blocks' hashes with it.
+
+        All traces of the tenancy go now, since an embedder may give the slots away by index.
+        """
         known = self._block_hashes() if self._block_hashes else None
         for slot in slots:
             block_id = self.slot_to_block.item(slot)
             self.slot_to_block[slot] = -1
             self.block_to_slot[block_id] = -1
-            self._unlink(block_id, self._hash_of_block.pop(block_id, -1))
+            self.pin_counts[slot] = 0
+            self.generations[slot] += 1
+            self.hashes.forget_block(block_id)
             if known is not None:
-                self._unlink(block_id, known.item(block_id))
-
-    def _unlink(self, block_id: int, hash_id: int) -> None:
-        """Forgets a hash, unless it finds another block by now."""
-        if self.hash_to_block_id.get(hash_id) == block_id:
-            del self.hash_to_block_id[hash_id]
+                self.hashes.unlink(block_id, known.item(block_id))
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
         taken = as_slots(slots, self.max_slots)

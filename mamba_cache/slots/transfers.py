@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import RowIndices, StateCopier, StatePool
 
@@ -43,18 +44,13 @@ class StateTransfers:
             states: One tensor for each of the spec's, [*shape], on any device.
 
         Raises:
-            InvalidArgumentError: There is no such layer, or a shape or dtype is not the slot's.
+            InvalidArgumentError: There is no such layer, or a state is no tensor of the slot's
+                shape and dtype.
         """
-        num_layers = len(self._slots[0])
-        if not 0 <= layer < num_layers:
-            raise InvalidArgumentError(f"layer_idx must be in [0, {num_layers}), got {layer}")
+        layer = check_int("layer_idx", layer, minimum=0, maximum=len(self._slots[0]) - 1)
         targets = [tensor[layer, slot] for tensor in self._slots]
         for target, state in zip(targets, states, strict=True):
-            if state.shape != target.shape or state.dtype != target.dtype:
-                raise InvalidArgumentError(
-                    f"a layer's state must be {tuple(target.shape)} {target.dtype}, "
-                    f"got {tuple(state.shape)} {state.dtype}"
-                )
+            _check_fits(state, target)
         for target, state in zip(targets, states, strict=True):
             target.copy_(state)
 
@@ -100,3 +96,15 @@ class StateTransfers:
             self._live_to_slots = StateCopier(live, self._slots)
             self._slots_to_live = StateCopier(self._slots, live)
             self._live_storage = storage
+
+
+def _check_fits(state: object, target: torch.Tensor) -> None:
+    if not isinstance(state, torch.Tensor):
+        given = type(state).__name__
+    elif state.shape != target.shape or state.dtype != target.dtype:
+        given = f"{tuple(state.shape)} {state.dtype}"
+    else:
+        return
+    raise InvalidArgumentError(
+        f"a layer's state must be a tensor of {tuple(target.shape)} {target.dtype}, got {given}"
+    )

@@ -109,7 +109,8 @@ def test_contexts_that_cannot_be_served(fields, message):
 
 
 def test_max_slots_is_a_count():
-    with pytest.raises(InvalidArgumentError, match="max_slots must be an int >= 0, got -1"):
+    assert make_allocator(np.int64(2)).max_slots == 2
+    with pytest.raises(InvalidArgumentError, match=r"max_slots must be an int .*, got -1"):
         make_allocator(-1)
 
 
@@ -305,11 +306,18 @@ def test_deregistration_frees_by_block_and_by_hash():
     assert allocator.hash_to_block_id == {101: 1, 102: 2}
 
 
-def test_deregistration_drops_hashes_of_blocks_without_a_slot():
+@pytest.mark.parametrize("gone", [([], [700]), ([7], [700]), ([7], [])])
+def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
     allocator = full()
+    before = dict(allocator.pool.hashes.hash_of)
     allocator.register_block_hashes_batch([7], [700])
-    allocator.on_kv_blocks_deregistered([], [700])
+    allocator.check_invariants()
+    allocator.on_kv_blocks_deregistered(*gone)
     assert 700 not in allocator.hash_to_block_id
+    assert allocator.pool.hashes.hash_of == before
+    allocator.allocate_slots_batch([7])
+    assert 7 not in allocator.hash_to_block_id.values()
+    allocator.check_invariants()
 
 
 def test_deregistration_is_all_or_nothing():
@@ -317,7 +325,7 @@ def test_deregistration_is_all_or_nothing():
     before = books(allocator.pool)
     with pytest.raises(UnknownBlockError):
         allocator.on_kv_blocks_deregistered([0, 12], [101])
-    with pytest.raises(InvalidArgumentError, match="hashes must be integers"):
+    with pytest.raises(InvalidArgumentError, match="hashes must be ints"):
         allocator.on_kv_blocks_deregistered([0], ["101"])
     assert books(allocator.pool) == before
 

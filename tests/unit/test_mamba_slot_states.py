@@ -189,7 +189,9 @@ def test_one_layer_is_stored_from_tensors(allocator, generator):
     ("block", "layer", "ssm", "conv", "error", "message"),
     [
         (7, 0, torch.ones(SSM), torch.ones(CONV).bfloat16(), MissingStateError, "no slot"),
-        (5, 2, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"\[0, 2\)"),
+        (5, 2, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"\[0, 1\]"),
+        (5, "0", torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, "got '0'"),
+        (5, 0, torch.ones(SSM), None, InvalidArgumentError, "tensor .* got NoneType"),
         (5, -1, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, "got -1"),
         (5, 0, torch.ones(1), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"got \(1,\)"),
         (5, 0, torch.ones(SSM), torch.ones(CONV), InvalidArgumentError, "got .* torch.float32"),

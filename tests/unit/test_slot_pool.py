@@ -11,7 +11,7 @@ from mamba_cache.errors import (
     MissingStateError,
     UnknownBlockError,
 )
-from mamba_cache.slots import SlotPool
+from mamba_cache.slots import SlotLease, SlotPool
 
 NO_REFS = np.zeros(10, np.int32)
 
@@ -32,9 +32,9 @@ def sound_books(pool):
     pool.check_invariants()
 
 
-@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (True, 1), (1, 2.0)])
+@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (True, 1), (1, 2.0), (2**31, 1), (1, 10**30)])
 def test_sizes_must_be_counts(sizes):
-    with pytest.raises(InvalidArgumentError, match="must be an int >= 0"):
+    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
         SlotPool(*sizes)
 
 
@@ -86,9 +86,9 @@ def test_free_slots_go_before_victims(pool):
         ([1, 2, 3, 4], [3, 3], "must be different"),
         ([1, 2, 3], [5], r"\[0, 5\), got \[5\]"),
         ([1, 2, 3], [-1], r"\[0, 5\), got \[-1\]"),
-        ([1, 2, 3], [None], "must be integers"),
+        ([1, 2, 3], [None], "must be ints"),
         ([10], [], r"\[0, 10\), got \[10\]"),
-        ([1.0], [], "must be integers"),
+        ([1.0], [], "must be ints"),
     ],
 )
 def test_bad_moves_are_refused_before_anything_changes(pool, method, blocks, victims, message):
@@ -141,7 +141,7 @@ def test_commit_of_two_slots_to_one_block_keeps_the_first(pool):
         (([2], [10], [90]), r"\[0, 10\), got \[10\]"),
         (([2], [9], []), "equally long"),
         (([2], [9, 1], [90]), "equally long"),
-        (([2], [9], [0.5]), "hashes must be integers"),
+        (([2], [9], [0.5]), "hashes must be ints"),
     ],
 )
 def test_bad_commits_are_refused_before_anything_changes(pool, arguments, message):
@@ -234,7 +234,26 @@ def test_hashes_that_only_the_owner_knows_are_dropped_too():
     assert pool.hash_to_block_id == {50: 5}
 
 
+def test_a_hash_that_went_to_another_block_leaves_no_trace_at_the_first(pool):
+    pool.register_hashes([8], [70])
+    assert pool.hashes.hash_of == {8: 70}
+
+
+def test_a_block_may_have_a_hash_before_it_has_a_slot(pool):
+    pool.register_hashes([1], [10])
+    pool.check_invariants()
+    assert pool.hash_to_block_id == {70: 7, 80: 8, 10: 1}
+    pool.store([1])
+    pool.free_blocks([1])
+    assert (pool.hash_to_block_id, pool.hashes.hash_of) == ({70: 7, 80: 8}, {7: 70, 8: 80})
+
+
 def test_registering_is_all_or_nothing(pool):
+    for too_large in (2**63, 2**70):
+        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+            pool.register_hashes([7, 8], [1, too_large])
+        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+            pool.commit([2], [9], [too_large])
     with pytest.raises(UnknownBlockError):
         pool.register_hashes([7, 10], [1, 2])
     with pytest.raises(InvalidArgumentError, match="equally long"):
@@ -301,6 +320,31 @@ def test_a_new_tenant_starts_without_readers(pool):
     assert not pool.is_pinned(4)
 
 
+@pytest.mark.parametrize("slot", [-1, 5, 99, "4", None])
+def test_a_lease_of_no_slot_is_refused(pool, slot):
+    lease = SlotLease(slot, 7, 0)
+    with pytest.raises(InvalidArgumentError, match=r"slots must be (in \[0, 5\)|ints), got"):
+        pool.is_current(lease)
+    with pytest.raises(InvalidArgumentError, match=r"slots must be (in \[0, 5\)|ints), got"):
+        pool.unpin([lease])
+
+
+@pytest.mark.parametrize("block", [7, 1])
+def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
+    """Embedders pop ``free_slots`` and write both tables themselves."""
+    [lease] = pool.pin([4])
+    pool.free_blocks([7])
+    assert not pool.pin_counts.any()
+    pool.free_count -= 1
+    slot = pool.free_slots[pool.free_count]
+    pool.block_to_slot[block], pool.slot_to_block[slot] = slot, block
+    assert slot == lease.slot
+    assert not pool.is_pinned(slot)
+    assert not pool.is_current(lease)
+    pool.unpin([lease])
+    assert slot in pool.evictable_slots(NO_REFS)
+
+
 def test_reset_forgets_everything_but_old_leases_stay_old(pool):
     [lease] = pool.pin([4])
     pool.evicted_slots_total = 3
@@ -319,13 +363,19 @@ def test_reset_forgets_everything_but_old_leases_stay_old(pool):
         (lambda p: p.block_to_slot.__setitem__(7, 3), "disagree"),
         (lambda p: p.block_to_slot.__setitem__(1, 3), "3 blocks share 2 cached slots"),
         (lambda p: p.pin_counts.__setitem__(4, -1), "less than no readers"),
-        (lambda p: p.hash_to_block_id.__setitem__(5, 1), "hash 5 finds block 1, which has no"),
+        (lambda p: p.pin_counts.__setitem__(0, 1), "holds no state has readers"),
+        (lambda p: p.hash_to_block_id.__setitem__(5, 1), "hash 5 finds block 1, which lost its"),
+        (
+            lambda p: p.hashes.hash_of.update({7: 80, 8: 80}),
+            "block 7 .* hash 80, which finds another",
+        ),
     ],
 )
 def test_check_invariants_finds_contradictions(spoil, message):
     pool = SlotPool(5, 10)
     pool.store([8, 7])
     pool.reserve([9])
+    pool.register_hashes([8], [80])
     pool.check_invariants()
     spoil(pool)
     with pytest.raises(InvariantError, match=message):

@@ -80,6 +80,36 @@ def test_only_reservations_can_be_committed_or_cancelled():
     assert allocator.hash_to_block_id == {100: 0, 101: 1, 102: 2, 103: 3}
 
 
+def test_what_was_reserved_before_a_reset_is_neither_committed_nor_cancelled_after_it():
+    allocator = make_allocator(2)
+    epoch = allocator.epoch
+    old = allocator.reserve_slots([5, 6])
+    allocator.reset()
+    allocator.cancel_reserved(old, epoch=epoch)
+    assert allocator.commit_reserved(old, [5, 6], [55, 66], epoch=epoch) == [-1, -1]
+    assert (allocator.num_cached_slots, allocator.hash_to_block_id) == (0, {})
+    # Another has the same slots now: they stay its own.
+    new = allocator.reserve_slots([7, 8])
+    assert sorted(new) == sorted(old)
+    allocator.cancel_reserved(old, epoch=epoch)
+    allocator.commit_reserved(old, [5, 6], [55, 66], epoch=epoch)
+    assert allocator.num_reserved_slots == 2
+    assert allocator.commit_reserved(new, [7, 8], [77, 88], epoch=allocator.epoch) == new
+    allocator.check_invariants()
+
+
+def test_only_a_reset_begins_a_new_epoch():
+    allocator = make_allocator(2)
+    epoch = allocator.epoch
+    [slot] = allocator.reserve_slots([5])
+    allocator.cancel_reserved([slot], epoch=epoch)
+    with pytest.raises(DoubleFreeError):
+        allocator.cancel_reserved([slot], epoch=epoch)
+    assert allocator.epoch == epoch
+    allocator.reset()
+    assert allocator.epoch == epoch + 1
+
+
 def test_pinned_slots_are_not_evicted_until_unpinned():
     allocator = full(slots=2)
     leases = allocator.pin_slots([allocator.get_slot(0)])
