@@ -96,6 +96,7 @@ def build_metadata(config: HybridModelConfig, caches, decodes, prefills, *, padd
         num_prefills=len(prefills),
         num_tokens=starts[-1],
         max_seq_len=max(seq_lens),
+        chunk_size=config.ssm_chunk_size,
         query_start_loc=padded(starts, starts[-1]),
         num_computed_tokens=padded([work.sequence.num_computed for work in works], 0),
         seq_lens=padded(seq_lens, 0),

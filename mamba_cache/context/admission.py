@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashChain, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import CheckpointPlanner
 from mamba_cache.context.matching import MissReason, PrefixMatch, farthest_state, find_prefix
 from mamba_cache.context.request_memory import RequestMemory
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
-from mamba_cache.errors import InvalidArgumentError, TokenCapacityError
+from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
 
 __all__ = ["Admitter"]
@@ -67,7 +69,13 @@ class Admitter:
             TokenCapacityError: The chunk is longer than ``token_room``.
             RequestCapacityError: No row is free.
             BlockCapacityError: Not enough KV blocks.
+            SequenceLengthError: The sequence has no position left to compute.
         """
+        if active.num_tokens > self._config.max_sequence_length:
+            raise SequenceLengthError(
+                f"request {active.request_id!r} has {active.num_tokens} tokens; "
+                f"max_sequence_length is {self._config.max_sequence_length}: finish it"
+            )
         match = self.match(active.chain, active.num_tokens)
         chunk = self._chunk(active, match.skip_tokens, chunk_tokens, token_room)
         self._memory.check_row_available()
@@ -117,9 +125,15 @@ class Admitter:
             BlockCapacityError: Not enough KV blocks.
         """
         chunk = self._chunk(active, active.num_computed, chunk_tokens, token_room)
+        positions = active.checkpoint_positions
         self._memory.grow([(active, chunk.end)])
-        active.checkpoint_positions += tuple(checkpoint_positions)
-        active.chunk = self._planner.plan(active, chunk)
+        try:
+            active.checkpoint_positions += tuple(checkpoint_positions)
+            active.chunk = self._planner.plan(active, chunk)
+        except BaseException:
+            active.checkpoint_positions = positions
+            self._memory.shrink(active, chunk.start)
+            raise
         active.status = RequestStatus.SCHEDULED
 
     def renew_restore(self, active: ActiveRequest) -> None:
@@ -133,20 +147,19 @@ class Admitter:
             return
         assert admission is not None
         self._planner.cancel(chunk)
+        # If what follows fails, nothing of the old plan may be taken back twice.
+        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True)
         shared = active.block_ids[: active.num_shared_blocks]
         state_blocks = farthest_state(self._slots, shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
         lease = self._pin(shared, state_blocks)
         active.num_computed = start
-        first = Chunk(start, chunk.num_tokens, is_first=True, lease=lease)
-        active.chunk = self._planner.plan(active, first)
-        active.admission = Admission(
-            request_id=active.request_id,
-            prompt_tokens=admission.prompt_tokens,
-            kv_matched_blocks=admission.kv_matched_blocks,
+        active.chunk = replace(active.chunk, start=start, lease=lease)
+        active.chunk = self._planner.plan(active, active.chunk)
+        active.admission = replace(
+            admission,
             state_matched_blocks=state_blocks,
             skip_tokens=start,
-            chunk_tokens=chunk.num_tokens,
             miss_reason=None if start else MissReason.NO_STATE,
         )
 
@@ -154,9 +167,7 @@ class Admitter:
         """End a committed chunk: its source may be evicted from now on."""
         chunk = active.current_chunk
         self._planner.settle(chunk)
-        if chunk.lease is not None:
-            self._slots.note_consumed([chunk.lease.slot])
-            self._unpin(chunk.lease)
+        self._unpin(chunk.lease)
         active.chunk = None
 
     def release(self, active: ActiveRequest) -> None:
@@ -173,11 +184,8 @@ class Admitter:
         self, active: ActiveRequest, start: int, chunk_tokens: int | None, token_room: int
     ) -> Chunk:
         left = active.num_tokens - start
-        if chunk_tokens is None:
-            chunk_tokens = left
-        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-            raise InvalidArgumentError(f"chunk_tokens must be an int >= 1, got {chunk_tokens!r}")
-        chunk = Chunk(start, min(chunk_tokens, left))
+        wanted = left if chunk_tokens is None else chunk_tokens
+        chunk = Chunk(start, min(check_int("chunk_tokens", wanted, minimum=1), left))
         if chunk.num_tokens > token_room:
             raise TokenCapacityError(
                 chunk.num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk
 from mamba_cache.context.stats import StatsCounters
+from mamba_cache.errors import InvariantError
 from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
@@ -47,7 +48,7 @@ class CheckpointPlanner:
         self._placement = placement
         self._counters = counters
         self._block_size = block_size_tokens
-        self._room = max_inside
+        self._max_inside = self._room = max_inside
         self._save_prompt_states = save_prompt_states
         self._save_decode_states = save_decode_states
 
@@ -77,7 +78,10 @@ class CheckpointPlanner:
     def plan_decode(self, active: ActiveRequest) -> Chunk:
         """Return the chunk of one decoded token, with a checkpoint if it ends a block."""
         chunk = Chunk(active.num_computed, 1)
-        if chunk.end % self._block_size or not self._save_decode_states:
+        if chunk.end % self._block_size or not self._save_prompt_states:
+            return chunk
+        wanted = active.wanted_boundaries(self._block_size)
+        if not self._save_decode_states and chunk.end not in wanted:
             return chunk
         kept = self._reserve(active, [chunk.end])
         return replace(chunk, boundary=kept[0] if kept else None)
@@ -91,6 +95,23 @@ class CheckpointPlanner:
         """End a chunk: its checkpoints no longer take room in the step's buffers."""
         self._room += len(chunk.inside)
 
+    def reset(self) -> None:
+        """Forget all chunks."""
+        self._room = self._max_inside
+
+    def check_invariants(self, chunks: Sequence[Chunk]) -> None:
+        """Prove that the room left is what the planned chunks leave.
+
+        Raises:
+            InvariantError: It is not.
+        """
+        planned = sum(len(chunk.inside) for chunk in chunks)
+        if self._room + planned != self._max_inside:
+            raise InvariantError(
+                f"{planned} checkpoints are planned and there is room for {self._room} more, "
+                f"but the buffers hold {self._max_inside}"
+            )
+
     def _positions(self, active: ActiveRequest, chunk: Chunk) -> set[int]:
         block = self._block_size
         facts = PlacementFacts(
@@ -99,8 +120,9 @@ class CheckpointPlanner:
             num_matched_blocks=active.num_shared_blocks,
             num_required_blocks=-(-active.num_tokens // block),
         )
-        wanted = {*self._placement.positions(facts), *active.checkpoint_positions}
-        return {p // block * block for p in wanted if chunk.start < p // block * block <= chunk.end}
+        wanted = {int(p) // block * block for p in self._placement.positions(facts)}
+        wanted |= active.wanted_boundaries(block)
+        return {p for p in wanted if chunk.start < p <= chunk.end}
 
     def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
         blocks = [active.block_ids[p // self._block_size - 1] for p in positions]
@@ -134,6 +156,13 @@ class Publisher:
         self._slots = slots
         self._counters = counters
         self._block_size = block_size_tokens
+        # By slot, so that there are never more than slots.
+        self._consumed: dict[int, SlotLease] = {}
+
+    def note_consumed(self, lease: SlotLease) -> None:
+        """Remember that a hit used a state, and tell the eviction policy."""
+        self._consumed[lease.slot] = lease
+        self._slots.note_consumed([lease.slot])
 
     def publish(self, active: ActiveRequest, chunk: Chunk) -> None:
         """Publish a request's complete blocks and the states of its chunk.
@@ -152,7 +181,7 @@ class Publisher:
         private = []
         for checkpoint in chunk.checkpoints:
             index = checkpoint.position // self._block_size - 1
-            block = self._kv_blocks.find_block(hashes[index], hashes.digests[index])
+            block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
             if block is None:
                 private.append(checkpoint.slot)
                 continue
@@ -167,21 +196,26 @@ class Publisher:
         """Free the state that a request saved one block earlier while decoding.
 
         The next turn of the conversation resumes from the newest, so one slot does for an answer
-        of any length. A state that another request is about to read stays.
+        of any length. States that somebody asked for by position stay, and so do those that other
+        requests have used or are about to.
 
         Args:
             active: The request, whose state at ``boundary`` is published.
             boundary: Its newest decode checkpoint.
         """
+        if boundary.position in active.wanted_boundaries(self._block_size):
+            return
         old, active.decode_lease = active.decode_lease, self._lease_of(active, boundary)
-        if old is not None and self._slots.is_current(old) and not self._slots.is_pinned(old.slot):
+        if old is None or not self._slots.is_current(old):
+            return
+        if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
             self._slots.invalidate_block(old.block_id)
 
     def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:
         """Name the state that ``boundary`` saved; None if another request had saved it before."""
         hashes = active.chain.hashes
         index = boundary.position // self._block_size - 1
-        block = self._kv_blocks.find_block(hashes[index], hashes.digests[index])
+        block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
         if block is None or self._slots.get_slot(block) != boundary.slot:
             return None
         lease = self._slots.pin_slots([boundary.slot])[0]

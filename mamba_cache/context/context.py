@@ -83,9 +83,9 @@ class DynamicInferenceContext(CacheMemory):
             max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
         )
         kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
-        planner = CheckpointPlanner(
+        self._planner = CheckpointPlanner(
             slots,
-            placement or MegatronPlacement(),
+            MegatronPlacement() if placement is None else placement,
             counters,
             block_size_tokens=config.block_size_tokens,
             max_inside=config.checkpoints_per_step,
@@ -95,11 +95,11 @@ class DynamicInferenceContext(CacheMemory):
         publisher = Publisher(
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )
-        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, planner)
+        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, self._planner)
         self._runner = StepRunner(
             buffers=self.step_buffers,
             slots=slots,
-            planner=planner,
+            planner=self._planner,
             admitter=self._admitter,
             publisher=publisher,
             counters=counters,
@@ -117,9 +117,16 @@ class DynamicInferenceContext(CacheMemory):
         """
         return self._preparer.prepare(request)
 
-    def match(self, request: PreparedRequest) -> PrefixMatch:
-        """Find how much of a request is cached now. Nothing changes, and nothing is promised."""
-        return self._admitter.match(request.chain, len(request.tokens))
+    def match(self, request: Request | PreparedRequest) -> PrefixMatch:
+        """Find how much of a request is cached now. Nothing changes, and nothing is promised.
+
+        Raises:
+            InvalidArgumentError: As in ``prepare``, or another context prepared the request.
+            SequenceLengthError: As in ``prepare``.
+        """
+        prepared = self._prepared(request)
+        chain = prepared.chain_for(self._preparer)
+        return self._admitter.match(chain, len(prepared.tokens))
 
     def add_request(
         self,
@@ -136,21 +143,22 @@ class DynamicInferenceContext(CacheMemory):
             checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
 
         Raises:
-            InvalidArgumentError: The request is malformed, its id is in use, or ``chunk_tokens``
-                is not an int >= 1.
+            InvalidArgumentError: The request is malformed or was prepared by another context, its
+                id is in use, or ``chunk_tokens`` is not an int >= 1.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
             RequestCapacityError: No row is free.
-            TokenCapacityError: The step's token buffers cannot hold the chunk.
+            TokenCapacityError: The step's token buffers cannot hold the chunk beside the other
+                chunks and a token of each decoding request.
             BlockCapacityError: Not enough KV blocks are free or evictable.
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        prepared = self.prepare(request) if isinstance(request, Request) else request
+        prepared = self._prepared(request)
         self._requests.check_new(prepared.request.request_id)
         active = ActiveRequest(
             prepared.request,
             prepared.tokens,
-            prepared.chain.copy(),
+            prepared.chain_for(self._preparer).copy(),
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(prepared.request.checkpoint_positions)
@@ -172,6 +180,7 @@ class DynamicInferenceContext(CacheMemory):
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk.
             BlockCapacityError: Not enough KV blocks are free or evictable.
+            SequenceLengthError: It has more than ``max_sequence_length`` tokens; finish it.
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._runner.require_none()
@@ -225,7 +234,7 @@ class DynamicInferenceContext(CacheMemory):
             StepOrderError: A step is in flight, one of ``decode_ids`` does not decode, or there
                 is nothing to compute.
             SequenceLengthError: A decoding request has reached ``max_sequence_length``; finish it.
-            TokenCapacityError: More tokens than the step's buffers hold.
+            InvalidArgumentError: ``decode_ids`` is no collection.
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
@@ -317,13 +326,18 @@ class DynamicInferenceContext(CacheMemory):
             preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
                 everything is as it was when the context was made.
         """
-        self._runner.drop()
-        for active in self._requests:
-            self.finish(active.request_id)
-        if not preserve_prefix_cache:
-            self.kv_block_allocator.reset()
-            self.slot_allocator.reset()
-            self._counters.reset()
+        if preserve_prefix_cache:
+            self._runner.drop()
+            for active in self._requests:
+                self.finish(active.request_id)
+            return
+        self._runner.forget()
+        self._requests.clear()
+        self.request_memory.reset()
+        self.kv_block_allocator.reset()
+        self.slot_allocator.reset()
+        self._planner.reset()
+        self._counters.reset()
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
@@ -361,9 +375,13 @@ class DynamicInferenceContext(CacheMemory):
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         self.request_memory.check_invariants(self._requests.holding_memory())
+        self._planner.check_invariants(self._requests.chunks())
         planned = {c.slot for chunk in self._requests.chunks() for c in chunk.checkpoints}
         reserved = self.slot_allocator.pool.reserved.keys()
         if planned != reserved:
             raise InvariantError(
                 f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(planned)}"
             )
+
+    def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
+        return request if isinstance(request, PreparedRequest) else self.prepare(request)

@@ -9,7 +9,7 @@ import torch
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_memory import RequestMemory
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.states import (
@@ -41,7 +41,7 @@ class LiveRows:
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How many requests of each kind the step in flight has.
+    """How many requests of each kind the latest step has.
 
     Attributes:
         prefill_req_count: Requests that compute a chunk of their prompt.
@@ -91,7 +91,7 @@ class CacheMemory:
     ) -> None:
         _check_tensors(state_spec)
         self.config = config
-        self.device = torch.device(device)
+        self.device = _as_device(device)
         self.kv_block_allocator = KVBlockAllocator(
             _kv_pool_size(config, kv_spec),
             eviction_policy=config.eviction_policy,
@@ -187,7 +187,31 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
             "kv_cache_gb needs kv_spec, which says how large a block is; give it, or num_kv_blocks"
         )
     assert config.kv_cache_gb is not None
+    block_bytes = kv_spec.bytes_per_block(config.block_size_tokens)
+    if not block_bytes:
+        raise InvalidArgumentError(
+            "a model without attention has no KV blocks to measure in kv_cache_gb: "
+            "give num_kv_blocks"
+        )
+    if config.kv_cache_gb * 2**30 < 2 * block_bytes:
+        raise BudgetError(
+            f"kv_cache_gb={config.kv_cache_gb} GiB is too small: it must be at least "
+            f"{2 * block_bytes / 2**30} GiB, for one KV block of {block_bytes} bytes and the dummy "
+            "block that padding is written to"
+        )
     return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    """Return the device of a name.
+
+    Raises:
+        InvalidArgumentError: PyTorch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device must name a PyTorch device, got {device!r}") from error
 
 
 def _check_tensors(state_spec: StateSpec) -> None:

@@ -28,6 +28,8 @@ class RequestPreparer:
             InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
+        if not isinstance(request, Request):
+            raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
         tokens = self.check_tokens(request.prompt_tokens)
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
@@ -45,7 +47,8 @@ class RequestPreparer:
         )
         if self._config.enable_prefix_caching:
             chain.append(tokens)
-        return PreparedRequest(request, tokens, chain)
+        tokens.flags.writeable = False  # the hashes are of just these tokens
+        return PreparedRequest(request, tokens, chain.hashes, chain, self)
 
     def check_tokens(self, tokens: object) -> TokenArray:
         """Return tokens as an int32 array of the context's own.

@@ -71,11 +71,11 @@ class RequestMemory:
         """
         self.check_row_available()
         shared = list(shared_blocks)
+        missing = max(0, self._blocks_for(num_tokens) - len(shared))
+        assert len(shared) + missing <= self.block_tables.shape[1], "longer than any request"
         self._kv_blocks.retain_memory_blocks(shared)
         try:
-            blocks = self._kv_blocks.allocate_memory_blocks(
-                max(0, self._blocks_for(num_tokens) - len(shared))
-            )
+            blocks = self._kv_blocks.allocate_memory_blocks(missing)
         except BaseException:
             self._kv_blocks.release_memory_blocks(shared)
             raise
@@ -102,6 +102,18 @@ class RequestMemory:
             held = len(active.block_ids)
             active.block_ids += [next(blocks) for _ in range(count)]
             self.block_tables[active.row, held : held + count] = active.block_ids[held:]
+
+    def shrink(self, active: ActiveRequest, num_tokens: int) -> None:
+        """Take back the blocks past those that ``num_tokens`` tokens fill."""
+        held = max(self._blocks_for(num_tokens), active.num_shared_blocks)
+        surplus, active.block_ids = active.block_ids[held:], active.block_ids[:held]
+        self.block_tables[active.row, held:] = self._kv_blocks.dummy_block_id
+        self._kv_blocks.release_memory_blocks(surplus)
+
+    def reset(self) -> None:
+        """Forget all requests; the KV blocks' allocator is reset by its owner."""
+        self._free_rows = list(range(len(self.block_tables)))[::-1]
+        self.block_tables[:] = self._kv_blocks.dummy_block_id
 
     def release(self, active: ActiveRequest) -> None:
         """Take a request's row and blocks back; cached blocks stay findable."""

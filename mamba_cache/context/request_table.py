@@ -9,7 +9,6 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
     StepOrderError,
-    TokenCapacityError,
     UnknownRequestError,
 )
 
@@ -55,6 +54,10 @@ class RequestTable:
         """Forget a finished request."""
         del self._requests[active.request_id]
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._requests.clear()
+
     def find(self, request_id: Hashable, *allowed: RequestStatus) -> ActiveRequest:
         """Return the request of an id.
 
@@ -84,32 +87,36 @@ class RequestTable:
         return self._with_status(RequestStatus.SCHEDULED)
 
     def decoding(self, request_ids: Iterable[Hashable] | None) -> list[ActiveRequest]:
-        """Return the requests that decode in the next step, oldest first.
+        """Return the requests that decode in the next step.
 
         Args:
-            request_ids: Which of them; None means all.
+            request_ids: Which of them, in this order; None means all, oldest first.
 
         Raises:
+            InvalidArgumentError: ``request_ids`` is no collection.
             UnknownRequestError: There is no such request.
             StepOrderError: One of them does not decode.
             SequenceLengthError: One has reached the longest length.
-            TokenCapacityError: The step's buffers cannot hold them beside the scheduled chunks.
         """
         if request_ids is None:
             chosen = self._with_status(RequestStatus.DECODING)
         else:
-            chosen = [self.find(i, RequestStatus.DECODING) for i in dict.fromkeys(request_ids)]
+            chosen = self._find_decoding(request_ids)
         for active in chosen:
             if active.num_tokens > self._max_sequence_length:
                 raise SequenceLengthError(
                     f"request {active.request_id!r} has {active.num_tokens} tokens; "
                     f"max_sequence_length is {self._max_sequence_length}: finish it"
                 )
-        if len(chosen) > self.token_room():
-            raise TokenCapacityError(
-                len(chosen), self.token_room(), "leave some requests out with decode_ids"
-            )
         return chosen
+
+    def _find_decoding(self, request_ids: Iterable[Hashable]) -> list[ActiveRequest]:
+        if not isinstance(request_ids, Iterable):
+            raise InvalidArgumentError(
+                f"decode_ids must be a collection of request ids, got {request_ids!r}"
+            )
+        found = [self.find(request_id, RequestStatus.DECODING) for request_id in request_ids]
+        return list(dict.fromkeys(found))
 
     def holding_memory(self) -> list[ActiveRequest]:
         """Return the requests that have a row and blocks."""
@@ -120,9 +127,12 @@ class RequestTable:
         return [a.chunk for a in self._requests.values() if a.chunk is not None]
 
     def token_room(self) -> int:
-        """Return the tokens that the next step can still take."""
+        """Return the tokens that the next step can still take.
+
+        Every decoding request is counted with one, whether or not it will take part.
+        """
         scheduled = sum(active.current_chunk.num_tokens for active in self.scheduled())
-        return self._max_tokens - scheduled
+        return self._max_tokens - scheduled - len(self._with_status(RequestStatus.DECODING))
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]

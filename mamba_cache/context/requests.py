@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from mamba_cache.blocks import BlockHashChain
+from mamba_cache._checks import check_int
+from mamba_cache.blocks import BlockHashChain, BlockHashes
 from mamba_cache.context.matching import MissReason
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import SlotLease
@@ -43,7 +44,7 @@ class Request:
             for; two prompts match only where the keys agree.
         checkpoint_positions: Positions at which others are expected to branch off, such as the end
             of a system prompt, in tokens. A state is saved at the block boundary at or before
-            each, beside those that the placement chooses.
+            each, in the prompt or in the answer, beside those that the placement chooses.
     """
 
     request_id: Hashable
@@ -54,7 +55,8 @@ class Request:
     checkpoint_positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        check_positions(self.checkpoint_positions)
+        positions = check_positions(self.checkpoint_positions)
+        object.__setattr__(self, "checkpoint_positions", positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +67,31 @@ class PreparedRequest:
 
     Attributes:
         request: The request.
-        tokens: [prompt length] int32 prompt tokens, on the CPU.
-        chain: Block hashes of the prompt; copied when the request is added.
+        tokens: [prompt length] int32 prompt tokens, on the CPU; read-only.
+        hashes: Hashes of the prompt's complete blocks; none if prefix caching is off.
     """
 
     request: Request
     tokens: TokenArray
-    chain: BlockHashChain
+    hashes: BlockHashes
+    _chain: BlockHashChain = field(repr=False)
+    _maker: object = field(repr=False)
+
+    def chain_for(self, maker: object) -> BlockHashChain:
+        """Return the chain of block hashes, which the caller copies before it grows.
+
+        Args:
+            maker: What made this, to prove that its settings are the caller's.
+
+        Raises:
+            InvalidArgumentError: Another context made it: its blocks, limits or secret may differ.
+        """
+        if self._maker is not maker:
+            raise InvalidArgumentError(
+                f"request {self.request.request_id!r} was prepared by another context; "
+                "prepare it with the one that runs it"
+            )
+        return self._chain
 
 
 class RequestStatus(Enum):
@@ -239,22 +259,29 @@ class ActiveRequest:
         if self.is_cached:
             self.chain.append((token,))
 
+    def wanted_boundaries(self, block_size_tokens: int) -> set[int]:
+        """Return the block boundaries at which the caller wants a state."""
+        return {p // block_size_tokens * block_size_tokens for p in self.checkpoint_positions}
+
     def want_checkpoints(self, positions: Sequence[int]) -> None:
         """Add positions at which to save a state.
 
         Raises:
             InvalidArgumentError: One is not an int >= 0.
         """
-        check_positions(positions)
-        self.checkpoint_positions += tuple(positions)
+        self.checkpoint_positions += check_positions(positions)
 
 
-def check_positions(positions: Sequence[int]) -> None:
-    """Check token positions that a caller gives.
+def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
+    """Return token positions that a caller gives, checked.
 
     Raises:
-        InvalidArgumentError: One is not an int >= 0.
+        InvalidArgumentError: They are no collection of ints >= 0.
     """
-    for position in positions:
-        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
-            raise InvalidArgumentError(f"checkpoint_positions must be ints >= 0, got {position!r}")
+    try:
+        given = list(positions)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"checkpoint_positions must be a collection of ints, got {positions!r}"
+        ) from None
+    return tuple(check_int("checkpoint_positions", position, minimum=0) for position in given)

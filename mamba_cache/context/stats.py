@@ -35,7 +35,7 @@ class CacheStats:
         evicted_slots: Saved states given up for others.
         hash_collisions: Blocks kept private because their hash id belonged to other content.
         aborted_steps: Steps taken back.
-        preemptions: Requests that gave their memory back before they were finished.
+        preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
         free_blocks: KV blocks that hold nothing, now.
         cached_blocks: KV blocks that hold a prefix and belong to no request, now.
         used_blocks: KV blocks of requests, now.

@@ -123,6 +123,10 @@ class StepRunner:
         if self._step is not None:
             self.abort()
 
+    def forget(self) -> None:
+        """Have no step in flight; what its requests hold is dealt with by the caller."""
+        self._requests, self._step = (), None
+
     def check_tokens(self, new_tokens: Mapping[Hashable, int]) -> None:
         """Check that just the requests that sample have a token.
 
@@ -131,6 +135,10 @@ class StepRunner:
             InvalidArgumentError: A token is missing, or one is not expected.
         """
         expected = set(self.step.sampling_ids)
+        if not isinstance(new_tokens, Mapping):
+            raise InvalidArgumentError(
+                f"new_tokens must map request ids to tokens, got {type(new_tokens).__name__}"
+            )
         missing, unexpected = expected - new_tokens.keys(), new_tokens.keys() - expected
         if missing or unexpected:
             raise InvalidArgumentError(
@@ -143,6 +151,8 @@ class StepRunner:
         is_decoding = active.status is RequestStatus.DECODING
         samples = active.samples
         active.num_computed = chunk.end
+        if chunk.lease is not None:
+            self._publisher.note_consumed(chunk.lease)
         self._publisher.publish(active, chunk)
         self._counters.computed_tokens += chunk.num_tokens
         if active.admission is not None:
@@ -154,6 +164,7 @@ class StepRunner:
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
 
     def _preempt_all(self) -> None:
-        requests, self._requests, self._step = self._requests, (), None
+        requests = self._requests
+        self.forget()
         for active in requests:
             self._admitter.release(active)

@@ -65,7 +65,7 @@ class EngineRequest:
             sampling,
             submitted_at,
             reusable_blocks=reusable_tokens // config.block_size_tokens,
-            digests=prepared.chain.hashes.digests,
+            digests=prepared.hashes.digests,
         )
 
     @property

@@ -25,6 +25,7 @@ class StepMetadata:
         num_prefills: Requests that compute a chunk of their prompt; they come last.
         num_tokens: Tokens of the whole batch.
         num_chunks: SSM chunks of the prefill part.
+        chunk_size: Tokens that an SSM chunk has at most.
         num_checkpoints: Checkpoints inside this step's prefill chunks.
         max_seq_len: The largest of ``seq_lens``: how far attention looks back at most.
         token_ids: [max_tokens] int64. Input tokens; padding is 0.
@@ -68,6 +69,7 @@ class StepMetadata:
     num_prefills: int
     num_tokens: int
     num_chunks: int
+    chunk_size: int
     num_checkpoints: int
     max_seq_len: int
     token_ids: torch.Tensor

@@ -138,6 +138,7 @@ class StepBuffers:
             num_prefills=len(plan.prefills),
             num_tokens=tokens,
             num_chunks=num_chunks,
+            chunk_size=self._chunk_size,
             num_checkpoints=len(plan.checkpoints),
             max_seq_len=max((s.start + len(s.token_ids) for s in slices), default=0),
             **self._tensors,

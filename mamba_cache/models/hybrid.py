@@ -98,6 +98,11 @@ class HybridModel:
     def _check(self, metadata: StepMetadata, caches: ModelCaches) -> None:
         if not metadata.num_requests:
             raise InvalidArgumentError("the step has no request; forward needs at least one")
+        if metadata.chunk_size > self.config.ssm_chunk_size:
+            raise InvalidArgumentError(
+                f"the step has chunks of {metadata.chunk_size} tokens; this model's scan takes at "
+                f"most {self.config.ssm_chunk_size} (ssm_chunk_size)"
+            )
         spec = self.config.state_spec(self.dtype)
         if caches.live_states.spec != spec:
             raise InvalidArgumentError(

@@ -1,13 +1,14 @@
 """The context under every order of calls, against a plain model of what may be found."""
 
 import torch
-from context_rig import BLOCK, MODEL, VOCAB, UncachedRuns, make_config, make_context
+from context_rig import BLOCK, CHUNK, MODEL, VOCAB, UncachedRuns, make_config, make_context
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mamba_cache.context import Request, RequestStatus
-from mamba_cache.errors import CapacityError
+from mamba_cache.errors import CapacityError, SequenceLengthError
+from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, LastBlock, RefZeroSlotPolicy
 
 UNCACHED = UncachedRuns()
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
@@ -34,18 +35,30 @@ class ContextMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "ref_zero"]),
         save_decode_states=st.booleans(),
         max_checkpoints=st.sampled_from([0, 1, None]),
+        chunk=st.sampled_from([2, 4, BLOCK]),
+        longest=st.sampled_from([128, 128, 40, 37]),
+        placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1), EveryNthBlock(2)]),
+        slot_policy=st.sampled_from([None, RefZeroSlotPolicy, ConsumedSlotPolicy]),
     )
-    def start(self, ample, policy, save_decode_states, max_checkpoints):
-        self.exact = ample and policy == "lru" and max_checkpoints is None
+    def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
+        last_block_is_saved = placement is None or isinstance(placement, LastBlock)
+        self.exact = ample and policy == "lru" and max_checkpoints is None and last_block_is_saved
+        self.longest = longest
         sizes = {} if ample else {"num_kv_blocks": 14, "max_slots": 3}
+        chunk = settings.pop("chunk")
         self.context = make_context(
             make_config(
                 eviction_policy=policy,
-                save_decode_states=save_decode_states,
                 max_checkpoints_per_step=max_checkpoints,
                 max_tokens=60,
+                ssm_chunk_size=min(chunk, CHUNK),
+                ssm_chunk_alignment=chunk,
+                max_sequence_length=longest,
+                **settings,
                 **sizes,
-            )
+            ),
+            placement=placement,
+            slot_policy=slot_policy and slot_policy(),
         )
         self.requests = {}
         self.next_id = 0
@@ -62,10 +75,16 @@ class ContextMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=20),
         salt=st.sampled_from([None, None, "a"]),
         chunk=st.none() | st.integers(1, 40),
+        wanted=st.lists(st.integers(0, 60), max_size=2),
     )
-    def add(self, stem, tail, salt, chunk):
-        seen = Seen(STEM[:stem] + tail or [1], salt)
-        request = Request(request_id=self.next_id, prompt_tokens=list(seen.prompt), cache_salt=salt)
+    def add(self, stem, tail, salt, chunk, wanted):
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], salt)
+        request = Request(
+            request_id=self.next_id,
+            prompt_tokens=list(seen.prompt),
+            cache_salt=salt,
+            checkpoint_positions=wanted,
+        )
         try:
             seen.admission = self.context.add_request(request, chunk_tokens=chunk)
         except CapacityError:
@@ -82,23 +101,27 @@ class ContextMachine(RuleBasedStateMachine):
             admission = self.context.resume_request(chosen, chunk_tokens=chunk)
         except CapacityError:
             return
+        except SequenceLengthError:
+            assert len(self.requests[chosen].tokens) > self.longest
+            return
         self.requests[chosen].admission = admission
         self.check_match(self.requests[chosen])
 
     @precondition(lambda self: self.requests)
-    @rule(times=st.integers(1, 16), chunk=st.none() | st.integers(1, 40))
-    def steps(self, times, chunk):
+    @rule(times=st.integers(1, 16), chunk=st.none() | st.integers(1, 40), some=st.booleans())
+    def steps(self, times, chunk, some):
         for _ in range(times):
             for chosen in self.with_status(RequestStatus.PREFILLING):
                 try:
                     self.context.schedule_prefill(chosen, chunk_tokens=chunk)
                 except CapacityError:
                     continue
+            decoding = self.with_status(RequestStatus.DECODING)
             if self.can_step():
-                self.step()
+                self.step(decoding[::2] if some and decoding else None)
 
-    def step(self):
-        step = self.begin()
+    def step(self, decode_ids):
+        step = self.begin(decode_ids)
         if step is None:
             return
         logits = MODEL.forward(step.metadata, self.context)
@@ -153,6 +176,16 @@ class ContextMachine(RuleBasedStateMachine):
             slots.invalidate_block(data.draw(st.sampled_from(sorted(housed))))
             self.surely_saved.clear()
 
+    @rule(data=st.data())
+    def deregister(self, data):
+        hashes = self.context.kv_block_allocator.block_hashes
+        registered = (hashes >= 0).nonzero().flatten().tolist()
+        if registered:
+            self.context.kv_block_allocator.deregister_blocks(
+                [data.draw(st.sampled_from(registered))]
+            )
+            self.exact = False
+
     @rule(preserve=st.booleans())
     def reset(self, preserve):
         self.context.reset(preserve_prefix_cache=preserve)
@@ -176,11 +209,17 @@ class ContextMachine(RuleBasedStateMachine):
     def can_step(self):
         return self.with_status(RequestStatus.SCHEDULED) or self.with_status(RequestStatus.DECODING)
 
-    def begin(self):
+    def begin(self, decode_ids=None):
         """Begins a step; whatever was restored must be, bit for bit, what was saved."""
         try:
-            step = self.context.begin_step()
+            step = self.context.begin_step(decode_ids)
         except CapacityError:
+            return None
+        except SequenceLengthError:
+            for request_id in self.with_status(RequestStatus.DECODING):
+                if len(self.requests[request_id].tokens) > self.longest:
+                    self.context.finish(request_id)
+                    del self.requests[request_id]
             return None
         for request in step.requests:
             seen = self.requests[request.request_id]
@@ -231,9 +270,11 @@ class ContextMachine(RuleBasedStateMachine):
         known = {}
         for seen in self.requests.values():
             request = Request(
-                request_id="probe", prompt_tokens=list(seen.tokens), cache_salt=seen.salt
+                request_id="probe",
+                prompt_tokens=list(seen.tokens[: self.longest]),
+                cache_salt=seen.salt,
             )
-            hashes = self.context.prepare(request).chain.hashes
+            hashes = self.context.prepare(request).hashes
             for index in range(len(hashes)):
                 block = kv_blocks.find_block(hashes[index], hashes.digests[index])
                 if block is not None and slots.has_state(block):

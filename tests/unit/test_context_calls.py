@@ -6,9 +6,8 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context, run_step
 
 from mamba_cache import errors
-from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.states import StateSpec, StateTensorSpec
+from mamba_cache.context import Request, RequestStatus
+from mamba_cache.slots import EveryNthBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
@@ -51,6 +50,21 @@ BAD_CALLS = {
         lambda c: c.add_request(request("x"), checkpoint_positions=[-1]),
         "checkpoint_positions",
     ),
+    "checkpoints that are no collection": (
+        lambda c: c.add_request(request("x"), checkpoint_positions=8),
+        "checkpoint_positions",
+    ),
+    "no request": (lambda c: c.add_request({}), "give a Request"),
+    "nothing": (lambda c: c.prepare(None), "give a Request"),
+    "a foreign preparation": (
+        lambda c: c.add_request(make_context().prepare(request("x"))),
+        "another context",
+    ),
+    "a foreign preparation to match": (
+        lambda c: c.match(make_context().prepare(request("x"))),
+        "another context",
+    ),
+    "decode ids that are no collection": (lambda c: c.begin_step(5), "decode_ids"),
     "bad later checkpoint": (
         lambda c: c.schedule_prefill("prefilling", checkpoint_positions=["a"]),
         "checkpoint_positions",
@@ -68,6 +82,7 @@ BAD_ORDER = {
     "schedule while decoding": (lambda c: c.schedule_prefill("decoding"), errors.StepOrderError),
     "decode while prefilling": (lambda c: c.begin_step(["prefilling"]), errors.StepOrderError),
     "decode unknown": (lambda c: c.begin_step(["nobody"]), errors.UnknownRequestError),
+    "decode unhashable": (lambda c: c.begin_step([[1]]), errors.UnknownRequestError),
     "too long a prompt": (
         lambda c: c.add_request(request("x", [1] * 129)),
         errors.SequenceLengthError,
@@ -135,6 +150,8 @@ def test_rows_are_limited(busy):
     [
         ({}, "missing"),
         ({"decoding": 1, "scheduled": 1, "prefilling": 1}, "unexpected"),
+        (None, "NoneType"),
+        ([1], "list"),
         ({"decoding": 1, "scheduled": -1}, "-1"),
         ({"decoding": 1, "scheduled": 99}, "vocab_size"),
     ],
@@ -159,16 +176,17 @@ def test_decoding_ends_at_the_longest_length():
     assert len(context.finish("x")) == 2
 
 
-def test_decoding_needs_token_room():
+def test_decoding_requests_keep_their_token_room():
+    """A chunk that was admitted can always be computed beside those that decode."""
     context = make_context(make_config(max_tokens=20, max_requests=3))
     for name in ("a", "b"):
         context.add_request(request(name, [1]))
     run_step(context)
-    context.add_request(request("c", [2] * 19))
-    with pytest.raises(errors.TokenCapacityError, match="decode_ids"):
-        context.begin_step()
-    sampled = run_step(context, decode_ids=["b", "b"])
-    assert set(sampled) == {"b", "c"}
+    with pytest.raises(errors.TokenCapacityError, match="19 tokens in one step are required"):
+        context.add_request(request("c", [2] * 19))
+    context.add_request(request("c", [2] * 18))
+    assert set(run_step(context, decode_ids=["b", "b"])) == {"b", "c"}
+    assert list(run_step(context, decode_ids=["c", "a"])) == ["c", "a"]
 
 
 def test_decoding_needs_blocks():
@@ -238,50 +256,113 @@ def test_exception_while_saving_publishes_nothing(monkeypatch):
     context.check_invariants()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "words"),
-    [
-        ({"kv_cache_gb": 1e-9, "max_slots": 1}, errors.BudgetError, "GiB"),
-        ({"num_kv_blocks": 1, "mamba_cache_gb": 1e-9}, errors.BudgetError, "slot"),
-    ],
-)
-def test_budgets_too_small(settings, error, words):
-    with pytest.raises(error, match=words):
-        DynamicInferenceContext(CacheConfig(**settings), STATES, KV)
+def test_resuming_ends_at_the_longest_length():
+    """A request as long as may be was resumed past its table, and its row and blocks were lost."""
+    for longest in (4 * BLOCK, 4 * BLOCK - 2):
+        context = make_context(make_config(max_sequence_length=longest))
+        context.add_request(request("x", [1] * longest))
+        run_step(context)
+        context.preempt("x")
+        with pytest.raises(errors.SequenceLengthError, match="finish it"):
+            context.resume_request("x")
+        context.check_invariants()
+        assert len(context.finish("x")) == 1
 
 
-def test_budgets_become_blocks_and_slots():
-    block = KV.bytes_per_block(BLOCK)
-    config = make_config(
-        num_kv_blocks=None,
-        max_slots=None,
-        kv_cache_gb=10.5 * block / 2**30,
-        mamba_cache_gb=3.5 * STATES.bytes_per_slot / 2**30,
-    )
-    context = DynamicInferenceContext(config, STATES, KV)
-    assert context.kv_block_allocator.pool_size == 10
-    assert context.kv_cache.nbytes == 10 * block
-    assert context.slot_allocator.max_slots == 3
-    assert context.stats().free_slots == 3
+class BreaksLater(EveryNthBlock):
+    """A placement that fails once it is told to."""
+
+    broken = False
+
+    def positions(self, facts):
+        if BreaksLater.broken:
+            raise OSError("planning failed")
+        return super().positions(facts)
 
 
-def test_own_kv_cache_needs_a_block_count():
-    with pytest.raises(errors.InvalidArgumentError, match="num_kv_blocks"):
-        DynamicInferenceContext(CacheConfig(kv_cache_gb=1.0, max_slots=1), STATES)
-    context = DynamicInferenceContext(CacheConfig(num_kv_blocks=3, max_slots=1), STATES)
-    assert context.kv_cache is None
-    assert context.kv_block_allocator.pool_size == 4
+@pytest.fixture
+def breaks_later(monkeypatch):
+    monkeypatch.setattr(BreaksLater, "broken", False)
+    return BreaksLater(1)
 
 
-def test_states_of_other_tensors_are_refused():
-    spec = StateSpec((StateTensorSpec("other", 1, (2,), torch.float32),))
-    with pytest.raises(errors.InvalidArgumentError, match="'conv' and 'ssm'"):
-        DynamicInferenceContext(make_config(), spec, KV)
+def test_exception_while_planning_anew_takes_the_step_back(breaks_later):
+    """The roll-back gave slots back that the new plan had given back already."""
+    context = make_context(placement=breaks_later)
+    generate(context, PROMPT, 1)
+    context.add_request(request("x", [*PROMPT, *[5] * 20]))
+    slots = context.slot_allocator
+    slots.invalidate_block(context.match(request("y")).block_ids[-1])
+    BreaksLater.broken = True
+    with pytest.raises(OSError, match="planning failed"):
+        context.begin_step()
+    context.check_invariants()
+    assert context.status("x") is RequestStatus.PREEMPTED
+    assert slots.num_reserved_slots == 0
+
+
+def test_exception_while_planning_a_later_chunk_changes_nothing(breaks_later):
+    context = make_context(placement=breaks_later)
+    context.add_request(request("x", [5] * 30), chunk_tokens=3)
+    run_step(context)
+    before = context.stats()
+    BreaksLater.broken = True
+    with pytest.raises(OSError, match="planning failed"):
+        context.schedule_prefill("x", checkpoint_positions=[8])
+    context.check_invariants()
+    assert context.stats() == before
+    assert context.status("x") is RequestStatus.PREFILLING
+
+
+def test_prepared_tokens_cannot_be_changed():
+    """The hashes were of other tokens than the model computed, and the next request hit those."""
+    prepared = make_context().prepare(request("x"))
+    with pytest.raises(ValueError, match="read-only"):
+        prepared.tokens[0] = 5
+
+
+def test_reset_gives_the_context_that_was_made():
+    """Rows kept the order in which they had been given back."""
+    config = make_config(hash_secret=b"fixed")
+    context, fresh = make_context(config), make_context(config)
+    for name in ("a", "b", "c"):
+        context.add_request(request(name, [1] * 20))
+    run_step(context)
+    context.finish("b")
+    context.add_request(request("d", [2] * 20))
+    context.begin_step()
+    context.reset()
+    context.check_invariants()
+    assert context.fingerprint() == fresh.fingerprint()
+    assert context.stats() == fresh.stats()
+    rows = []
+    for one in (context, fresh):
+        for name in ("a", "b"):
+            one.add_request(request(name, [1] * 20))
+        rows.append([piece.row for piece in one.begin_step().requests])
+    assert rows[0] == rows[1]
+
+
+def test_reset_heals_whatever_happened():
+    context = make_context()
+    context.add_request(request("x"))
+    context.begin_step()
+    context.slot_allocator.reset()
+    context.kv_block_allocator.reset()
+    context.reset()
+    context.check_invariants()
+    assert len(generate(context, PROMPT, 2)[0]) == 2
 
 
 def test_invariants_see_a_lost_reservation(busy):
     busy.slot_allocator.cancel_reserved(list(busy.slot_allocator.pool.reserved)[:1])
     with pytest.raises(errors.InvariantError, match="are reserved, but"):
+        busy.check_invariants()
+
+
+def test_invariants_see_lost_room_for_checkpoints(busy):
+    busy._planner._room -= 1
+    with pytest.raises(errors.InvariantError, match="room for"):
         busy.check_invariants()
 
 

@@ -68,7 +68,7 @@ def test_lost_state_is_planned_anew():
     context = make_context(placement=EveryNthBlock(1))
     generate(context, PROMPT, 1)
     assert add(context, "hit", PROMPT).state_matched_blocks == 3
-    block = context.kv_block_allocator.match_prefix(prepared(context, PROMPT).chain.hashes)[2]
+    block = context.kv_block_allocator.match_prefix(prepared(context, PROMPT).hashes)[2]
     context.slot_allocator.invalidate_block(block)
     step = context.begin_step()
     assert step.requests[0].skip_tokens == 2 * BLOCK
@@ -125,7 +125,7 @@ def test_checkpoint_at_end_of_prompt_is_the_state_there():
     context.commit_step({"x": 0})
     assert saved_prefix_lengths(context, prompt) == [2, 3]
     slots = context.slot_allocator
-    block = context.kv_block_allocator.match_prefix(prepared(context, prompt).chain.hashes)[2]
+    block = context.kv_block_allocator.match_prefix(prepared(context, prompt).hashes)[2]
     slot = slots.get_slot(block)
     assert torch.equal(slots.conv_states[:, slot], live["conv"])
     assert torch.equal(slots.ssm_states[:, slot], live["ssm"])
@@ -135,7 +135,7 @@ def test_shared_blocks_are_not_written_again():
     """Tokens between the state and the end of the KV match are computed, but not stored."""
     context, prompt = make_context(), PROMPT[: 3 * BLOCK]
     generate(context, prompt, 1)
-    block = context.kv_block_allocator.match_prefix(prepared(context, prompt).chain.hashes)[2]
+    block = context.kv_block_allocator.match_prefix(prepared(context, prompt).hashes)[2]
     before = context.kv_cache[:, :, block].clone()
     add(context, "again", prompt)
     step = context.begin_step()

@@ -1,5 +1,6 @@
 """What hits, what misses, and what is said of it."""
 
+import numpy as np
 import pytest
 from context_rig import (
     BLOCK,
@@ -8,12 +9,13 @@ from context_rig import (
     generate,
     make_config,
     make_context,
+    prepared,
     run_step,
     saved_prefix_lengths,
 )
 
-from mamba_cache.context import MissReason, RequestStatus
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.context import MissReason
+from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
@@ -91,23 +93,70 @@ def test_decode_states_can_be_left_out():
 
 
 def test_superseding_spares_a_state_that_is_being_read():
+    """The reader is admitted while the writer is a token before its next boundary."""
     context = make_context()
-    add(context, "long", PROMPT)
-    run_step(context)
-    while context.stats().saved_states < 2:
-        run_step(context)
-    run = context.finish("long")
-    answer = PROMPT + run
-    # Another request is about to read the answer's state while its owner saves a newer one.
-    add(context, "again", answer[: len(PROMPT)])
-    for _ in range(len(run)):
-        run_step(context)
-    assert context.status("again") is RequestStatus.DECODING
-    reader = add(context, "reader", [*answer, 1, 2])
+    add(context, "writer", PROMPT)
+    answer = []
+    while len(PROMPT) + len(answer) < 5 * BLOCK:
+        answer.append(run_step(context)["writer"][1])
+    assert saved_prefix_lengths(context, PROMPT + answer) == [3, 4]
+    reader = add(context, "reader", [*PROMPT, *answer][: 4 * BLOCK + 1])
     assert reader.skip_tokens == 4 * BLOCK
+    sampled = run_step(context)
+    assert saved_prefix_lengths(context, [*PROMPT, *answer]) == [3, 4, 5]
+    assert_same_run(([sampled["reader"][1]], [sampled["reader"][0]]), [*PROMPT, *answer][:33])
+    context.check_invariants()
+
+
+def test_superseding_spares_a_state_that_a_hit_has_used():
+    context = make_context()
+    add(context, "writer", PROMPT)
+    answer = []
+    while len(PROMPT) + len(answer) < 4 * BLOCK + 2:
+        answer.append(run_step(context)["writer"][1])
+    prompt = [*PROMPT, *answer][: 4 * BLOCK + 1]
+    assert add(context, "reader", prompt).skip_tokens == 4 * BLOCK
+    run_step(context)
+    context.finish("reader")
     for _ in range(BLOCK):
-        sampled = run_step(context, decode_ids=["again"])
-    assert "again" in sampled
+        run_step(context)
+    assert add(context, "again", prompt).skip_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("save_decode_states", [True, False])
+def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
+    context = make_context(make_config(save_decode_states=save_decode_states))
+    answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[4 * BLOCK + 3])[0]
+    kept = saved_prefix_lengths(context, PROMPT + answer)
+    assert kept == ([3, 4, 6] if save_decode_states else [3, 4])
+
+
+@pytest.mark.parametrize("given", [(p for p in [17]), np.array([17]), [np.int64(17)]])
+def test_wanted_checkpoints_come_in_any_collection(given):
+    context = make_context()
+    generate(context, PROMPT, 1, checkpoint_positions=given)
+    assert saved_prefix_lengths(context, PROMPT) == [2, 3]
+
+
+def test_a_hit_keeps_its_state_under_the_consumed_policy():
+    context = make_context(make_config(max_slots=2), slot_policy=ConsumedSlotPolicy())
+    first, second, third = ([n] * (BLOCK + 1) for n in (1, 2, 3))
+    generate(context, first, 1)
+    generate(context, second, 1)
+    assert generate(context, first, 1)[2].skip_tokens == BLOCK
+    generate(context, third, 1)
+    assert saved_prefix_lengths(context, first) == [1]
+    assert saved_prefix_lengths(context, second) == []
+
+
+def test_deregistered_shared_blocks_stay_deregistered():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    add(context, "x", [*PROMPT, *[1] * 20])
+    shared = context.match(prepared(context, PROMPT)).block_ids
+    context.kv_block_allocator.deregister_blocks(shared)
+    run_step(context)
+    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
     context.check_invariants()
 
 

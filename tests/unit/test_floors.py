@@ -25,6 +25,7 @@ FLOORS = {
     "protocols": 1,
     "config": 1,
     "_eviction_queue": 1,
+    "_checks": 1,
     "_indices": 1,
     "errors": 0,
     "_version": 0,

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
 
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.models import HybridModel, HybridModelConfig
 from mamba_cache.models.attention import AttentionLayer
@@ -361,3 +363,15 @@ def test_forward_refuses_foreign_caches_and_empty_steps(generator):
     empty = dataclasses.replace(metadata, num_prefills=0)
     with pytest.raises(InvalidArgumentError, match="at least one"):
         model.forward(empty, caches)
+
+
+def test_chunks_longer_than_the_scan_takes_are_refused():
+    """A context with chunks of 256 over a scan of 64 gave tokens from memory nobody had written."""
+    model = HybridModel(dtype=torch.float64)
+    config = CacheConfig(num_kv_blocks=8, max_slots=2)
+    context = DynamicInferenceContext(
+        config, model.config.state_spec(model.dtype), model.config.kv_spec(model.dtype)
+    )
+    context.add_request(Request(request_id=0, prompt_tokens=[1] * 65))
+    with pytest.raises(InvalidArgumentError, match="chunks of 256 tokens"):
+        model.forward(context.begin_step().metadata, context)
