@@ -13,6 +13,9 @@ __all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
 HashAlgorithm = Literal["xxh3_128", "sha256"]
 
 
+_MAX_ROUNDING_SEED = 2**31 - 1
+
+
 class EvictionPolicy(str, Enum):
     """When cached KV blocks, and the slots that belong to them, are given up.
 
@@ -52,6 +55,10 @@ class CacheConfig:
             skipped and counted. Default: three for each request.
         save_decode_states: Save a state when decoding crosses a block boundary, so that the next
             turn of a conversation reuses the answer.
+        slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
+            in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
+        slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
+        slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -76,6 +83,9 @@ class CacheConfig:
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
+    slot_quantization: Literal["int8"] | None = None
+    slot_rounding: Literal["nearest", "stochastic"] = "nearest"
+    slot_rounding_seed: int = 0
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -148,6 +158,20 @@ class CacheConfig:
                 f"eviction_policy must be one of {policies}, got {self.eviction_policy!r}"
             )
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
+        for name, choices in (
+            ("slot_quantization", (None, "int8")),
+            ("slot_rounding", ("nearest", "stochastic")),
+        ):
+            if getattr(self, name) not in choices:
+                raise InvalidArgumentError(
+                    f"{name} must be one of {choices}, got {getattr(self, name)!r}"
+                )
+        _check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0)
+        if self.slot_rounding_seed > _MAX_ROUNDING_SEED:
+            raise InvalidArgumentError(
+                f"slot_rounding_seed must be at most {_MAX_ROUNDING_SEED}, "
+                f"got {self.slot_rounding_seed}"
+            )
         if self.hash_algorithm not in ("xxh3_128", "sha256"):
             raise InvalidArgumentError(
                 f"hash_algorithm must be 'xxh3_128' or 'sha256', got {self.hash_algorithm!r}"

@@ -14,6 +14,7 @@ from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.states import (
     KVCacheSpec,
+    SlotQuantization,
     StatePool,
     StateSpec,
     blocks_in_budget,
@@ -159,9 +160,10 @@ class CacheMemory:
         entries = slice(None if capturing else metadata.num_checkpoints)
         if metadata.checkpoint_slots[entries].numel() == 0:
             return
+        slots = self.slot_allocator
         extract_checkpoint_states(
-            self.slot_allocator.conv_states[layer],
-            self.slot_allocator.ssm_states[layer],
+            slots.conv_states[layer],
+            slots.ssm_states[layer],
             self.mamba_conv_states[layer],
             chunk_states,
             conv_input,
@@ -170,6 +172,8 @@ class CacheMemory:
             checkpoint_seq_starts=metadata.checkpoint_seq_starts[entries],
             checkpoint_rows=metadata.checkpoint_rows[entries],
             checkpoint_slots=metadata.checkpoint_slots[entries],
+            slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
+            quantization=slots.quantization,
         )
 
 
@@ -234,21 +238,32 @@ def _slot_allocator(
 
     Raises:
         BudgetError: The budget does not hold one slot.
+        InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
     """
     conv, ssm = state_spec.tensors
+    quantization = _quantization(memory.config)
+    slot_spec = quantization.slot_spec(state_spec) if quantization else state_spec
     return MambaSlotAllocator(
         memory,
-        _num_slots(memory.config, state_spec),
+        _num_slots(memory.config, slot_spec),
         conv.num_layers,
         conv.shape,
         ssm.shape,
         conv.dtype,
         ssm.dtype,
         policy=policy,
+        quantization=quantization,
     )
 
 
-def _num_slots(config: CacheConfig, state_spec: StateSpec) -> int:
+def _quantization(config: CacheConfig) -> SlotQuantization | None:
+    """Return how slots keep SSM states in int8, or None if they keep them as they are."""
+    if config.slot_quantization is None:
+        return None
+    return SlotQuantization(config.slot_rounding, config.slot_rounding_seed)
+
+
+def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:
     """Return the slots that the budget holds; none if prefix caching is off.
 
     Raises:
@@ -259,4 +274,4 @@ def _num_slots(config: CacheConfig, state_spec: StateSpec) -> int:
     if config.max_slots is not None:
         return config.max_slots
     assert config.mamba_cache_gb is not None
-    return slots_in_budget(config.mamba_cache_gb, state_spec)
+    return slots_in_budget(config.mamba_cache_gb, slot_spec)

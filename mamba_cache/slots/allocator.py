@@ -18,7 +18,7 @@ from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
 from mamba_cache.slots.placement import CheckpointPlacement, MegatronPlacement
 from mamba_cache.slots.policies import SlotEvictionPolicy
 from mamba_cache.slots.transfers import StateTransfers
-from mamba_cache.states import RowIndices, StatePool, StateSpec
+from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
 __all__ = ["MambaSlotAllocator"]
 
@@ -43,6 +43,7 @@ class MambaSlotAllocator(SlotControl):
         policy: Which slots are evicted; default: what ``prefix_caching_eviction_policy`` names,
             "lru" if the context has none.
         placement: Where checkpoints lie; default: ``MegatronPlacement``.
+        quantization: How slots keep SSM states in int8; None: as they are.
 
     Attributes:
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
@@ -50,7 +51,8 @@ class MambaSlotAllocator(SlotControl):
         slot_to_block: [max_slots] int32, CPU. -1: the slot is free or reserved. These three share
             the memory of the arrays in ``pool`` and may be written by index.
         conv_states: [num_mamba_layers, max_slots, *conv] on the device.
-        ssm_states: [num_mamba_layers, max_slots, *ssm] on the device.
+        ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
+        ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
         max_intermediate_count: States that the scratch has room for.
         intermediate_conv_out: [num_mamba_layers, max_intermediate_count, *conv]: the scratch.
         intermediate_ssm_out: [num_mamba_layers, max_intermediate_count, *ssm]: the scratch.
@@ -72,6 +74,7 @@ class MambaSlotAllocator(SlotControl):
         *,
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        quantization: SlotQuantization | None = None,
     ) -> None:
         check_model(context)
         super().__init__(context, max_slots, policy=policy)
@@ -80,13 +83,8 @@ class MambaSlotAllocator(SlotControl):
         self.free_slots = torch.from_numpy(self.pool.free_slots)
         self.block_to_slot = torch.from_numpy(self.pool.block_to_slot)
         self.slot_to_block = torch.from_numpy(self.pool.slot_to_block)
-        shapes_and_dtypes = (
-            conv_states_shape,
-            ssm_states_shape,
-            conv_states_dtype,
-            ssm_states_dtype,
-        )
-        self._make_states(StateSpec.mamba(num_mamba_layers, *shapes_and_dtypes))
+        kinds = (conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype)
+        self._make_states(StateSpec.mamba(num_mamba_layers, *kinds), quantization)
         self._make_tables()
 
     @classmethod
@@ -111,15 +109,17 @@ class MambaSlotAllocator(SlotControl):
         arguments = (context, max_slots, conv.num_layers, *shapes_and_dtypes)
         return cls(*arguments, policy=policy, placement=placement)
 
-    def _make_states(self, spec: StateSpec) -> None:
-        device = state_device(self.context)
-        self.max_intermediate_count: int = getattr(
-            self.context, "max_mamba_intermediate_states_per_step", 0
-        )
-        self._states = StatePool(spec, self.max_slots, device=device)
+    def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
+        device, scratch_name = state_device(self.context), "max_mamba_intermediate_states_per_step"
+        self.max_intermediate_count: int = getattr(self.context, scratch_name, 0)
+        self.quantization = quantization
+        slot_spec = quantization.slot_spec(spec) if quantization else spec
+        self._states = StatePool(slot_spec, self.max_slots, device=device)
         self._scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        self._transfers = StateTransfers(self._states, self._scratch, self._live_states)
+        pools = self._states, self._scratch
+        self._transfers = StateTransfers(*pools, self._live_states, quantization)
         self.conv_states, self.ssm_states = self._states["conv"], self._states["ssm"]
+        self.ssm_scales = self._states.tensors.get("ssm_scales")
         self.intermediate_conv_out = self._scratch["conv"]
         self.intermediate_ssm_out = self._scratch["ssm"]
 

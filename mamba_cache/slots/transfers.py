@@ -8,7 +8,16 @@ import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import RowIndices, StateCopier, StatePool
+from mamba_cache.states import (
+    RowIndices,
+    SlotQuantization,
+    StateCopier,
+    StateDequantizer,
+    StatePool,
+    StateQuantizer,
+    StateTensorSpec,
+    quantize_states,
+)
 
 __all__ = ["StateTransfers"]
 
@@ -22,6 +31,7 @@ class StateTransfers:
         slots: The slots' states.
         scratch: Where the forward of some embedders writes its checkpoints.
         live_states: Returns the live tensors, [num_layers, rows, *shape], in the spec's order.
+        quantization: How slots keep SSM states in int8; None: they keep all states as they are.
     """
 
     def __init__(
@@ -29,11 +39,14 @@ class StateTransfers:
         slots: StatePool,
         scratch: StatePool,
         live_states: Callable[[], Sequence[torch.Tensor]],
+        quantization: SlotQuantization | None = None,
     ) -> None:
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
         self._live_storage: tuple[object, ...] = ()
-        self._scratch_to_slots = StateCopier(list(scratch.tensors.values()), self._slots)
+        self._layer_states = scratch.spec.tensors
+        self._quantization = quantization
+        self._scratch_to_slots = self._storing(list(scratch.tensors.values()))
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
         """Writes one layer of one slot's state.
@@ -48,11 +61,13 @@ class StateTransfers:
                 shape and dtype.
         """
         layer = check_int("layer_idx", layer, minimum=0, maximum=len(self._slots[0]) - 1)
-        targets = [tensor[layer, slot] for tensor in self._slots]
-        for target, state in zip(targets, states, strict=True):
-            _check_fits(state, target)
-        for target, state in zip(targets, states, strict=True):
-            target.copy_(state)
+        for wanted, state in zip(self._layer_states, states, strict=True):
+            _check_fits(state, wanted)
+        if self._quantization is not None:
+            conv, ssm = states
+            states = (conv, *quantize_states(ssm, self._quantization))
+        for tensor, state in zip(self._slots, states, strict=True):
+            tensor[layer, slot].copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Saves live states.
@@ -93,18 +108,28 @@ class StateTransfers:
         live = list(self._live_states())
         storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
         if storage != self._live_storage:
-            self._live_to_slots = StateCopier(live, self._slots)
-            self._slots_to_live = StateCopier(self._slots, live)
+            self._live_to_slots = self._storing(live)
+            self._slots_to_live = self._restoring(live)
             self._live_storage = storage
 
+    def _storing(self, states: list[torch.Tensor]) -> StateCopier | StateQuantizer:
+        if self._quantization is None:
+            return StateCopier(states, self._slots)
+        return StateQuantizer(states, self._slots, self._quantization)
 
-def _check_fits(state: object, target: torch.Tensor) -> None:
+    def _restoring(self, states: list[torch.Tensor]) -> StateCopier | StateDequantizer:
+        if self._quantization is None:
+            return StateCopier(self._slots, states)
+        return StateDequantizer(self._slots, states)
+
+
+def _check_fits(state: object, wanted: StateTensorSpec) -> None:
     if not isinstance(state, torch.Tensor):
         given = type(state).__name__
-    elif state.shape != target.shape or state.dtype != target.dtype:
+    elif state.shape != wanted.shape or state.dtype != wanted.dtype:
         given = f"{tuple(state.shape)} {state.dtype}"
     else:
         return
     raise InvalidArgumentError(
-        f"a layer's state must be a tensor of {tuple(target.shape)} {target.dtype}, got {given}"
+        f"a layer's state must be a tensor of {wanted.shape} {wanted.dtype}, got {given}"
     )

@@ -1,0 +1,105 @@
+"""A context whose slots are quantised: its budget, its hits, and what is refused."""
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, VOCAB, generate, make_config, make_context, uncached
+from slot_rig import make_context as make_embedder
+
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import SlotQuantization, dequantize_states, quantize_states
+
+PROMPT = [(7 * i * i + 3 * i) % VOCAB for i in range(5 * BLOCK + 3)]
+
+
+def quantized_context(**changes):
+    return make_context(make_config(slot_quantization="int8", **changes), poison=False)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: 4 * BLOCK]], ids=["inside", "at the end"])
+def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
+    context = quantized_context(slot_rounding=rounding, slot_rounding_seed=3)
+    longer = [*prompt, 1, 2]
+    generate(context, prompt, BLOCK)
+    _, logits, admission = generate(context, longer, 1)
+    assert admission.skip_tokens
+    wanted = uncached(longer, 1)[1][0]
+    error = (logits[0] - wanted).abs().max()
+    assert 0 < error < 0.05 * wanted.abs().max()
+
+
+def test_what_is_restored_is_what_quantising_the_saved_state_gives():
+    exact, context = make_context(), quantized_context()
+    for one in (exact, context):
+        generate(one, PROMPT, 1)
+    saved = {
+        block: exact.slot_allocator.ssm_states[:, exact.slot_allocator.get_slot(block)]
+        for block in exact.slot_allocator.slot_to_block.tolist()
+        if block >= 0
+    }
+    assert saved
+    slots = context.slot_allocator
+    for block, state in saved.items():
+        codes, scales = quantize_states(state, SlotQuantization())
+        slot = slots.get_slot(block)
+        assert torch.equal(slots.ssm_states[:, slot], codes)
+        assert torch.equal(slots.ssm_scales[:, slot], scales)
+
+
+def test_a_budget_holds_more_slots():
+    spec = MODEL_CONFIG.state_spec(torch.float64)
+    quantized = SlotQuantization().slot_spec(spec)
+    budget = 40 * spec.bytes_per_slot / 2**30
+    made = [
+        DynamicInferenceContext(
+            make_config(max_slots=None, mamba_cache_gb=budget, slot_quantization=choice),
+            spec,
+            MODEL_CONFIG.kv_spec(torch.float64),
+        ).slot_allocator.max_slots
+        for choice in (None, "int8")
+    ]
+    assert made == [40, 40 * spec.bytes_per_slot // quantized.bytes_per_slot]
+    assert made[1] > made[0]
+
+
+def test_plain_slots_have_no_scales():
+    allocator = make_context().slot_allocator
+    assert allocator.ssm_scales is None
+    assert allocator.ssm_states.dtype == torch.float64
+
+
+def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
+    allocator = MambaSlotAllocator(
+        make_embedder(), 4, 2, (3, 2), (2, 5, 3), torch.bfloat16, torch.float32,
+        quantization=SlotQuantization(),
+    )  # fmt: skip
+    (slot,) = allocator.allocate_slots_batch([7])
+    ssm = torch.randn(2, 5, 3, generator=generator)
+    conv = torch.randn(3, 2, generator=generator).bfloat16()
+    allocator.store_from_tensors(7, 1, ssm, conv)
+    codes, scales = quantize_states(ssm, SlotQuantization())
+    assert torch.equal(allocator.ssm_states[1, slot], codes)
+    assert torch.equal(allocator.ssm_scales[1, slot], scales)
+    assert torch.equal(allocator.conv_states[1, slot], conv)
+    restored = dequantize_states(codes, scales, torch.float32)
+    assert (restored - ssm).abs().max() <= scales.max() / 2 * 1.0001
+    with pytest.raises(InvalidArgumentError, match="must be"):
+        allocator.store_from_tensors(7, 1, codes, conv)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slot_quantization": "int4"},
+        {"slot_rounding": "up"},
+        {"slot_rounding_seed": -1},
+        {"slot_rounding_seed": 2**31},
+        {"slot_rounding_seed": 1.0},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(InvalidArgumentError, match=name):
+        make_config(**wrong)
