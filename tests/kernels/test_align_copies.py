@@ -134,6 +134,23 @@ def test_nothing_to_do(device, backend, seed):
     assert setup.context.num_accepted_tokens_out[0] == 3
 
 
+def test_rows_without_tokens_have_crossed_nothing(device, backend, seed):
+    """Padding of a batch: the boundary at 0 is no column's end."""
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    zeros = torch.zeros(2, dtype=torch.int32, device=device)
+    setup.context.run_fused_postprocess(2, zeros + 1, zeros, zeros, zeros, zeros)
+    setup.check()
+    assert setup.context.num_accepted_tokens_out[:2].tolist() == [1, 1]
+
+
+def test_a_state_that_is_where_it_belongs_resets_the_count(device, backend, seed):
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    setup.context.run_fused_postprocess(1, one * 3, one * 0, one * 4, one * 0, one * 0)
+    setup.check()
+    assert setup.context.num_accepted_tokens_out[0] == 1
+
+
 def test_counts_may_be_read_and_written_in_one_place(device, backend, seed):
     """vLLM 53919: decisions rest on a snapshot of the counts."""
     setup = Setup(make_model(False, LARGE), device, backend, seed)
