@@ -183,6 +183,15 @@ def test_columns_out_of_range_are_refused_where_they_are_checked(
     setup.check()
 
 
+def test_a_saved_column_out_of_range_is_refused_where_it_is_checked(device, backend, seed):
+    setup = Setup(make_model(False, ODD), device, backend, seed, check_columns=True)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    with pytest.raises(InvalidArgumentError, match="row 0 copies"):
+        setup.context.run_fused_postprocess(1, one, one * 3, one * 48, one * 0, one * 0)
+    setup.check()
+    assert setup.context.num_accepted_tokens_out[0] == 0
+
+
 def test_block_tables_at_a_stride(device, backend, seed):
     """One row stride for all groups, and first bound by a batch of fewer rows."""
     model = make_model(False, ODD, Group())
