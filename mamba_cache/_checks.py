@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, Final
 
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["MAX_COUNT", "as_ints", "check_int"]
+__all__ = ["INT32_MAX", "as_ints", "check_int", "check_number"]
 
-MAX_COUNT: Final = 2**31 - 1
-"""The most blocks or slots of a pool: their ids are int32."""
+INT32_MAX: Final = 2**31 - 1
+"""The most of anything that is numbered: blocks, slots, rows, tokens. Tables of them are int32."""
 
 
 def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
@@ -34,6 +35,23 @@ def check_int(name: str, value: object, *, minimum: int, maximum: int | None = N
     if number is None or number < minimum or (maximum is not None and number > maximum):
         raise InvalidArgumentError(f"{name} must be {allowed}, got {value!r}")
     return number
+
+
+def check_number(name: str, value: object, *, maximum: float) -> float:
+    """Return ``value`` as a float.
+
+    Args:
+        name: What the caller calls the argument.
+        value: A number >= 0 of any kind but bool.
+        maximum: The most that is allowed.
+
+    Raises:
+        InvalidArgumentError: It is no number, or out of range.
+    """
+    # Compared before it is converted: no float is as large as an int may be.
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= maximum:
+        raise InvalidArgumentError(f"{name} must be a number in [0, {maximum:g}], got {value!r}")
+    return float(value)
 
 
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:

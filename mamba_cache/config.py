@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from mamba_cache._checks import INT32_MAX, check_int, check_number
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
 
+_MAX_GB = 2.0**33
+"""GiB that an address of 63 bits reaches."""
+
 HashAlgorithm = Literal["xxh3_128", "sha256"]
-
-
-_MAX_ROUNDING_SEED = 2**31 - 1
 
 
 class EvictionPolicy(str, Enum):
@@ -42,7 +43,8 @@ class CacheConfig:
         kv_cache_gb: Budget for KV blocks in GiB (2**30 bytes). Ignored if ``num_kv_blocks`` is set.
         num_kv_blocks: KV blocks that requests can use, the dummy block not counted.
         mamba_cache_gb: Budget for slots in GiB. Ignored if ``max_slots`` is set.
-        max_slots: Slots for saved states. 0 means that no state is ever saved.
+        max_slots: Slots for saved states. 0 means that no state is ever saved; without prefix
+            caching that is the default.
         ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
         ssm_chunk_alignment: Checkpoints lie on multiples of this many tokens; a multiple of
             ``ssm_chunk_size``, which is its default.
@@ -94,6 +96,8 @@ class CacheConfig:
             object.__setattr__(self, "ssm_chunk_alignment", self.ssm_chunk_size)
         if self.max_checkpoints_per_step is None:
             object.__setattr__(self, "max_checkpoints_per_step", 3 * self.max_requests)
+        if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
+            object.__setattr__(self, "max_slots", 0)
         self._check_counts()
         self._check_budgets()
         self._check_alignment()
@@ -122,21 +126,23 @@ class CacheConfig:
             "ssm_chunk_size", "ssm_chunk_alignment", "min_computed_tokens",
         )  # fmt: skip
         for name in at_least_one:
-            _check_int(name, getattr(self, name), minimum=1)
-        _check_int("max_checkpoints_per_step", self.max_checkpoints_per_step, minimum=0)
-        for name in ("num_kv_blocks", "vocab_size"):
+            self._check_count(name, minimum=1)
+        self._check_count("max_checkpoints_per_step", minimum=0)
+        for name, minimum in (("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0)):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=1)
-        if self.max_slots is not None:
-            _check_int("max_slots", self.max_slots, minimum=0)
+                self._check_count(name, minimum=minimum)
+
+    def _check_count(self, name: str, *, minimum: int) -> None:
+        count = check_int(name, getattr(self, name), minimum=minimum, maximum=INT32_MAX)
+        object.__setattr__(self, name, count)
 
     def _check_budgets(self) -> None:
         for size, count in (("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")):
             gb = getattr(self, size)
             if gb is None and getattr(self, count) is None:
                 raise InvalidArgumentError(f"give {size} (GiB) or {count}; both are None")
-            if gb is not None and not 0 <= gb < float("inf"):
-                raise InvalidArgumentError(f"{size} must be a finite number >= 0, got {gb!r}")
+            if gb is not None:
+                object.__setattr__(self, size, check_number(size, gb, maximum=_MAX_GB))
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:
@@ -153,7 +159,7 @@ class CacheConfig:
 
     def _check_choices(self) -> None:
         policies = [policy.value for policy in EvictionPolicy]
-        if self.eviction_policy not in policies:
+        if not isinstance(self.eviction_policy, str) or self.eviction_policy not in policies:
             raise InvalidArgumentError(
                 f"eviction_policy must be one of {policies}, got {self.eviction_policy!r}"
             )
@@ -166,12 +172,7 @@ class CacheConfig:
                 raise InvalidArgumentError(
                     f"{name} must be one of {choices}, got {getattr(self, name)!r}"
                 )
-        _check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0)
-        if self.slot_rounding_seed > _MAX_ROUNDING_SEED:
-            raise InvalidArgumentError(
-                f"slot_rounding_seed must be at most {_MAX_ROUNDING_SEED}, "
-                f"got {self.slot_rounding_seed}"
-            )
+        check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0, maximum=2**31 - 1)
         if self.hash_algorithm not in ("xxh3_128", "sha256"):
             raise InvalidArgumentError(
                 f"hash_algorithm must be 'xxh3_128' or 'sha256', got {self.hash_algorithm!r}"
@@ -180,8 +181,3 @@ class CacheConfig:
             raise InvalidArgumentError(
                 f"hash_secret must be bytes or None, got {type(self.hash_secret).__name__}"
             )
-
-
-def _check_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from mamba_cache.blocks.arguments import check_int
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.errors import InvalidArgumentError
@@ -49,7 +49,9 @@ class BlockHashChain:
         lora_id: ExtraKey = None,
         multimodal_keys: Iterable[tuple[int, str | bytes]] = (),
     ) -> None:
-        check_int("block_size_tokens", block_size_tokens, minimum=1)
+        block_size_tokens = check_int(
+            "block_size_tokens", block_size_tokens, minimum=1, maximum=INT32_MAX
+        )
         self._hasher = BlockHasher() if hasher is None else hasher
         self._parent = self._hasher.root(block_size_tokens, cache_salt, lora_id)
         self._keys = _keys_by_block(multimodal_keys, block_size_tokens)
@@ -152,8 +154,8 @@ def _keys_by_block(
 ) -> list[tuple[int, list[tuple[int, str | bytes]]]]:
     """Group keys as (block, [(offset, key)]), the first block last so that it can be popped."""
     groups: dict[int, list[tuple[int, str | bytes]]] = {}
-    for position, key in keys:
-        check_int("the position of a multimodal key", position, minimum=0)
+    for given, key in _as_pairs(keys):
+        position = check_int("the position of a multimodal key", given, minimum=0)
         if not isinstance(key, (str, bytes)):
             raise InvalidArgumentError(
                 f"a multimodal key must be a str or bytes, got {key!r} at position {position}"
@@ -164,3 +166,13 @@ def _keys_by_block(
         # str and bytes do not compare, and the order in which keys were given must not matter.
         group.sort(key=lambda item: (item[0], isinstance(item[1], str), item[1]))
     return sorted(groups.items(), reverse=True)
+
+
+def _as_pairs(keys: Any) -> list[tuple[Any, Any]]:
+    pairs = list(keys) if isinstance(keys, Iterable) else [keys]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InvalidArgumentError(
+                f"multimodal_keys must be (position, key) pairs, got {pair!r}"
+            )
+    return pairs

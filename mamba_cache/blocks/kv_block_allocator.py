@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mamba_cache._checks import INT32_MAX, as_ints, check_int
 from mamba_cache._eviction_queue import EvictionQueue
-from mamba_cache.blocks.arguments import as_ints, check_int
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.invariants import find_breaches
 from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
@@ -75,14 +75,13 @@ class KVBlockAllocator:
         enable_prefix_caching: bool = True,
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
-        check_int("pool_size", pool_size, minimum=2)
         policies = [policy.value for policy in EvictionPolicy]
         if eviction_policy not in policies:
             raise InvalidArgumentError(
                 f"eviction_policy must be one of {policies}, got {eviction_policy!r}"
             )
-        self.pool_size = pool_size
-        self.dummy_block_id = pool_size - 1
+        self.pool_size = check_int("pool_size", pool_size, minimum=2, maximum=INT32_MAX)
+        self.dummy_block_id = self.pool_size - 1
         self.eviction_policy = EvictionPolicy(eviction_policy)
         self.enable_prefix_caching = enable_prefix_caching
         self.on_blocks_deregistered: DeregistrationObserver | None = None
@@ -137,7 +136,7 @@ class KVBlockAllocator:
             InvalidArgumentError: ``num_blocks`` is not an int >= 0.
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
-        check_int("num_blocks", num_blocks, minimum=0)
+        num_blocks = check_int("num_blocks", num_blocks, minimum=0)
         if num_blocks > len(self._free):
             victims = self._choose_victims(num_blocks)
             self.evicted_blocks_total += len(victims)
@@ -224,12 +223,12 @@ class KVBlockAllocator:
             another digest, or if prefix caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, or a hash id is out of range.
+            InvalidArgumentError: Lengths differ, a hash id is out of range or its own ancestor.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         plan = plan_registration(
-            self._held_or_cached(block_ids), block_hashes, digests, parent_hash
+            self._tree, self._held_or_cached(block_ids), block_hashes, digests, parent_hash
         )
         self._check_carried_hashes(plan)
         if not self.enable_prefix_caching:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from mamba_cache.blocks.arguments import as_ints
+from mamba_cache._checks import as_ints, check_int
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.prefix_tree import RegisteredBlock
+from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["NO_HASH", "plan_registration"]
@@ -18,6 +18,7 @@ _MAX_HASH_ID = 2**63 - 1
 
 
 def plan_registration(
+    tree: PrefixTree,
     block_ids: list[int],
     block_hashes: Sequence[int],
     digests: Sequence[bytes] | None,
@@ -26,33 +27,53 @@ def plan_registration(
     """Return (hash id, block) for consecutive blocks, each one the parent of the next.
 
     Raises:
-        InvalidArgumentError: Lengths differ, a hash id is out of range, or a digest not ``bytes``.
+        InvalidArgumentError: Lengths differ, a hash id is out of range, a digest is not ``bytes``,
+            or a block would be its own ancestor.
     """
     hash_ids = as_ints("block_hashes", block_hashes)
     if digests is None and isinstance(block_hashes, BlockHashes):
         digests = block_hashes.digests
+    if digests is not None and not isinstance(digests, Iterable):
+        raise InvalidArgumentError(f"digests must be bytes, one for each block, got {digests!r}")
     all_digests = [None] * len(block_ids) if digests is None else list(digests)
     if not len(block_ids) == len(hash_ids) == len(all_digests):
         raise InvalidArgumentError(
             "block_ids, block_hashes and digests must be of one length, "
             f"got {len(block_ids)}, {len(hash_ids)} and {len(all_digests)}"
         )
-    for hash_id in hash_ids if parent_hash is None else [parent_hash, *hash_ids]:
-        _check_hash_id(hash_id)
-    if hash_ids[:1] == [parent_hash]:
-        raise InvalidArgumentError(
-            f"a block cannot be its own parent, got hash {parent_hash} twice"
-        )
+    if parent_hash is not None:
+        parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=_MAX_HASH_ID)
+    for hash_id in hash_ids:
+        check_int("a hash id", hash_id, minimum=1, maximum=_MAX_HASH_ID)
     for digest in digests or ():
         if not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-    parents = [parent_hash, *hash_ids]
+    parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
+    _check_ancestry(tree, hash_ids, parents)
     blocks = map(RegisteredBlock, block_ids, all_digests, parents)
     return list(zip(hash_ids, blocks, strict=True))
 
 
-def _check_hash_id(hash_id: object) -> None:
-    if type(hash_id) is not int or not 0 < hash_id <= _MAX_HASH_ID:
-        raise InvalidArgumentError(
-            f"a hash id must be an int from 1 to {_MAX_HASH_ID}, got {hash_id!r}"
-        )
+def _check_ancestry(
+    tree: PrefixTree, hash_ids: Sequence[int], parents: Sequence[int | None]
+) -> None:
+    """Refuse blocks whose parents lead back to them: none of them could ever be evicted.
+
+    Chained hashes cannot do that; hash ids that a caller makes up can. Such a ring needs a new
+    block that has children already, or that is named twice. That is rare, and only then are the
+    parents walked: registering a block must not cost as much as its prefix is long.
+    """
+    named = reversed(list(zip(hash_ids, parents, strict=True)))  # of two mentions the first counts
+    new = {hash_id: parent for hash_id, parent in named if tree.find(hash_id) is None}
+    may_close = len({*hash_ids, *parents}) <= len(hash_ids) or any(map(tree.num_children, new))
+    walked: dict[int, int] = {}
+    for start in new if may_close else ():
+        ancestor: int | None = start
+        while ancestor is not None and ancestor not in walked:
+            walked[ancestor] = start
+            block = tree.find(ancestor)
+            ancestor = new.get(ancestor) if block is None else block.parent_hash
+        if ancestor is not None and walked[ancestor] == start:
+            raise InvalidArgumentError(
+                f"a block cannot be its own ancestor, got hash {ancestor} as one of its own parents"
+            )

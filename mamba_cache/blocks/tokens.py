@@ -30,6 +30,8 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
     """
     if hasattr(tokens, "detach"):
         tokens = _from_tensor(tokens)
+    if isinstance(tokens, memoryview):  # a sequence too, but only if it has one dimension
+        tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
     if isinstance(tokens, Sequence) and not isinstance(tokens, str):
@@ -44,9 +46,11 @@ def _from_tensor(tokens: Any) -> Any:
     # Recognised by its methods: this floor does not import torch.
     try:
         return tokens.detach().cpu().numpy()
-    except TypeError as error:  # A dtype that numpy lacks, such as bfloat16.
+    except (TypeError, NotImplementedError) as error:
+        # A dtype that numpy lacks, such as bfloat16; a tensor that is sparse, or without data.
         raise InvalidArgumentError(
-            f"tokens must have an integer dtype, got {tokens.dtype}"
+            "tokens must be a dense tensor of an integer dtype, "
+            f"got {tokens.dtype}, {tokens.layout} on {tokens.device}"
         ) from error
 
 

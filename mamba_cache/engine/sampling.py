@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 import torch
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import as_ints, check_int, check_number
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["SamplingParams", "sample"]
@@ -39,20 +38,21 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, minimum=1)
-        check_int("seed", self.seed, minimum=0)
+        checked: dict[str, object] = {
+            "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, minimum=1),
+            "temperature": check_number(
+                "temperature", self.temperature, maximum=sys.float_info.max
+            ),
+            "seed": check_int("seed", self.seed, minimum=0),
+            "stop_tokens": tuple(
+                check_int("each of stop_tokens", token, minimum=0)
+                for token in as_ints("stop_tokens", self.stop_tokens)
+            ),
+        }
         if self.top_k is not None:
-            check_int("top_k", self.top_k, minimum=1)
-        stop_tokens = as_ints("stop_tokens", self.stop_tokens)
-        for token in stop_tokens:
-            check_int("each of stop_tokens", token, minimum=0)
-        object.__setattr__(self, "stop_tokens", tuple(stop_tokens))
-        temperature = self.temperature
-        is_real = isinstance(temperature, Real) and not isinstance(temperature, bool)
-        if not is_real or not 0 <= temperature <= sys.float_info.max:
-            raise InvalidArgumentError(
-                f"temperature must be a finite number >= 0, got {temperature!r}"
-            )
+            checked["top_k"] = check_int("top_k", self.top_k, minimum=1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, num_generated: int) -> int:
@@ -82,7 +82,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, num_generated: int) -> 
     if params.temperature == 0:
         return int(logits.argmax())
     # The likeliest becomes 0, so that however low the temperature is, only others become -inf.
-    scaled = (logits.double() - likeliest.double()) / float(params.temperature)
+    scaled = (logits.double() - likeliest.double()) / params.temperature
     if params.top_k is not None and params.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -math.inf)
     cumulative = scaled.softmax(0).cumsum(0)

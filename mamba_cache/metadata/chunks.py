@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata"]
@@ -18,7 +19,6 @@ __all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata"]
 _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 
-_INT32_MAX = 2**31 - 1
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -51,8 +51,7 @@ def compute_chunk_metadata(
             f"num_computed_tokens must be {len(starts) - 1} ints >= 0, one for each sequence, "
             f"got {len(computed)}, the least {computed.min(initial=0)}"
         )
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise InvalidArgumentError(f"chunk_size must be an int >= 1, got {chunk_size!r}")
+    chunk_size = check_int("chunk_size", chunk_size, minimum=1, maximum=INT32_MAX)
     return _cut(starts, computed % chunk_size, chunk_size)
 
 
@@ -127,9 +126,9 @@ def _check_query_start_loc(query_start_loc: _IntArray) -> _IntArray:
         raise InvalidArgumentError(
             f"query_start_loc must start at 0 and not decrease, got {query_start_loc}"
         )
-    if starts[-1] > _INT32_MAX:
+    if starts[-1] > INT32_MAX:
         raise InvalidArgumentError(
-            f"a batch may have at most {_INT32_MAX} tokens, got {int(starts[-1])}"
+            f"a batch may have at most {INT32_MAX} tokens, got {int(starts[-1])}"
         )
     return starts
 

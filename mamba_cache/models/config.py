@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -69,7 +70,7 @@ class HybridModelConfig:
             )
         for field in fields(self):
             if field.type == "int":
-                _check_int(field.name, getattr(self, field.name), 1 + (field.name == "conv_kernel"))
+                self._check_size(field.name)
         self._check_multiple("num_attention_heads", "num_kv_heads")
         self._check_multiple("mamba_num_heads", "num_groups")
         if not 0 < self.norm_eps < float("inf"):
@@ -101,12 +102,12 @@ class HybridModelConfig:
             self.layer_pattern.count("*"), self.num_kv_heads, self.attention_head_dim, dtype
         )
 
+    def _check_size(self, name: str) -> None:
+        least = 2 if name == "conv_kernel" else 1
+        size = check_int(name, getattr(self, name), minimum=least, maximum=INT32_MAX)
+        object.__setattr__(self, name, size)
+
     def _check_multiple(self, name: str, of: str) -> None:
         value, unit = getattr(self, name), getattr(self, of)
         if value % unit:
             raise InvalidArgumentError(f"{name} must be a multiple of {of} ({unit}), got {value}")
-
-
-def _check_int(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")

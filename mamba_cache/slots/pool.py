@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import MAX_COUNT, check_int
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
 from mamba_cache.slots._hashes import StateHashes
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
@@ -60,8 +60,8 @@ class SlotPool:
         *,
         block_hashes: Callable[[], npt.NDArray[Any]] | None = None,
     ) -> None:
-        self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=MAX_COUNT)
-        self.num_blocks = check_int("num_blocks", num_blocks, minimum=0, maximum=MAX_COUNT)
+        self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
+        self.num_blocks = check_int("num_blocks", num_blocks, minimum=0, maximum=INT32_MAX)
         self._block_hashes = block_hashes
         self.free_slots = np.empty(self.max_slots, np.int32)
         self.block_to_slot = np.empty(self.num_blocks, np.int32)

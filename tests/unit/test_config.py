@@ -5,6 +5,7 @@ import re
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
@@ -47,11 +48,11 @@ def test_blocks_of_the_longest_sequence_are_rounded_up(length: int, blocks: int)
 
 
 @pytest.mark.parametrize("name", MINIMUM)
-def test_counts_have_a_least_value(name: str) -> None:
+def test_counts_have_bounds(name: str) -> None:
     """The message names the setting, what was given and what is allowed."""
     least = MINIMUM[name]
-    for value in (least - 1, -5, 2.0, "3", True):
-        expected = re.escape(f"{name} must be an int >= {least}, got {value!r}")
+    for value in (least - 1, -5, 2.0, "3", True, 2**31, 10**30):
+        expected = re.escape(f"{name} must be an int in [{least}, {2**31 - 1}], got {value!r}")
         with pytest.raises(InvalidArgumentError, match=expected):
             make(**{name: value})
 
@@ -68,10 +69,26 @@ class TestBudgets:
     def test_a_size_will_do(self, size: str, count: str, gb: float) -> None:
         assert getattr(make(**{count: None, size: gb}), size) == gb
 
-    @pytest.mark.parametrize("gb", [-0.1, float("inf"), float("nan")])
-    def test_a_size_is_finite_and_not_negative(self, size: str, count: str, gb: float) -> None:
-        with pytest.raises(InvalidArgumentError, match=rf"{size} must be a finite number >= 0"):
+    @pytest.mark.parametrize(
+        "gb", [-0.1, float("inf"), float("nan"), 1e300, 10**400, "1", True, [1]],
+        ids=["-", "inf", "nan", "huge", "huge int", "str", "bool", "list"],
+    )  # fmt: skip
+    def test_a_size_is_a_number_of_addressable_bytes(self, size: str, count: str, gb: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=rf"{size} must be a number in \[0, "):
             make(**{count: None, size: gb})
+
+
+def test_numpy_numbers_become_plain_ones() -> None:
+    config = make(num_kv_blocks=np.int64(7), kv_cache_gb=np.float32(0.5))
+    assert type(config.num_kv_blocks) is int
+    assert type(config.kv_cache_gb) is float
+    assert (config.num_kv_blocks, config.kv_cache_gb) == (7, 0.5)
+
+
+def test_no_slots_need_be_given_without_prefix_caching() -> None:
+    assert CacheConfig(enable_prefix_caching=False, num_kv_blocks=4).max_slots == 0
+    config = make(enable_prefix_caching=False, max_slots=None, mamba_cache_gb=1)
+    assert (config.max_slots, config.mamba_cache_gb) == (None, 1)
 
 
 def test_alignment_is_a_multiple_of_the_chunk() -> None:
@@ -102,6 +119,8 @@ def test_policies_are_compared_by_value(given: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        ({"eviction_policy": ["lru"]}, r"one of \['lru', 'ref_zero'\], got \['lru'\]"),
+        ({"eviction_policy": np.array(["lru", "lru"])}, r"one of \['lru', 'ref_zero'\]"),
         ({"eviction_policy": "fifo"}, r"one of \['lru', 'ref_zero'\], got 'fifo'"),
         ({"hash_algorithm": "md5"}, r"'xxh3_128' or 'sha256', got 'md5'"),
         ({"hash_secret": "key"}, r"hash_secret must be bytes or None, got str"),

@@ -4,6 +4,7 @@ import pytest
 from kv_rig import cache, prefix, snapshot
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.blocks.prefix_tree import PrefixTree
 from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
@@ -55,13 +56,13 @@ def test_another_hash_for_a_registered_block_is_refused(pool):
         ([1], {}, "one length, got 2, 1 and 2"),
         ([1, 2], {"digests": [b"x"]}, "one length, got 2, 2 and 1"),
         ([1, 2], {"digests": [b"x", "y"]}, "digest must be bytes, got 'y'"),
-        ([1, 0], {}, "from 1 to .* got 0"),
+        ([1, 0], {}, "in .1, .* got 0"),
         ([1, -1], {}, "got -1"),
         ([1, 2**63], {}, "got 9223372036854775808"),
         ([1, 2.0], {}, "block_hashes must be ints, got 2.0"),
         ([1, 2], {"parent_hash": 0}, "got 0"),
         ([1, 2], {"parent_hash": "1"}, "got '1'"),
-        ([1, 2], {"parent_hash": 1}, "own parent"),
+        ([1, 2], {"parent_hash": 1}, "own ancestor"),
     ],
 )
 def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, message):
@@ -70,6 +71,51 @@ def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, messa
     with pytest.raises(InvalidArgumentError, match=message):
         pool.register_kv_block_hashes(block_ids, hashes, **options)
     assert snapshot(pool) == before
+
+
+def test_digests_must_be_several(pool):
+    for digests in (5, [5], [None]):
+        with pytest.raises(InvalidArgumentError, match="digest"):
+            pool.register_kv_block_hashes([], [], digests=digests)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_parents_never_form_a_ring(pool, ring, in_one_call):
+    """No block of a ring is a leaf: none could be evicted, and the pool would stay full."""
+    block_ids = pool.allocate_memory_blocks(ring)
+    hash_ids = list(range(11, 11 + ring))
+    # Each block's parent is the one before it; the first one's is the last.
+    if not in_one_call:
+        pool.register_kv_block_hashes(block_ids[:-1], hash_ids[:-1], parent_hash=hash_ids[-1])
+    before = snapshot(pool)
+    first = 0 if in_one_call else ring - 1
+    with pytest.raises(InvalidArgumentError, match="own ancestor"):
+        pool.register_kv_block_hashes(
+            block_ids[first:], hash_ids[first:], parent_hash=hash_ids[first - 1]
+        )
+    assert snapshot(pool) == before
+    pool.release_memory_blocks(block_ids)
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_a_hash_named_twice_in_a_call_is_no_ring(pool):
+    first, second = pool.allocate_memory_blocks(2)
+    held = pool.register_kv_block_hashes([first, second, first], [11, 22, 11])
+    assert held == [first, second, first]
+    pool.release_memory_blocks([first, second])
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_registering_does_not_walk_the_prefix(pool, monkeypatch):
+    cached = cache(pool, 1, 2, 3, 4, 5)
+    hashes = prefix(1, 2, 3, 4, 5, 6)
+    found = []
+    find = PrefixTree.find
+    monkeypatch.setattr(PrefixTree, "find", lambda *a: found.append(a) or find(*a))
+    [block_id] = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes([block_id], hashes[5:], parent_hash=hashes[4])
+    assert len(found) < len(cached)
 
 
 def test_an_id_collision_never_serves_the_other_prefix(pool):
