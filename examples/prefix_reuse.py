@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pydoc_data.topics import topics
@@ -243,4 +244,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough, such as `head`, ends this too
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

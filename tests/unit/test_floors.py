@@ -25,9 +25,9 @@ FLOORS = {
     "protocols": 1,
     "config": 1,
     "_eviction_queue": 1,
-    "_checks": 1,
     "_indices": 1,
-    "errors": 0,
+    "_checks": 0,
+    "errors": -1,  # which even the lowest floor raises
     "_version": 0,
 }
 
