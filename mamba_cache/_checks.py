@@ -37,7 +37,7 @@ def check_int(name: str, value: object, *, minimum: int, maximum: int | None = N
     return number
 
 
-def check_number(name: str, value: object, *, maximum: float) -> float:
+def check_number(name: str, value: Any, *, maximum: float) -> float:
     """Return ``value`` as a float.
 
     Args:
@@ -49,7 +49,8 @@ def check_number(name: str, value: object, *, maximum: float) -> float:
         InvalidArgumentError: It is no number, or out of range.
     """
     # Compared before it is converted: no float is as large as an int may be.
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= maximum:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= maximum:
         raise InvalidArgumentError(f"{name} must be a number in [0, {maximum:g}], got {value!r}")
     return float(value)
 
