@@ -15,7 +15,7 @@ from mamba_cache.states.kernels.quantize import quantize_tile, tile_sizes
 
 __all__ = ["extract_quantized_states"]
 
-_NUM_WARPS = 4
+_NUM_WARPS = 2
 
 
 # Slices of the fields come in any number and at any address.
