@@ -12,6 +12,8 @@ from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import Measurement, print_json, print_table
+from mamba_cache.bench.quantization import run_quantization
+from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.ttft import add_ttft_options, run_ttft
 
 __all__ = ["main"]
@@ -19,7 +21,14 @@ __all__ = ["main"]
 _BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
     "align": ("time of states in block tables on a GPU, beside a flat copy", run_align),
     "control": ("time of the decisions: blocks, slots, hashes, admission", run_control),
-    "copy": ("time of state copies on a GPU, beside other ways to copy", run_copy),
+    "copy": (
+        "time of state copies on a GPU, beside other ways to copy",
+        lambda: [*run_copy(), *run_quantized_copies()],
+    ),
+    "quantization": (
+        "errors of int8 slots: of states, and of logits after a hit",
+        run_quantization,
+    ),
     "ttft": ("time to first token of a transformers model with the cache and without", run_ttft),
 }
 

@@ -18,6 +18,7 @@ from mamba_cache.bench.measure import Measurement, device_us, progress
 from mamba_cache.states import StateCopier, StatePool, StateSpec, extract_checkpoint_states
 
 __all__ = [
+    "RUNS",
     "SHAPES",
     "SLOT_COUNTS",
     "CopyShape",
@@ -25,9 +26,12 @@ __all__ = [
     "measure_extraction",
     "measure_tiny_copy",
     "run_copy",
+    "spec_of",
 ]
 
-_RUNS = 15
+RUNS = 15
+"""Runs that a median is taken over."""
+
 _ROW_SETS = 5
 _SPARE_ROWS = 8
 _CALLS_AHEAD = 8
@@ -52,37 +56,38 @@ class CopyShape:
     over_loop: float | None = None
 
 
-def _spec(
+def spec_of(
     num_layers: int, conv_dim: int, ssm_shape: tuple[int, int, int], ssm_dtype: torch.dtype
 ) -> StateSpec:
+    """Describe states with convolution windows of four in bfloat16, as all of ``SHAPES`` have."""
     return StateSpec.mamba(num_layers, (conv_dim, 4), ssm_shape, torch.bfloat16, ssm_dtype)
 
 
 SHAPES = (
     CopyShape(
         "Nemotron-H-8B, fp32 SSM",
-        _spec(24, 10240, (128, 64, 128), torch.float32),
+        spec_of(24, 10240, (128, 64, 128), torch.float32),
         is_reference=True,
         over_indexing=4.9,
         over_loop=1.7,
     ),
     CopyShape(
         "Nemotron-H-8B, bf16 SSM",
-        _spec(24, 10240, (128, 64, 128), torch.bfloat16),
+        spec_of(24, 10240, (128, 64, 128), torch.bfloat16),
         is_reference=True,
         over_indexing=9.0,
     ),
-    CopyShape("Nemotron-Nano-9B-v2", _spec(27, 12288, (128, 80, 128), torch.float32)),
-    CopyShape("Granite-4.0-H-Tiny", _spec(36, 3328, (48, 64, 128), torch.float32)),
-    CopyShape("Qwen3-Next-80B-A3B", _spec(36, 8192, (32, 128, 128), torch.float32)),
-    CopyShape("Falcon-H1-7B", _spec(44, 3584, (24, 128, 256), torch.float32)),
-    CopyShape("Zamba2-7B", _spec(81, 7424, (112, 64, 64), torch.float32)),
+    CopyShape("Nemotron-Nano-9B-v2", spec_of(27, 12288, (128, 80, 128), torch.float32)),
+    CopyShape("Granite-4.0-H-Tiny", spec_of(36, 3328, (48, 64, 128), torch.float32)),
+    CopyShape("Qwen3-Next-80B-A3B", spec_of(36, 8192, (32, 128, 128), torch.float32)),
+    CopyShape("Falcon-H1-7B", spec_of(44, 3584, (24, 128, 256), torch.float32)),
+    CopyShape("Zamba2-7B", spec_of(81, 7424, (112, 64, 64), torch.float32)),
 )
 """Layers with a state, convolution channels, and heads, head size and state size, as the models'
 published configurations have them."""
 
 SLOT_COUNTS = (1, 4, 16, 64)
-_TINY = CopyShape("0.5 MB state", _spec(2, 1024, (16, 64, 120), torch.bfloat16))
+_TINY = CopyShape("0.5 MB state", spec_of(2, 1024, (16, 64, 120), torch.bfloat16))
 
 
 def run_copy() -> list[Measurement]:
@@ -118,14 +123,14 @@ def measure_tiny_copy() -> Iterator[Measurement]:
     pools.check_bits()
     time_us = device_us([partial(pools.copy, *pools.random_rows(1)) for _ in range(_ROW_SETS)])
     size = f"{_TINY.spec.bytes_per_slot:,} bytes"
-    yield Measurement("small state, 1 slot", time_us, "us", limit=6, runs=_RUNS, detail=size)
+    yield Measurement("small state, 1 slot", time_us, "us", limit=6, runs=RUNS, detail=size)
     for num_slots in (1, 4, 16):
         rows = pools.random_rows(num_slots)
         lists = [tensor.tolist() for tensor in rows]
         for where, given in (("in lists on the host", lists), ("on the device", rows)):
             host = _host_us(partial(pools.copier.copy, *given))
             name = f"small state, {num_slots} slots: host time of a call, rows {where}"
-            yield Measurement(name, host, "us", limit=25, runs=_RUNS)
+            yield Measurement(name, host, "us", limit=25, runs=RUNS)
 
 
 def measure_extraction(
@@ -134,7 +139,7 @@ def measure_extraction(
     """Time taking one layer's checkpoints of a prefill step, against a flat copy."""
     name = f"extract {num_checkpoints} checkpoints of {num_tokens:,} tokens, {ssm_dtype}"
     progress(name)
-    spec = _spec(1, 10240, (128, 64, 128), ssm_dtype)
+    spec = spec_of(1, 10240, (128, 64, 128), ssm_dtype)
     layer = _Layer(spec, num_checkpoints, num_tokens)
     layer.check_bits()
     num_bytes = num_checkpoints * spec.bytes_per_slot
@@ -142,7 +147,7 @@ def measure_extraction(
     own = device_us([layer.extract])
     detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}, flat copy {flat:,.1f} us"
     share = f"{name}: share of the flat copy's GB/s"
-    yield Measurement(share, flat / own, "x", 0.9, at_least=True, runs=_RUNS, detail=detail)
+    yield Measurement(share, flat / own, "x", 0.9, at_least=True, runs=RUNS, detail=detail)
 
 
 def _host_us(call: Callable[[], object], *, runs: int = 20) -> float:
@@ -258,7 +263,7 @@ def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measur
     host = _host_us(partial(pools.copier.copy, *lists[0]))
     num_bytes = num_slots * shape.spec.bytes_per_slot
     name = f"{shape.name}, {num_slots} slots"
-    measured = partial(Measurement, runs=_RUNS)
+    measured = partial(Measurement, runs=RUNS)
     limit = (1.08 if num_slots == 1 else 1.04) if shape.is_reference else None
     detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}; flat copy {flat:,.1f} us"
     yield measured(f"{name}: time over a flat copy's", own / flat, "x", limit, detail=detail)

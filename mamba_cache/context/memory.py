@@ -99,9 +99,8 @@ class CacheMemory:
             enable_prefix_caching=config.enable_prefix_caching,
             as_tensor=torch.from_numpy,
         )
-        self.kv_cache = kv_spec and kv_spec.allocate(
-            self.kv_block_allocator.pool_size, config.block_size_tokens, self.device
-        )
+        blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
+        self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
         self.live_states = StatePool(state_spec, config.max_requests, device=self.device)
         self.request_memory = RequestMemory(
             self.kv_block_allocator,
