@@ -73,6 +73,7 @@ class CheckpointPlanner:
             chunk,
             inside=inside_kept,
             boundary=next((c for c in kept if c.position == chunk.end), None),
+            epoch=self._slots.epoch,
         )
 
     def plan_decode(self, active: ActiveRequest) -> Chunk:
@@ -84,11 +85,11 @@ class CheckpointPlanner:
         if not self._save_decode_states and chunk.end not in wanted:
             return chunk
         kept = self._reserve(active, [chunk.end])
-        return replace(chunk, boundary=kept[0] if kept else None)
+        return replace(chunk, boundary=kept[0] if kept else None, epoch=self._slots.epoch)
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
-        self._slots.cancel_reserved([c.slot for c in chunk.checkpoints])
+        self._slots.cancel_reserved([c.slot for c in chunk.checkpoints], epoch=chunk.epoch)
         self.settle(chunk)
 
     def settle(self, chunk: Chunk) -> None:
@@ -188,6 +189,8 @@ class Publisher:
             slots.append(checkpoint.slot)
             blocks.append(block)
             ids.append(hashes[index])
+        if chunk.epoch != self._slots.epoch:
+            return  # the slots' owner has reset them, and what was reserved with them
         self._slots.cancel_reserved(private)
         housing = self._slots.commit_reserved(slots, blocks, ids)
         self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))

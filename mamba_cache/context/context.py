@@ -376,7 +376,8 @@ class DynamicInferenceContext(CacheMemory):
         self.slot_allocator.check_invariants()
         self.request_memory.check_invariants(self._requests.holding_memory())
         self._planner.check_invariants(self._requests.chunks())
-        planned = {c.slot for chunk in self._requests.chunks() for c in chunk.checkpoints}
+        chunks = [c for c in self._requests.chunks() if c.epoch == self.slot_allocator.epoch]
+        planned = {checkpoint.slot for chunk in chunks for checkpoint in chunk.checkpoints}
         reserved = self.slot_allocator.pool.reserved.keys()
         if planned != reserved:
             raise InvariantError(

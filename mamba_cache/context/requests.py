@@ -134,6 +134,7 @@ class Chunk:
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
         boundary: The checkpoint at the chunk's end, copied from the live state at commit.
+        epoch: The epoch of the slots in which the checkpoints were reserved.
     """
 
     start: int
@@ -142,6 +143,7 @@ class Chunk:
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
+    epoch: int = 0
 
     @property
     def end(self) -> int:

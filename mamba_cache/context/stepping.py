@@ -158,7 +158,8 @@ class StepRunner:
         if active.admission is not None:
             self._counters.count_admission(active.admission)
             active.admission = None
-        if is_decoding and chunk.boundary is not None:
+        is_current = chunk.epoch == self._slots.epoch
+        if is_decoding and is_current and chunk.boundary is not None:
             self._publisher.supersede_decode_state(active, chunk.boundary)
         self._admitter.settle(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING

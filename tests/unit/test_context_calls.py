@@ -321,39 +321,6 @@ def test_prepared_tokens_cannot_be_changed():
         prepared.tokens[0] = 5
 
 
-def test_reset_gives_the_context_that_was_made():
-    """Rows kept the order in which they had been given back."""
-    config = make_config(hash_secret=b"fixed")
-    context, fresh = make_context(config), make_context(config)
-    for name in ("a", "b", "c"):
-        context.add_request(request(name, [1] * 20))
-    run_step(context)
-    context.finish("b")
-    context.add_request(request("d", [2] * 20))
-    context.begin_step()
-    context.reset()
-    context.check_invariants()
-    assert context.fingerprint() == fresh.fingerprint()
-    assert context.stats() == fresh.stats()
-    rows = []
-    for one in (context, fresh):
-        for name in ("a", "b"):
-            one.add_request(request(name, [1] * 20))
-        rows.append([piece.row for piece in one.begin_step().requests])
-    assert rows[0] == rows[1]
-
-
-def test_reset_heals_whatever_happened():
-    context = make_context()
-    context.add_request(request("x"))
-    context.begin_step()
-    context.slot_allocator.reset()
-    context.kv_block_allocator.reset()
-    context.reset()
-    context.check_invariants()
-    assert len(generate(context, PROMPT, 2)[0]) == 2
-
-
 def test_invariants_see_a_lost_reservation(busy):
     busy.slot_allocator.cancel_reserved(list(busy.slot_allocator.pool.reserved)[:1])
     with pytest.raises(errors.InvariantError, match="are reserved, but"):
