@@ -57,6 +57,8 @@ class CacheConfig:
             skipped and counted. Default: three for each request.
         save_decode_states: Save a state when decoding crosses a block boundary, so that the next
             turn of a conversation reuses the answer.
+        num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
+            0, each request has ``live_rows_per_request`` live states, one for each outcome.
         slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
@@ -85,6 +87,7 @@ class CacheConfig:
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
+    num_speculative_tokens: int = 0
     slot_quantization: Literal["int8"] | None = None
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
@@ -101,6 +104,7 @@ class CacheConfig:
         self._check_counts()
         self._check_budgets()
         self._check_alignment()
+        self._check_drafts()
         self._check_choices()
 
     @property
@@ -116,6 +120,19 @@ class CacheConfig:
         return self.max_checkpoints_per_step
 
     @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of one decoding request in one step: the last sampled token and its drafts."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def live_rows_per_request(self) -> int:
+        """Rows of one request in the live states.
+
+        With drafts: the state before the step, and the state after each of its tokens.
+        """
+        return 1 + self.max_decode_tokens if self.num_speculative_tokens else 1
+
+    @property
     def max_blocks_per_request(self) -> int:
         """KV blocks that the longest allowed sequence fills."""
         return -(-self.max_sequence_length // self.block_size_tokens)
@@ -127,7 +144,8 @@ class CacheConfig:
         )  # fmt: skip
         for name in at_least_one:
             self._check_count(name, minimum=1)
-        self._check_count("max_checkpoints_per_step", minimum=0)
+        for name in ("max_checkpoints_per_step", "num_speculative_tokens"):
+            self._check_count(name, minimum=0)
         for name, minimum in (("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0)):
             if getattr(self, name) is not None:
                 self._check_count(name, minimum=minimum)
@@ -155,6 +173,16 @@ class CacheConfig:
                 f"block_size_tokens must be a multiple of ssm_chunk_alignment "
                 f"({self.ssm_chunk_alignment}), got {self.block_size_tokens}: a checkpoint at a "
                 f"block boundary would fall inside a chunk, and a hit would differ from a miss"
+            )
+
+    def _check_drafts(self) -> None:
+        # While the counts of one step are unknown, a request lies within two steps' tokens, and
+        # at most one block boundary may lie there as well.
+        if self.num_speculative_tokens and 2 * self.max_decode_tokens > self.block_size_tokens:
+            raise InvalidArgumentError(
+                f"num_speculative_tokens must be at most block_size_tokens / 2 - 1 "
+                f"({self.block_size_tokens // 2 - 1}), got {self.num_speculative_tokens}: the "
+                "tokens of two steps must fit in a block"
             )
 
     def _check_choices(self) -> None:

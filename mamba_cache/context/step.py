@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.context.requests import ActiveRequest
-from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepMetadata, StepPlan
+from mamba_cache.metadata import (
+    BoundaryEntry,
+    CheckpointEntry,
+    SequenceSlice,
+    StepMetadata,
+    StepPlan,
+)
 
 __all__ = ["ScheduledRequest", "Step", "describe_request", "plan_step"]
 
@@ -61,13 +67,13 @@ def plan_step(decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest
         prefills: Requests that compute a chunk of their prompt.
     """
     restores, boundaries = [], []
-    for active in (*decodes, *prefills):
+    for index, active in enumerate((*decodes, *prefills)):
         chunk = active.current_chunk
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
             restores.append((source, active.row))
         if chunk.boundary is not None:
-            boundaries.append((active.row, chunk.boundary.slot))
+            boundaries.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
         decodes=[_slice(active) for active in decodes],
         prefills=[_slice(active) for active in prefills],

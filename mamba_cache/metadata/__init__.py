@@ -9,6 +9,7 @@ from mamba_cache.metadata.mamba2 import (
 )
 from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
+    BoundaryEntry,
     CheckpointEntry,
     SequenceSlice,
     StepBuffers,
@@ -16,6 +17,7 @@ from mamba_cache.metadata.step_buffers import (
 )
 
 __all__ = [
+    "BoundaryEntry",
     "CheckpointEntry",
     "CommonAttentionMetadata",
     "Mamba2AttentionBackend",

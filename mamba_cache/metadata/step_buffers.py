@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,20 @@ from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.metadata.chunks import compute_chunk_metadata
 from mamba_cache.metadata.step import StepMetadata
 
-__all__ = ["CheckpointEntry", "SequenceSlice", "StepBuffers", "StepPlan"]
+__all__ = ["BoundaryEntry", "CheckpointEntry", "SequenceSlice", "StepBuffers", "StepPlan"]
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
+_PER_TOKEN = ("token_ids", "positions", "kv_slot_mapping")
+_PER_REQUEST = (
+    "num_computed_tokens", "seq_lens", "request_rows", "state_rows", "last_chunk_indices",
+    "restore_sources", "restore_rows",
+    "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
+)  # fmt: skip
+_PER_CHECKPOINT = (
+    "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
+    "checkpoint_rows", "checkpoint_slots",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +65,37 @@ class CheckpointEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundaryEntry:
+    """A live state to save when the step is committed.
+
+    Attributes:
+        index: Which slice of the plan, decodes first.
+        position: The boundary, in tokens from the sequence's start.
+        slot: The reserved slot.
+    """
+
+    index: int
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """All that a step does, as plain values.
 
     Attributes:
-        decodes: Slices of one token each.
+        decodes: Slices of decoding requests: the last sampled token, and its drafts.
         prefills: Slices of prompts.
         checkpoints: States saved while the prefills are computed.
-        restores: Pairs (slot or ``ZERO_SOURCE``, live-state row) done before the forward.
-        boundaries: Pairs (live-state row, reserved slot) copied when the step is committed.
+        restores: Pairs (slot or ``ZERO_SOURCE``, the request's row) done before the forward.
+        boundaries: States saved when the step is committed.
     """
 
     decodes: Sequence[SequenceSlice] = ()
     prefills: Sequence[SequenceSlice] = ()
     checkpoints: Sequence[CheckpointEntry] = ()
     restores: Sequence[tuple[int, int]] = ()
-    boundaries: Sequence[tuple[int, int]] = ()
+    boundaries: Sequence[BoundaryEntry] = ()
 
 
 class StepBuffers:
@@ -86,6 +112,8 @@ class StepBuffers:
         chunk_size: Tokens of an SSM chunk.
         max_tokens: Tokens of one step.
         max_checkpoints: Checkpoints inside the prefill chunks of one step.
+        max_decode_tokens: Tokens of one decoding request.
+        live_rows_per_request: Rows of the live states for each row of ``block_tables``.
         device: Where the kernels read.
     """
 
@@ -97,14 +125,24 @@ class StepBuffers:
         chunk_size: int,
         max_tokens: int,
         max_checkpoints: int,
+        max_decode_tokens: int = 1,
+        live_rows_per_request: int = 1,
         device: torch.device,
     ) -> None:
         self._block_tables = block_tables
         self._block_size = block_size_tokens
         self._chunk_size = chunk_size
+        self._live_rows = live_rows_per_request
         max_requests, max_blocks = block_tables.shape
         max_chunks = min(max_tokens, max_tokens // chunk_size + 2 * max_requests)
-        self._layout = _Layout(max_requests, max_tokens, max_chunks, max_checkpoints, max_blocks)
+        self._layout = _Layout(
+            requests=max_requests,
+            tokens=max_tokens,
+            chunks=max_chunks,
+            checkpoints=max_checkpoints,
+            decode_columns=1 + max_decode_tokens,
+            blocks=max_blocks,
+        )
         self._device_buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._tensors = self._layout.views(self._device_buffer)
         kind, count = (
@@ -130,13 +168,15 @@ class StepBuffers:
         slices = [*plan.decodes, *plan.prefills]
         tokens = _fill_tokens(host.arrays, slices, self._block_tables, self._block_size)
         num_chunks = self._fill_chunks(host.arrays, plan)
-        _fill_pairs(host.arrays, "restore_sources", "restore_rows", plan.restores)
-        _fill_pairs(host.arrays, "boundary_rows", "boundary_slots", plan.boundaries)
+        self._fill_states(host.arrays, plan, slices)
+        decode_lengths = [len(s.token_ids) for s in plan.decodes]
         host.send(self._layout.used_bytes(len(slices)))
         return StepMetadata(
             num_decodes=len(plan.decodes),
             num_prefills=len(plan.prefills),
             num_tokens=tokens,
+            num_decode_tokens=sum(decode_lengths),
+            max_decode_len=max(decode_lengths, default=0),
             num_chunks=num_chunks,
             chunk_size=self._chunk_size,
             num_checkpoints=len(plan.checkpoints),
@@ -165,9 +205,28 @@ class StepBuffers:
         _fill(arrays["checkpoint_chunks"], chunks, -1)
         _fill(arrays["checkpoint_conv_ends"], seq_starts + positions - starts[which], -1)
         _fill(arrays["checkpoint_seq_starts"], seq_starts, -1)
-        _fill(arrays["checkpoint_rows"], rows[which], PAD_SLOT_ID)
+        _fill(arrays["checkpoint_rows"], rows[which] * self._live_rows, PAD_SLOT_ID)
         _fill(arrays["checkpoint_slots"], [entry.slot for entry in entries], PAD_SLOT_ID)
         return len(seq_idx)
+
+    def _fill_states(
+        self, arrays: dict[str, Any], plan: StepPlan, slices: Sequence[SequenceSlice]
+    ) -> None:
+        """Write which live states and slots are read and written."""
+        rows = np.array([s.row for s in slices], dtype=np.int64)
+        live_rows = rows * self._live_rows
+        _fill(arrays["request_rows"], rows, PAD_SLOT_ID)
+        _fill(arrays["state_rows"], live_rows, PAD_SLOT_ID)
+        _fill(arrays["decode_state_rows"], live_rows[: len(plan.decodes), None], PAD_SLOT_ID)
+        _fill(arrays["restore_sources"], [source for source, _ in plan.restores], PAD_SLOT_ID)
+        restored = [row * self._live_rows for _, row in plan.restores]
+        _fill(arrays["restore_rows"], restored, PAD_SLOT_ID)
+        saved = [entry.index for entry in plan.boundaries]
+        _fill(arrays["boundary_rows"], live_rows[saved], PAD_SLOT_ID)
+        _fill(arrays["boundary_slots"], [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
+        arrays["boundary_entries"][:] = arrays["boundary_positions"][:] = -1
+        arrays["boundary_entries"][saved] = range(len(saved))
+        arrays["boundary_positions"][saved] = [entry.position for entry in plan.boundaries]
 
 
 class _Layout:
@@ -177,46 +236,42 @@ class _Layout:
     """
 
     def __init__(
-        self, max_requests: int, max_tokens: int, max_chunks: int, max_checkpoints: int, blocks: int
+        self,
+        *,
+        requests: int,
+        tokens: int,
+        chunks: int,
+        checkpoints: int,
+        decode_columns: int,
+        blocks: int,
     ) -> None:
-        per_token = dict.fromkeys(("token_ids", "positions", "kv_slot_mapping"), max_tokens)
-        per_request = dict.fromkeys(
-            (
-                "num_computed_tokens", "seq_lens", "state_rows", "last_chunk_indices",
-                "restore_sources", "restore_rows", "boundary_rows", "boundary_slots",
-            ),
-            max_requests,
-        )  # fmt: skip
-        per_checkpoint = dict.fromkeys(
-            (
-                "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
-                "checkpoint_rows", "checkpoint_slots",
-            ),
-            max_checkpoints,
-        )  # fmt: skip
-        others = {
-            "query_start_loc": max_requests + 1,
-            "cu_chunk_seqlens": max_chunks + 1,
-            "chunk_seq_idx": max_chunks,
-        }
-        self._fields: dict[str, tuple[int, int, torch.dtype]] = {}
+        counts = (
+            dict.fromkeys(_PER_REQUEST, requests)
+            | dict.fromkeys(_PER_CHECKPOINT, checkpoints)
+            | {
+                "query_start_loc": requests + 1,
+                "cu_chunk_seqlens": chunks + 1,
+                "chunk_seq_idx": chunks,
+            }
+        )
+        self._fields: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self.num_bytes = 0
-        for name, count in per_token.items():
-            self._add(name, count, torch.int64)
-        for name, count in (per_request | per_checkpoint | others).items():
-            self._add(name, count, torch.int32)
-        self._table_offset = self.num_bytes
-        self._table_shape = (max_requests, blocks)
-        self._add("block_tables", max_requests * blocks, torch.int32)
+        for name in _PER_TOKEN:
+            self._add(name, (tokens,), torch.int64)
+        for name, count in counts.items():
+            self._add(name, (count,), torch.int32)
+        self._add("decode_state_rows", (requests, decode_columns), torch.int32)
+        self._table_offset, self._table_width = self.num_bytes, blocks
+        self._add("block_tables", (requests, blocks), torch.int32)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return each tensor as a view of ``buffer`` ([num_bytes] uint8)."""
-        tensors = {
-            name: buffer[offset : offset + count * dtype.itemsize].view(dtype)
-            for name, (offset, count, dtype) in self._fields.items()
+        return {
+            name: buffer[offset : offset + math.prod(shape) * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+            for name, (offset, shape, dtype) in self._fields.items()
         }
-        tensors["block_tables"] = tensors["block_tables"].view(self._table_shape)
-        return tensors
 
     def arrays(self, buffer: torch.Tensor) -> dict[str, Any]:
         """Return each tensor of a ``buffer`` on the host as a numpy view."""
@@ -224,11 +279,11 @@ class _Layout:
 
     def used_bytes(self, num_requests: int) -> int:
         """Return the bytes to copy for a batch of ``num_requests`` requests."""
-        return self._table_offset + num_requests * self._table_shape[1] * torch.int32.itemsize
+        return self._table_offset + num_requests * self._table_width * torch.int32.itemsize
 
-    def _add(self, name: str, count: int, dtype: torch.dtype) -> None:
-        self._fields[name] = (self.num_bytes, count, dtype)
-        size = count * dtype.itemsize
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._fields[name] = (self.num_bytes, shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
         self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -288,16 +343,8 @@ def _fill_tokens(
     _fill(arrays["query_start_loc"], query_start_loc, total)
     _fill(arrays["num_computed_tokens"], starts, 0)
     _fill(arrays["seq_lens"], starts + lengths, 0)
-    _fill(arrays["state_rows"], rows, PAD_SLOT_ID)
     arrays["block_tables"][: len(slices)] = block_tables[rows]
     return total
-
-
-def _fill_pairs(
-    arrays: dict[str, Any], first: str, second: str, pairs: Sequence[tuple[int, int]]
-) -> None:
-    _fill(arrays[first], [pair[0] for pair in pairs], PAD_SLOT_ID)
-    _fill(arrays[second], [pair[1] for pair in pairs], PAD_SLOT_ID)
 
 
 def _fill(array: Any, values: Any, padding: int) -> None:

@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
+from mamba_cache.metadata import (
+    BoundaryEntry,
+    CheckpointEntry,
+    SequenceSlice,
+    StepBuffers,
+    StepPlan,
+)
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
+MAX_DECODE_TOKENS = 3
 
 
 @st.composite
@@ -21,7 +28,8 @@ def plans(draw):
     longest = block * MAX_BLOCKS
     slices = []
     for index in range(num_decodes + num_prefills):
-        length = 1 if index < num_decodes else draw(st.integers(1, min(11, longest)))
+        most = MAX_DECODE_TOKENS if index < num_decodes else 11
+        length = draw(st.integers(1, min(most, longest)))
         start = draw(st.integers(0, longest - length))
         tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
         slices.append(SequenceSlice(rows[index], start, tokens, draw(st.integers(0, longest))))
@@ -36,6 +44,10 @@ def plans(draw):
         draw(st.lists(st.sampled_from(ends), unique=True, max_size=MAX_CHECKPOINTS)) if ends else []
     )
     pairs = st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), max_size=MAX_REQUESTS)
+    saved = draw(st.lists(st.sampled_from(range(len(slices))), unique=True)) if slices else []
+    boundaries = [
+        BoundaryEntry(i, draw(st.integers(0, 99)), draw(st.integers(0, 9))) for i in saved
+    ]
     return (
         chunk,
         block,
@@ -44,19 +56,28 @@ def plans(draw):
             prefills=prefills,
             checkpoints=[CheckpointEntry(w, p, 100 + i) for i, (w, p) in enumerate(chosen)],
             restores=draw(pairs),
-            boundaries=draw(pairs),
+            boundaries=boundaries,
         ),
+        draw(st.sampled_from([1, 4])),
     )
 
 
-def oracle(plan, tables, block, chunk):
+def oracle(plan, tables, block, chunk, live_rows):
     """Every tensor as a list without padding, by loops."""
     out = {name: [] for name in (
         "token_ids", "positions", "kv_slot_mapping", "num_computed_tokens", "seq_lens",
-        "state_rows", "last_chunk_indices", "chunk_seq_idx", "checkpoint_chunks",
+        "request_rows", "state_rows", "last_chunk_indices", "chunk_seq_idx", "checkpoint_chunks",
         "checkpoint_conv_ends", "checkpoint_seq_starts", "checkpoint_rows", "checkpoint_slots",
     )}  # fmt: skip
     out["query_start_loc"], out["cu_chunk_seqlens"] = [0], []
+    list_tokens(out, plan, tables, block, live_rows)
+    starts, chunk_ending = list_chunks(out, plan, chunk)
+    list_checkpoints(out, plan, starts, chunk_ending, live_rows)
+    list_saved(out, plan, live_rows)
+    return out
+
+
+def list_tokens(out, plan, tables, block, live_rows):
     for piece in (*plan.decodes, *plan.prefills):
         for position, token in enumerate(piece.token_ids.tolist(), piece.start):
             out["token_ids"].append(token)
@@ -67,8 +88,12 @@ def oracle(plan, tables, block, chunk):
             )
         out["num_computed_tokens"].append(piece.start)
         out["seq_lens"].append(piece.start + len(piece.token_ids))
-        out["state_rows"].append(piece.row)
+        out["request_rows"].append(piece.row)
+        out["state_rows"].append(piece.row * live_rows)
         out["query_start_loc"].append(len(out["token_ids"]))
+
+
+def list_chunks(out, plan, chunk):
     chunk_ending, starts, packed = {}, [], 0
     for which, piece in enumerate(plan.prefills):
         starts.append(packed)
@@ -80,46 +105,64 @@ def oracle(plan, tables, block, chunk):
             chunk_ending[which, position + 1] = len(out["chunk_seq_idx"]) - 1
         out["last_chunk_indices"].append(len(out["chunk_seq_idx"]) - 1)
     out["cu_chunk_seqlens"].append(packed)
-    list_checkpoints(out, plan, starts, chunk_ending)
-    for name, pairs in (("restore", plan.restores), ("boundary", plan.boundaries)):
-        first, second = ("sources", "rows") if name == "restore" else ("rows", "slots")
-        out[f"{name}_{first}"] = [pair[0] for pair in pairs]
-        out[f"{name}_{second}"] = [pair[1] for pair in pairs]
-    return out
+    return starts, chunk_ending
 
 
-def list_checkpoints(out, plan, starts, chunk_ending):
+def list_saved(out, plan, live_rows):
+    pieces = [*plan.decodes, *plan.prefills]
+    out["decode_state_rows"] = [
+        [piece.row * live_rows] * (1 + MAX_DECODE_TOKENS) for piece in plan.decodes
+    ]
+    out["restore_sources"] = [source for source, _ in plan.restores]
+    out["restore_rows"] = [row * live_rows for _, row in plan.restores]
+    out["boundary_rows"] = [pieces[entry.index].row * live_rows for entry in plan.boundaries]
+    out["boundary_slots"] = [entry.slot for entry in plan.boundaries]
+    by_index = {entry.index: number for number, entry in enumerate(plan.boundaries)}
+    out["boundary_entries"] = [by_index.get(index, -1) for index in range(len(pieces))]
+    out["boundary_positions"] = [
+        plan.boundaries[by_index[index]].position if index in by_index else -1
+        for index in range(len(pieces))
+    ]
+
+
+def list_checkpoints(out, plan, starts, chunk_ending, live_rows):
     for entry in plan.checkpoints:
         piece = plan.prefills[entry.prefill_index]
         start = starts[entry.prefill_index]
         out["checkpoint_chunks"].append(chunk_ending[entry.prefill_index, entry.position])
         out["checkpoint_conv_ends"].append(start + entry.position - piece.start)
         out["checkpoint_seq_starts"].append(start)
-        out["checkpoint_rows"].append(piece.row)
+        out["checkpoint_rows"].append(piece.row * live_rows)
         out["checkpoint_slots"].append(entry.slot)
 
 
-@given(plans(), plans(), st.integers(0, 2**32 - 1))
-def test_tensors_equal_loops(before, drawn, seed):
-    """Also after another plan, whose values must not shine through the padding."""
-    chunk, block, plan = drawn
-    tables = np.random.default_rng(seed).integers(
-        0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
-    )
-    buffers = StepBuffers(
+def make_buffers(tables, chunk, block, live_rows):
+    return StepBuffers(
         tables,
         block_size_tokens=block,
         chunk_size=chunk,
         max_tokens=MAX_TOKENS,
         max_checkpoints=MAX_CHECKPOINTS,
+        max_decode_tokens=MAX_DECODE_TOKENS,
+        live_rows_per_request=live_rows,
         device=torch.device("cpu"),
     )
+
+
+@given(plans(), plans(), st.integers(0, 2**32 - 1))
+def test_tensors_equal_loops(before, drawn, seed):
+    """Also after another plan, whose values must not shine through the padding."""
+    chunk, block, plan, live_rows = drawn
+    tables = np.random.default_rng(seed).integers(
+        0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
+    )
+    buffers = make_buffers(tables, chunk, block, live_rows)
     if before[:2] == drawn[:2]:
         buffers.fill(before[2])
     addresses = None
     for _ in range(2):
         metadata = buffers.fill(plan)
-        wanted = oracle(plan, tables, block, chunk)
+        wanted = oracle(plan, tables, block, chunk, live_rows)
         padding = {
             "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
             "query_start_loc": metadata.num_tokens,
@@ -128,11 +171,14 @@ def test_tensors_equal_loops(before, drawn, seed):
         for name, values in wanted.items():
             tensor = getattr(metadata, name)
             assert tensor[: len(values)].tolist() == values, name
-            assert set(tensor[len(values) :].tolist()) <= {padding.get(name, -1)}, name
+            assert set(tensor[len(values) :].flatten().tolist()) <= {padding.get(name, -1)}, name
         rows = [piece.row for piece in (*plan.decodes, *plan.prefills)]
         assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
         assert metadata.num_requests == len(rows)
         assert metadata.num_tokens == len(wanted["token_ids"])
+        lengths = [len(piece.token_ids) for piece in plan.decodes]
+        assert metadata.num_decode_tokens == sum(lengths)
+        assert metadata.max_decode_len == max(lengths, default=0)
         assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
         assert metadata.num_checkpoints == len(plan.checkpoints)
         assert metadata.max_seq_len == max(wanted["seq_lens"], default=0)

@@ -22,6 +22,7 @@ MINIMUM = {
     "num_kv_blocks": 1,
     "max_slots": 0,
     "max_checkpoints_per_step": 0,
+    "num_speculative_tokens": 0,
 }
 
 
@@ -40,6 +41,20 @@ def test_defaults_that_follow_other_settings() -> None:
 def test_given_values_are_kept() -> None:
     config = make(ssm_chunk_alignment=8, max_checkpoints_per_step=0, max_slots=0)
     assert (config.chunk_alignment, config.checkpoints_per_step, config.max_slots) == (8, 0, 0)
+
+
+@pytest.mark.parametrize(("drafts", "tokens", "rows"), [(0, 1, 1), (1, 2, 3), (3, 4, 5)])
+def test_drafts_need_a_live_state_for_each_outcome(drafts: int, tokens: int, rows: int) -> None:
+    config = make(num_speculative_tokens=drafts)
+    assert (config.max_decode_tokens, config.live_rows_per_request) == (tokens, rows)
+
+
+def test_the_tokens_of_two_steps_fit_in_a_block() -> None:
+    """Else two block boundaries could lie where one step's outcome is unknown."""
+    with pytest.raises(
+        InvalidArgumentError, match=r"at most block_size_tokens / 2 - 1 \(3\), got 4"
+    ):
+        make(num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (8, 1), (9, 2), (800, 100), (801, 101)])
