@@ -341,7 +341,9 @@ class DynamicInferenceContext(CacheMemory):
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
-        return collect_stats(self._counters, self.kv_block_allocator, self.slot_allocator)
+        return collect_stats(
+            self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
+        )
 
     def fingerprint(self) -> int:
         """Digest what decides the next step: slots, rows, block tables, and requests' progress.

@@ -70,6 +70,7 @@ class CacheMemory:
         device: Where the tensors are.
         kv_block_allocator: Bookkeeping of KV blocks.
         slot_allocator: Bookkeeping of slots, and the saved states.
+        bytes_per_slot: What one slot holds, in bytes.
         request_memory: Rows and KV blocks of requests.
         step_buffers: The tensors of a step's metadata.
         kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
@@ -117,6 +118,7 @@ class CacheMemory:
             device=self.device,
         )
         self._expose_to_slots()
+        self.bytes_per_slot = _slot_spec(config, state_spec).bytes_per_slot
         self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
         on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
         self.kv_block_allocator.on_blocks_deregistered = on_deregistered
@@ -240,19 +242,27 @@ def _slot_allocator(
         InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
     """
     conv, ssm = state_spec.tensors
-    quantization = _quantization(memory.config)
-    slot_spec = quantization.slot_spec(state_spec) if quantization else state_spec
     return MambaSlotAllocator(
         memory,
-        _num_slots(memory.config, slot_spec),
+        _num_slots(memory.config, _slot_spec(memory.config, state_spec)),
         conv.num_layers,
         conv.shape,
         ssm.shape,
         conv.dtype,
         ssm.dtype,
         policy=policy,
-        quantization=quantization,
+        quantization=_quantization(memory.config),
     )
+
+
+def _slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:
+    """Return what one slot holds.
+
+    Raises:
+        InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
+    """
+    quantization = _quantization(config)
+    return quantization.slot_spec(state_spec) if quantization else state_spec
 
 
 def _quantization(config: CacheConfig) -> SlotQuantization | None:

@@ -19,7 +19,10 @@ class CacheStats:
     """Totals since the context was made or reset.
 
     A request is counted when its first step is committed, so one that is aborted and added again
-    counts once.
+    counts once. Each hit restores one state.
+
+    They may be read from any thread, also while a call runs; what is counted now need not add up
+    then.
 
     Attributes:
         requests: Requests that began to run; a resumed one counts again.
@@ -42,6 +45,7 @@ class CacheStats:
         free_slots: Slots that hold nothing, now.
         reserved_slots: Slots taken for states that are being computed, now.
         cached_slots: Slots that hold a state, now.
+        bytes_per_slot: What one slot holds, in bytes.
     """
 
     requests: int
@@ -64,6 +68,7 @@ class CacheStats:
     free_slots: int
     reserved_slots: int
     cached_slots: int
+    bytes_per_slot: int
 
 
 @dataclass(slots=True)
@@ -104,13 +109,17 @@ class StatsCounters:
 
 
 def collect_stats(
-    counters: StatsCounters, kv_blocks: KVBlockAllocator, slots: SlotControl
+    counters: StatsCounters,
+    kv_blocks: KVBlockAllocator,
+    slots: SlotControl,
+    bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
     return CacheStats(
         requests=counters.requests,
         hits=counters.hits,
-        misses={reason.value: count for reason, count in counters.misses.items()},
+        # Another thread may be counting: a dict that grows cannot be iterated over.
+        misses={reason.value: n for reason in MissReason if (n := counters.misses[reason])},
         kv_matched_blocks=counters.kv_matched_blocks,
         state_matched_blocks=counters.state_matched_blocks,
         skipped_tokens=counters.skipped_tokens,
@@ -128,4 +137,5 @@ def collect_stats(
         free_slots=slots.free_count,
         reserved_slots=slots.num_reserved_slots,
         cached_slots=slots.num_cached_slots,
+        bytes_per_slot=bytes_per_slot,
     )

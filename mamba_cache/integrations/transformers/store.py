@@ -84,7 +84,7 @@ class PrefixStore:
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
-        return collect_stats(self.counters, self.kv_blocks, self.slots)
+        return collect_stats(self.counters, self.kv_blocks, self.slots, self.layout.bytes_per_slot)
 
     def reset(self) -> None:
         """Forgets every prefix and every count."""
