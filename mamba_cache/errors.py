@@ -11,6 +11,7 @@ __all__ = [
     "BlockCapacityError",
     "BudgetError",
     "CapacityError",
+    "ConcurrentUseError",
     "DivergenceError",
     "DoubleFreeError",
     "HashConflictError",
@@ -21,6 +22,7 @@ __all__ = [
     "MissingExtraError",
     "MissingStateError",
     "ModelChangedError",
+    "PoisonedError",
     "RequestCapacityError",
     "SequenceLengthError",
     "StepOrderError",
@@ -70,6 +72,14 @@ class MissingStateError(MambaCacheError, LookupError):
 
 class StepOrderError(MambaCacheError, RuntimeError):
     """A call came out of order, such as ``commit_step`` without ``begin_step``."""
+
+
+class ConcurrentUseError(MambaCacheError, RuntimeError):
+    """A call came while another one of the same object was running."""
+
+
+class PoisonedError(MambaCacheError, RuntimeError):
+    """An earlier call broke off and left what cannot be proved right; the message says which."""
 
 
 class InvariantError(MambaCacheError, AssertionError):

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-import numpy.typing as npt
-import torch
-
-from mamba_cache.config import CacheConfig
-from mamba_cache.context.admission import Admitter
-from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
+from mamba_cache.context.guard import exclusive
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.memory import BatchCounts, CacheMemory
-from mamba_cache.context.preparation import RequestPreparer
-from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.memory import BatchCounts
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -22,22 +15,14 @@ from mamba_cache.context.requests import (
     RequestStatus,
     check_positions,
 )
-from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import Step
-from mamba_cache.context.stepping import StepRunner
-from mamba_cache.errors import InvariantError, StepOrderError
-from mamba_cache.slots import (
-    CheckpointPlacement,
-    MegatronPlacement,
-    SlotEvictionPolicy,
-)
-from mamba_cache.slots.fingerprint import fingerprint_of
-from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.context.upkeep import ContextUpkeep
+from mamba_cache.errors import StepOrderError
 
 __all__ = ["DynamicInferenceContext"]
 
 
-class DynamicInferenceContext(CacheMemory):
+class DynamicInferenceContext(ContextUpkeep):
     """Runs requests over a KV cache and live states, and reuses the prefixes that they share.
 
     One step of an embedding engine::
@@ -48,8 +33,11 @@ class DynamicInferenceContext(CacheMemory):
         context.commit_step(next_tokens)         # what was written becomes findable
 
     A call that raises an error of this package leaves the context as it was, but for the recency
-    of blocks that it looked at. One thread uses a context at a time. ``CacheMemory`` describes what
-    it holds for the model, such as ``kv_cache`` and ``live_states``.
+    of blocks that it looked at. One thread uses a context at a time; a call that comes while
+    another runs raises ``ConcurrentUseError``. Any thread may read ``stats``. When something else
+    breaks a call off and not all of it can be taken back, every later call raises
+    ``PoisonedError`` until ``reset``. ``CacheMemory`` describes what it holds for the model, such
+    as ``kv_cache`` and ``live_states``.
 
     Args:
         config: Settings.
@@ -66,45 +54,6 @@ class DynamicInferenceContext(CacheMemory):
         InvalidArgumentError: The settings do not fit each other.
     """
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        state_spec: StateSpec,
-        kv_spec: KVCacheSpec | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        slot_policy: SlotEvictionPolicy | None = None,
-        placement: CheckpointPlacement | None = None,
-    ) -> None:
-        super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
-        self._counters = StatsCounters()
-        self._preparer = RequestPreparer(config)
-        self._requests = RequestTable(
-            max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
-        )
-        kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
-        self._planner = CheckpointPlanner(
-            slots,
-            MegatronPlacement() if placement is None else placement,
-            counters,
-            block_size_tokens=config.block_size_tokens,
-            max_inside=config.checkpoints_per_step,
-            save_prompt_states=config.enable_prefix_caching,
-            save_decode_states=config.enable_prefix_caching and config.save_decode_states,
-        )
-        publisher = Publisher(
-            kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
-        )
-        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, self._planner)
-        self._runner = StepRunner(
-            buffers=self.step_buffers,
-            slots=slots,
-            planner=self._planner,
-            admitter=self._admitter,
-            publisher=publisher,
-            counters=counters,
-        )
-
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its blocks, so that it can be matched many times.
 
@@ -117,6 +66,7 @@ class DynamicInferenceContext(CacheMemory):
         """
         return self._preparer.prepare(request)
 
+    @exclusive
     def match(self, request: Request | PreparedRequest) -> PrefixMatch:
         """Find how much of a request is cached now. Nothing changes, and nothing is promised.
 
@@ -128,6 +78,7 @@ class DynamicInferenceContext(CacheMemory):
         chain = prepared.chain_for(self._preparer)
         return self._admitter.match(chain, len(prepared.tokens))
 
+    @exclusive
     def add_request(
         self,
         request: Request | PreparedRequest,
@@ -167,6 +118,7 @@ class DynamicInferenceContext(CacheMemory):
         self._requests.add(active)
         return active.current_admission
 
+    @exclusive
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
         """Bring a preempted request on again; what it generated counts as its prompt now.
 
@@ -188,6 +140,7 @@ class DynamicInferenceContext(CacheMemory):
         self._admitter.admit(active, chunk_tokens, self._requests.token_room())
         return active.current_admission
 
+    @exclusive
     def schedule_prefill(
         self,
         request_id: Hashable,
@@ -220,6 +173,7 @@ class DynamicInferenceContext(CacheMemory):
         )
         return active.current_chunk.num_tokens
 
+    @exclusive
     def begin_step(self, decode_ids: Iterable[Hashable] | None = None) -> Step:
         """Begin a step with all scheduled chunks and with the requests that decode.
 
@@ -245,6 +199,7 @@ class DynamicInferenceContext(CacheMemory):
         self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
         return self._runner.begin(decodes, prefills)
 
+    @exclusive
     def commit_step(self, new_tokens: Mapping[Hashable, int]) -> None:
         """End a step whose forward is enqueued: what it wrote becomes findable.
 
@@ -261,6 +216,7 @@ class DynamicInferenceContext(CacheMemory):
         tokens = self._preparer.check_tokens([new_tokens[request_id] for request_id in ids])
         self._runner.commit(dict(zip(ids, tokens.tolist(), strict=True)))
 
+    @exclusive
     def abort_step(self) -> tuple[Hashable, ...]:
         """Take a step back: nothing that it wrote is findable, and its requests are preempted.
 
@@ -275,6 +231,7 @@ class DynamicInferenceContext(CacheMemory):
         """
         return self._runner.abort()
 
+    @exclusive
     def preempt(self, request_id: Hashable) -> None:
         """Take a request's row and blocks back; ``resume_request`` brings it on again.
 
@@ -291,6 +248,7 @@ class DynamicInferenceContext(CacheMemory):
         self._admitter.release(active)
         self._counters.preemptions += 1
 
+    @exclusive
     def finish(self, request_id: Hashable) -> list[int]:
         """End a request in any state; what it cached stays findable.
 
@@ -306,11 +264,10 @@ class DynamicInferenceContext(CacheMemory):
         """
         self._runner.require_none()
         active = self._requests.find(request_id)
-        if active.status is not RequestStatus.PREEMPTED:
-            self._admitter.release(active)
-        self._requests.remove(active)
+        self._end(active)
         return active.generated
 
+    @exclusive
     def status(self, request_id: Hashable) -> RequestStatus:
         """Return where a request stands.
 
@@ -318,73 +275,6 @@ class DynamicInferenceContext(CacheMemory):
             UnknownRequestError: There is no such request.
         """
         return self._requests.find(request_id).status
-
-    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """End all requests, and a step in flight with them.
-
-        Args:
-            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
-                everything is as it was when the context was made.
-        """
-        if preserve_prefix_cache:
-            self._runner.drop()
-            for active in self._requests:
-                self.finish(active.request_id)
-            return
-        self._runner.forget()
-        self._requests.clear()
-        self.request_memory.reset()
-        self.kv_block_allocator.reset()
-        self.slot_allocator.reset()
-        self._planner.reset()
-        self._counters.reset()
-
-    def stats(self) -> CacheStats:
-        """Return what the cache did so far and what it holds now."""
-        return collect_stats(
-            self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
-        )
-
-    def fingerprint(self) -> int:
-        """Digest what decides the next step: slots, rows, block tables, and requests' progress.
-
-        Ranks that run the same requests over shards of the same model must have equal ones after
-        every call, given equal settings and ``hash_secret``. Linear in slots and block tables.
-
-        Returns:
-            From 0 to 2**63 - 1.
-        """
-        kv_blocks = self.kv_block_allocator
-        parts: list[npt.ArrayLike] = []
-        for active in self._requests:
-            hashes, end = active.chain.hashes, active.num_tokens
-            # The last hash names all blocks before; without prefix caching the last tokens must do.
-            start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
-            parts += [(active.row, active.num_computed, *hashes[-1:]), active.tokens(start, end)]
-        return fingerprint_of(
-            self.slot_allocator.fingerprint(),
-            self.request_memory.block_tables,
-            (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
-            *parts,
-        )
-
-    def check_invariants(self) -> None:
-        """Prove that all bookkeeping agrees. Costs nothing when it is not called.
-
-        Raises:
-            InvariantError: It does not: a bug of this package.
-        """
-        self.kv_block_allocator.check_invariants()
-        self.slot_allocator.check_invariants()
-        self.request_memory.check_invariants(self._requests.holding_memory())
-        self._planner.check_invariants(self._requests.chunks())
-        chunks = [c for c in self._requests.chunks() if c.epoch == self.slot_allocator.epoch]
-        planned = {checkpoint.slot for chunk in chunks for checkpoint in chunk.checkpoints}
-        reserved = self.slot_allocator.pool.reserved.keys()
-        if planned != reserved:
-            raise InvariantError(
-                f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(planned)}"
-            )
 
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)

@@ -58,6 +58,11 @@ class StepRunner:
             raise StepOrderError("no step is in flight: call begin_step first")
         return self._step
 
+    @property
+    def requests(self) -> tuple[ActiveRequest, ...]:
+        """The requests of the step in flight."""
+        return self._requests
+
     def require_none(self) -> None:
         """Check that no step is in flight.
 

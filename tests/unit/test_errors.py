@@ -10,6 +10,7 @@ ALL = [getattr(errors, name) for name in errors.__all__]
 
 BUILT_IN = {
     errors.CapacityError: RuntimeError,
+    errors.ConcurrentUseError: RuntimeError,
     errors.DivergenceError: RuntimeError,
     errors.ModelChangedError: RuntimeError,
     errors.UnresumableModelError: RuntimeError,
@@ -17,6 +18,7 @@ BUILT_IN = {
     errors.InvariantError: AssertionError,
     errors.MissingExtraError: ImportError,
     errors.MissingStateError: LookupError,
+    errors.PoisonedError: RuntimeError,
     errors.StepOrderError: RuntimeError,
     errors.UnsupportedVersionError: ImportError,
 }

@@ -1,0 +1,69 @@
+"""What must hold between the requests of a context and the slots that they use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.errors import InvariantError
+from mamba_cache.slots import MambaSlotAllocator
+
+__all__ = ["check_requests"]
+
+
+def check_requests(
+    requests: Iterable[ActiveRequest],
+    in_step: Collection[ActiveRequest],
+    slots: MambaSlotAllocator,
+) -> None:
+    """Prove that chunks are just those of the requests to be computed, and slots those of chunks.
+
+    Args:
+        requests: All requests.
+        in_step: Those of the step in flight.
+        slots: What chunks read from and save to.
+
+    Raises:
+        InvariantError: It is not so.
+    """
+    for active in requests:
+        _check_chunk(active, is_in_step=active in in_step)
+    chunks = [active.chunk for active in requests if active.chunk is not None]
+    _check_reserved(chunks, slots)
+    _check_pinned(chunks, slots)
+
+
+def _check_chunk(active: ActiveRequest, *, is_in_step: bool) -> None:
+    is_due = is_in_step or active.status is RequestStatus.SCHEDULED
+    if (active.chunk is not None) != is_due:
+        raise InvariantError(
+            f"request {active.request_id!r} is {active.status.value} with chunk {active.chunk}"
+        )
+    if active.chunk is not None and active.chunk.start != active.num_computed:
+        raise InvariantError(
+            f"request {active.request_id!r} has computed {active.num_computed} tokens, but its "
+            f"chunk begins at {active.chunk.start}"
+        )
+
+
+def _check_reserved(chunks: Sequence[Chunk], slots: MambaSlotAllocator) -> None:
+    current = [chunk for chunk in chunks if chunk.epoch == slots.epoch]
+    planned = {checkpoint.slot for chunk in current for checkpoint in chunk.checkpoints}
+    reserved = slots.pool.reserved.keys()
+    if planned != reserved:
+        raise InvariantError(
+            f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(planned)}"
+        )
+
+
+def _check_pinned(chunks: Sequence[Chunk], slots: MambaSlotAllocator) -> None:
+    leases = [chunk.lease for chunk in chunks if chunk.lease is not None]
+    read = Counter(lease.slot for lease in leases if slots.is_current(lease))
+    pins = slots.pool.pin_counts
+    if read != {slot: pins.item(slot) for slot in np.flatnonzero(pins).tolist()}:
+        raise InvariantError(
+            f"slots {np.flatnonzero(pins).tolist()} are pinned, but chunks read {sorted(read)}"
+        )

@@ -1,0 +1,150 @@
+"""What a context does beside its steps: it is put together, reset, counted and proved."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+import torch
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.admission import Admitter
+from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
+from mamba_cache.context.guard import CallGuard, exclusive, healing
+from mamba_cache.context.invariants import check_requests
+from mamba_cache.context.memory import CacheMemory
+from mamba_cache.context.preparation import RequestPreparer
+from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.stepping import StepRunner
+from mamba_cache.slots import CheckpointPlacement, MegatronPlacement, SlotEvictionPolicy
+from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+__all__ = ["ContextUpkeep"]
+
+
+class ContextUpkeep(CacheMemory):
+    """The parts of a context and the calls that concern all of it.
+
+    ``DynamicInferenceContext`` adds those that concern requests and steps, and says what the
+    arguments are.
+
+    Raises:
+        BudgetError: A budget is too small for one block, or for one slot.
+        InvalidArgumentError: The settings do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        slot_policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
+        self._guard = CallGuard(self.check_invariants)
+        self._counters = StatsCounters()
+        self._preparer = RequestPreparer(config)
+        self._requests = RequestTable(
+            max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
+        )
+        kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
+        self._planner = CheckpointPlanner(
+            slots,
+            MegatronPlacement() if placement is None else placement,
+            counters,
+            block_size_tokens=config.block_size_tokens,
+            max_inside=config.checkpoints_per_step,
+            save_prompt_states=config.enable_prefix_caching,
+            save_decode_states=config.enable_prefix_caching and config.save_decode_states,
+        )
+        publisher = Publisher(
+            kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
+        )
+        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, self._planner)
+        self._runner = StepRunner(
+            buffers=self.step_buffers,
+            slots=slots,
+            planner=self._planner,
+            admitter=self._admitter,
+            publisher=publisher,
+            counters=counters,
+        )
+
+    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
+        """End all requests, and a step in flight with them.
+
+        Args:
+            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
+                everything is as it was when the context was made, whatever happened to it.
+        """
+        if preserve_prefix_cache:
+            self._reset_requests()
+        else:
+            self._reset_everything()
+
+    @exclusive
+    def _reset_requests(self) -> None:
+        self._runner.drop()
+        for active in self._requests:
+            self._end(active)
+
+    @healing
+    def _reset_everything(self) -> None:
+        self._runner.forget()
+        self._requests.clear()
+        self.request_memory.reset()
+        # Before the KV blocks, which tell the slots: books that contradict each other are not read.
+        self.slot_allocator.reset()
+        self.kv_block_allocator.reset()
+        self._planner.reset()
+        self._counters.reset()
+
+    def stats(self) -> CacheStats:
+        """Return what the cache did so far and what it holds now."""
+        return collect_stats(
+            self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
+        )
+
+    def fingerprint(self) -> int:
+        """Digest what decides the next step: slots, rows, block tables, and requests' progress.
+
+        Ranks that run the same requests over shards of the same model must have equal ones after
+        every call, given equal settings and ``hash_secret``. Linear in slots and block tables.
+
+        Returns:
+            From 0 to 2**63 - 1.
+        """
+        kv_blocks = self.kv_block_allocator
+        parts: list[npt.ArrayLike] = []
+        for active in self._requests:
+            hashes, end = active.chain.hashes, active.num_tokens
+            # The last hash names all blocks before; without prefix caching the last tokens must do.
+            start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
+            parts += [(active.row, active.num_computed, *hashes[-1:]), active.tokens(start, end)]
+        return fingerprint_of(
+            self.slot_allocator.fingerprint(),
+            self.request_memory.block_tables,
+            (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
+            *parts,
+        )
+
+    def check_invariants(self) -> None:
+        """Prove that all bookkeeping agrees. Costs nothing when it is not called.
+
+        Raises:
+            InvariantError: It does not: a bug of this package.
+        """
+        self.kv_block_allocator.check_invariants()
+        self.slot_allocator.check_invariants()
+        self.request_memory.check_invariants(self._requests.holding_memory())
+        self._planner.check_invariants(self._requests.chunks())
+        check_requests(self._requests, self._runner.requests, self.slot_allocator)
+
+    def _end(self, active: ActiveRequest) -> None:
+        if active.status is not RequestStatus.PREEMPTED:
+            self._admitter.release(active)
+        self._requests.remove(active)
