@@ -35,7 +35,7 @@ FLOORS = {
 # the other.
 FORBIDDEN = {"slots": {"blocks", "metadata"}}
 
-EXTRAS = {"rich", "transformers", "megatron"}
+EXTRAS = {"rich", "typer", "prometheus_client", "transformers", "megatron"}
 UPPER_FLOORS = {"numpy", "torch", *EXTRAS}
 THIRD_PARTY = {
     **dict.fromkeys(("bench", "cli", "__main__", "engine", "models", "integrations"), UPPER_FLOORS),

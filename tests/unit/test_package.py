@@ -41,6 +41,7 @@ FRONT_DOOR = {
     "Request",
     "RequestStatus",
     "ScheduledRequest",
+    "ScoreSlotPolicy",
     "SlotEvictionPolicy",
     "StateSpec",
     "Step",
@@ -51,7 +52,7 @@ FRONT_DOOR = {
     *errors.__all__,
 }
 
-NOT_ALWAYS_INSTALLED = ("triton", "rich", "transformers", "megatron")
+NOT_ALWAYS_INSTALLED = ("triton", "rich", "typer", "prometheus_client", "transformers", "megatron")
 
 # Importing a `__main__` would run it.
 SOURCES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]

@@ -1,0 +1,186 @@
+"""What caches did and hold, as Prometheus metrics; needs the extra ``metrics``.
+
+The figures are read when Prometheus asks for them: a context does nothing for it. Call durations
+are measured only where ``CallDurations`` is told to.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from mamba_cache.context import CacheStats, MissReason
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Histogram
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise MissingExtraError(
+        "metrics need prometheus_client: pip install 'mamba-cache[metrics]'"
+    ) from error
+
+__all__ = ["DURATION_BUCKETS", "TIMED_CALLS", "CacheCollector", "CallDurations", "StatsSource"]
+
+_COUNTERS = {
+    "requests": "Requests that began to run; a resumed one counts again",
+    "hits": "Requests that skipped tokens",
+    "kv_matched_blocks": "Blocks found cached",
+    "state_matched_blocks": "Blocks skipped because a state was restored",
+    "skipped_tokens": "Prompt tokens not computed again",
+    "computed_tokens": "Tokens computed, prefill and decode",
+    "saved_states": "States that became findable",
+    "skipped_checkpoints": "States not saved because no slot or no room in the step was left",
+    "evicted_blocks": "Cached KV blocks given up for others",
+    "evicted_slots": "Saved states given up for others",
+    "hash_collisions": "Blocks kept private because their hash id belonged to other content",
+    "aborted_steps": "Steps taken back",
+    "preemptions": "Requests preempted by the engine",
+}
+"""Fields of ``CacheStats`` that are metrics as they are, and what they say."""
+
+_KINDS = {
+    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used")),
+    "slots": ("Slots, by what they hold", ("free", "reserved", "cached")),
+}
+"""Fields of ``CacheStats`` such as "free_blocks": one metric each, with a label ``kind``."""
+
+DURATION_BUCKETS = (
+    *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3),
+    *(5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0),
+)  # fmt: skip
+"""Upper bounds in seconds: a call takes tens of microseconds when all is well."""
+
+TIMED_CALLS = ("add_request", "begin_step", "commit_step")
+"""The calls of a step that ``CallDurations`` measures."""
+
+
+class StatsSource(Protocol):
+    """Whatever keeps ``CacheStats``: a context, or a ``PrefixCache`` of transformers."""
+
+    def stats(self) -> CacheStats:
+        """Returns what the cache did so far and what it holds now, to any thread."""
+        ...
+
+
+class CacheCollector(Collector):
+    """Gives a registry the ``stats()`` of caches, read at each scrape.
+
+    Example::
+
+        REGISTRY.register(CacheCollector({"main": context}))
+        start_http_server(9000)
+
+    Args:
+        caches: The caches by name; the name becomes the label ``cache``.
+
+    Raises:
+        InvalidArgumentError: There is no cache.
+        MissingExtraError: On import, if prometheus_client is not installed.
+    """
+
+    def __init__(self, caches: Mapping[str, StatsSource]) -> None:
+        if not caches:
+            raise InvalidArgumentError("caches must name at least one cache, got none")
+        self._caches = dict(caches)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric, with one sample or more for each cache."""
+        stats = {name: cache.stats() for name, cache in self._caches.items()}
+        for field, text in _COUNTERS.items():
+            yield _counter(field, text, {name: getattr(one, field) for name, one in stats.items()})
+        restored = {name: one.hits * one.bytes_per_slot for name, one in stats.items()}
+        yield _counter("restored_bytes", "Bytes of states restored from slots", restored)
+        saved = {name: one.saved_states * one.bytes_per_slot for name, one in stats.items()}
+        yield _counter("saved_bytes", "Bytes of states saved to slots and findable", saved)
+        yield _misses(stats)
+        for unit, (text, kinds) in _KINDS.items():
+            gauge = GaugeMetricFamily(f"mamba_cache_{unit}", text, labels=["cache", "kind"])
+            for name, one in stats.items():
+                for kind in kinds:
+                    gauge.add_metric([name, kind], getattr(one, f"{kind}_{unit}"))
+            yield gauge
+
+
+class CallDurations:
+    """Measures how long the calls of a step take on the host, in one histogram.
+
+    Without it nothing is measured. With it each call pays for two readings of a clock, about a
+    microsecond.
+
+    Example::
+
+        CallDurations().watch("main", context)
+
+    Args:
+        registry: Where the histogram is registered. Default: prometheus_client's own.
+        buckets: Upper bounds in seconds.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        buckets: Sequence[float] = DURATION_BUCKETS,
+    ) -> None:
+        self._histogram = Histogram(
+            "mamba_cache_call_duration_seconds",
+            "Time that calls of a step take on the host",
+            ["cache", "call"],
+            buckets=buckets,
+            registry=registry,
+        )
+
+    def watch(self, name: str, context: object) -> None:
+        """Puts in the place of the context's ``TIMED_CALLS`` ones that are measured.
+
+        Args:
+            name: The label ``cache``, as for ``CacheCollector``.
+            context: A ``DynamicInferenceContext``, or what has its calls.
+
+        Raises:
+            InvalidArgumentError: The object lacks one of the calls, or is watched already.
+        """
+        lacking = [call for call in TIMED_CALLS if not hasattr(context, call)]
+        if lacking:
+            raise InvalidArgumentError(
+                f"context must have the calls {list(TIMED_CALLS)}, but "
+                f"{type(context).__name__} lacks {lacking}"
+            )
+        if any(call in vars(context) for call in TIMED_CALLS):
+            raise InvalidArgumentError(f"the context is watched already, asked as {name!r}")
+        for call in TIMED_CALLS:
+            observe = self._histogram.labels(cache=name, call=call).observe
+            setattr(context, call, _timed(getattr(context, call), observe))
+
+
+def _counter(field: str, text: str, values: Mapping[str, int]) -> CounterMetricFamily:
+    counter = CounterMetricFamily(f"mamba_cache_{field}", text, labels=["cache"])
+    for name, value in values.items():
+        counter.add_metric([name], value)
+    return counter
+
+
+def _misses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:
+    """Every reason has its series from the start, so that its first rise is seen as one."""
+    text = "Requests that skipped no tokens, by reason"
+    counter = CounterMetricFamily("mamba_cache_misses", text, labels=["cache", "reason"])
+    for name, one in stats.items():
+        for reason in MissReason:
+            counter.add_metric([name, reason.value], one.misses.get(reason.value, 0))
+    return counter
+
+
+def _timed(call: Callable[..., Any], observe: Callable[[float], None]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            observe(time.perf_counter() - start)
+
+    return timed

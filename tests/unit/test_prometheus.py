@@ -1,0 +1,228 @@
+"""Metrics of a cache, as Prometheus reads them, and the dashboard that shows them."""
+
+import dataclasses
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+from context_rig import generate, make_context
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from sources import ROOT
+
+from mamba_cache.context import CacheStats, MissReason
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.integrations.prometheus import TIMED_CALLS, CacheCollector, CallDurations
+
+DASHBOARD = ROOT / "docs" / "how-to" / "grafana_dashboard.json"
+GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
+
+
+class Source:
+    """Statistics of distinct values, each at least 1."""
+
+    def __init__(self, seed):
+        fields = [f.name for f in dataclasses.fields(CacheStats) if f.name != "misses"]
+        values = random.Random(seed).sample(range(1, 10**6), len(fields) + len(MissReason))
+        self.values = dict(zip(fields, values, strict=False))
+        self.misses = dict(
+            zip([r.value for r in MissReason], values[-len(MissReason) :], strict=True)
+        )
+
+    def stats(self):
+        return CacheStats(misses=self.misses, **self.values)
+
+
+def scrape(registry):
+    """{sample name: {frozen labels: value}} of what Prometheus would read."""
+    samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return samples
+
+
+def registry_of(**caches):
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(CacheCollector(caches))
+    return registry
+
+
+def labels(**named):
+    return frozenset(named.items())
+
+
+def test_every_figure_is_exported(seed):
+    source = Source(seed)
+    samples = scrape(registry_of(main=source))
+    exported = {value for series in samples.values() for value in series.values()}
+    bytes_per_slot = source.values.pop("bytes_per_slot")
+    assert exported == {
+        *source.values.values(),
+        *source.misses.values(),
+        source.values["hits"] * bytes_per_slot,
+        source.values["saved_states"] * bytes_per_slot,
+    }
+
+
+def test_names_kinds_and_reasons(seed):
+    source = Source(seed)
+    samples = scrape(registry_of(main=source))
+    assert samples["mamba_cache_hits_total"] == {labels(cache="main"): source.values["hits"]}
+    for unit, kinds in (("slots", ("free", "reserved", "cached")), ("blocks", ("free", "used"))):
+        for kind in kinds:
+            value = samples[f"mamba_cache_{unit}"][labels(cache="main", kind=kind)]
+            assert value == source.values[f"{kind}_{unit}"]
+    misses = samples["mamba_cache_misses_total"]
+    for reason, count in source.misses.items():
+        assert misses[labels(cache="main", reason=reason)] == count
+    restored = samples["mamba_cache_restored_bytes_total"][labels(cache="main")]
+    assert restored == source.values["hits"] * source.values["bytes_per_slot"]
+
+
+def test_names_follow_the_conventions(seed):
+    registry = registry_of(main=Source(seed))
+    CallDurations(registry)
+    for family in registry.collect():
+        assert re.fullmatch(r"mamba_cache_[a-z_]+", family.name)
+        assert family.documentation
+        wanted = "histogram" if family.name.endswith("_seconds") else ("gauge", "counter")
+        assert family.type in wanted
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} == {f"{family.name}_total"}
+
+
+def test_several_caches_share_each_metric(seed):
+    one, two = Source(seed), Source(seed + 1)
+    registry = registry_of(one=one, two=two)
+    assert generate_latest(registry).decode().count("# TYPE mamba_cache_hits_total") == 1
+    assert scrape(registry)["mamba_cache_evicted_slots_total"] == {
+        labels(cache="one"): one.values["evicted_slots"],
+        labels(cache="two"): two.values["evicted_slots"],
+    }
+
+
+def test_each_scrape_reads_the_context_anew(seed):
+    context = make_context()
+    registry = registry_of(main=context)
+    rng = random.Random(seed)
+    prompt = [rng.randrange(13) for _ in range(40)]
+    before = scrape(registry)
+    generate(context, prompt, 2)
+    generate(context, prompt, 2)
+    after = scrape(registry)
+    only = labels(cache="main")
+    for name, rise in (("requests", 2), ("hits", 1), ("skipped_tokens", 32)):
+        series = f"mamba_cache_{name}_total"
+        assert after[series][only] - before[series][only] == rise
+    no_match = labels(cache="main", reason="no_kv_match")
+    assert before["mamba_cache_misses_total"][no_match] == 0
+    assert after["mamba_cache_misses_total"][no_match] == 1
+    restored = after["mamba_cache_restored_bytes_total"][only]
+    assert restored == context.live_states.spec.bytes_per_slot
+    held = sum(after["mamba_cache_slots"].values())
+    assert held == context.slot_allocator.max_slots
+
+
+def test_a_collector_needs_a_cache():
+    with pytest.raises(InvalidArgumentError, match="at least one"):
+        CacheCollector({})
+
+
+def test_calls_are_measured_where_that_is_asked_for(seed):
+    watched, other = make_context(), make_context()
+    registry = CollectorRegistry()
+    CallDurations(registry).watch("main", watched)
+    prompt = [random.Random(seed).randrange(13) for _ in range(20)]
+    tokens, _, _ = generate(watched, prompt, 3)
+    generate(other, prompt, 3)
+    samples = scrape(registry)
+    counts = {
+        call: samples["mamba_cache_call_duration_seconds_count"][labels(cache="main", call=call)]
+        for call in TIMED_CALLS
+    }
+    assert counts == {"add_request": 1, "begin_step": len(tokens), "commit_step": len(tokens)}
+    seconds = samples["mamba_cache_call_duration_seconds_sum"]
+    assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_a_call_that_raises_is_measured_too():
+    context, registry = make_context(), CollectorRegistry()
+    CallDurations(registry).watch("main", context)
+    with pytest.raises(StepOrderError):
+        context.begin_step()
+    count = scrape(registry)["mamba_cache_call_duration_seconds_count"]
+    assert count[labels(cache="main", call="begin_step")] == 1
+
+
+def test_a_context_that_is_not_watched_runs_its_own_code():
+    context = make_context()
+    CallDurations(CollectorRegistry()).watch("main", make_context())
+    assert not set(TIMED_CALLS) & set(vars(context))
+
+
+def test_a_watch_that_cannot_be_is_refused():
+    context = make_context()
+    durations = CallDurations(CollectorRegistry())
+    durations.watch("main", context)
+    with pytest.raises(InvalidArgumentError, match="already"):
+        durations.watch("again", context)
+    with pytest.raises(InvalidArgumentError, match=r"lacks \['add_request'"):
+        durations.watch("main", object())
+
+
+def test_without_the_extra_the_error_names_it():
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from mamba_cache.errors import MissingExtraError\n"
+        "try: import mamba_cache.integrations.prometheus\n"
+        "except MissingExtraError as error: print(error)"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "mamba-cache[metrics]" in result.stdout
+
+
+@pytest.fixture
+def exported(seed):
+    """{sample name: label names} of all that is exported."""
+    registry = registry_of(main=Source(seed))
+    durations = CallDurations(registry)
+    durations.watch("main", make_context())
+    return {
+        name: {label for labelled in series for label, _ in labelled}
+        for name, series in scrape(registry).items()
+    }
+
+
+def dashboard_queries():
+    dashboard = json.loads(DASHBOARD.read_text())
+    variables = [
+        v["query"]["query"] for v in dashboard["templating"]["list"] if v["name"] == "cache"
+    ]
+    return [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]] + variables
+
+
+def test_every_query_of_the_dashboard_names_what_exists(exported):
+    for query in dashboard_queries():
+        names = re.findall(r"mamba_cache_\w+", query)
+        assert names, query
+        assert set(names) <= set(exported), query
+        known = set.union(*(exported[name] for name in names))
+        used = set(re.findall(r"(\w+)=", query))
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            used |= set(group.replace(" ", "").split(","))
+        assert used <= known, query
+
+
+def test_the_dashboard_and_the_guide_leave_no_metric_out(exported):
+    shown = {
+        name for query in dashboard_queries() for name in re.findall(r"mamba_cache_\w+", query)
+    }
+    listed = set(re.findall(r"`(mamba_cache_\w+)", GUIDE.read_text()))
+    metrics = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported}
+    assert {name.removesuffix("_bucket") for name in shown} == metrics
+    assert listed == metrics
