@@ -66,6 +66,7 @@ from mamba_cache.slots import (
     MambaSlotAllocator,
     MegatronPlacement,
     RefZeroSlotPolicy,
+    ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -114,6 +115,7 @@ __all__ = [
     "RequestCapacityError",
     "RequestStatus",
     "ScheduledRequest",
+    "ScoreSlotPolicy",
     "SequenceLengthError",
     "SlotEvictionPolicy",
     "StateSpec",

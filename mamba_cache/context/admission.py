@@ -85,7 +85,7 @@ class Admitter:
         except BaseException:
             self._unpin(lease)
             raise
-        active.num_computed = chunk.start
+        active.num_computed = active.state_position = chunk.start
         active.num_published = match.kv_matched_blocks
         active.status = RequestStatus.SCHEDULED
         active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True, lease=lease)
@@ -153,7 +153,7 @@ class Admitter:
         state_blocks = farthest_state(self._slots, shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
         lease = self._pin(shared, state_blocks)
-        active.num_computed = start
+        active.num_computed = active.state_position = start
         active.chunk = replace(active.chunk, start=start, lease=lease)
         active.chunk = self._planner.plan(active, active.chunk)
         active.admission = replace(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots import (
@@ -178,9 +178,10 @@ class Publisher:
         """
         self._publish_blocks(active)
         hashes = active.chain.hashes
-        slots, blocks, ids = [], [], []
+        slots, blocks, ids, saved_tokens = [], [], [], []
         private = []
         for checkpoint in chunk.checkpoints:
+            num_saved = self._note_state(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
             block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
             if block is None:
@@ -189,10 +190,11 @@ class Publisher:
             slots.append(checkpoint.slot)
             blocks.append(block)
             ids.append(hashes[index])
+            saved_tokens.append(num_saved)
         if chunk.epoch != self._slots.epoch:
             return  # the slots' owner has reset them, and what was reserved with them
         self._slots.cancel_reserved(private)
-        housing = self._slots.commit_reserved(slots, blocks, ids)
+        housing = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
         self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
@@ -213,6 +215,17 @@ class Publisher:
             return
         if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
             self._slots.invalidate_block(old.block_id)
+
+    def _note_state(self, active: ActiveRequest, checkpoint: Checkpoint) -> int:
+        """Return the tokens that a state saves beyond the one before it, and note that it is there.
+
+        The newest state of a decoding request is not noted, for the next one supersedes it.
+        """
+        saved_tokens = checkpoint.position - active.state_position
+        is_wanted = checkpoint.position in active.wanted_boundaries(self._block_size)
+        if is_wanted or active.status is not RequestStatus.DECODING:
+            active.state_position = checkpoint.position
+        return saved_tokens
 
     def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:
         """Name the state that ``boundary`` saved; None if another request had saved it before."""

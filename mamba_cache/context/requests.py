@@ -193,6 +193,7 @@ class ActiveRequest:
         row: Its row of the block table and the live states; -1 while preempted.
         block_ids: Its KV blocks, in order.
         num_computed: Tokens whose effect is in the live state.
+        state_position: The farthest position, in tokens, at which a state of it is saved to stay.
         num_shared_blocks: Leading blocks that were found cached; their keys and values are not
             written again.
         num_published: Leading blocks whose hashes were offered to others.
@@ -212,6 +213,7 @@ class ActiveRequest:
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    state_position: int = 0
     num_shared_blocks: int = 0
     num_shared_tokens: int = 0
     num_published: int = 0

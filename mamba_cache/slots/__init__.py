@@ -14,6 +14,7 @@ from mamba_cache.slots.policies import (
     ConsumedSlotPolicy,
     LruSlotPolicy,
     RefZeroSlotPolicy,
+    ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
 from mamba_cache.slots.pool import SlotPool
@@ -29,6 +30,7 @@ __all__ = [
     "MegatronPlacement",
     "PlacementFacts",
     "RefZeroSlotPolicy",
+    "ScoreSlotPolicy",
     "SlotEvictionPolicy",
     "SlotLease",
     "SlotPool",

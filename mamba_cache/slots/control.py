@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import as_ints
+from mamba_cache._checks import INT32_MAX, as_ints, check_int
 from mamba_cache.errors import MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
-from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots
+from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
 from mamba_cache.slots.fingerprint import slot_fingerprint
 from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
@@ -132,7 +132,7 @@ class SlotControl:
         if short > len(victims):
             raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
         slots.update(zip(new, self.pool.store(new, victims), strict=True))
-        self.policy.on_stored([slots[block_id] for block_id in new])
+        self.policy.on_stored([slots[block_id] for block_id in new], [1] * len(new))
         return [slots[block_id] for block_id in ids]
 
     def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
@@ -164,6 +164,7 @@ class SlotControl:
         block_ids: Iterable[int],
         hashes: Iterable[int],
         *,
+        saved_tokens: Sequence[int] | None = None,
         epoch: int | None = None,
     ) -> list[int]:
         """Makes reserved slots findable, after the work that writes them has been enqueued.
@@ -173,6 +174,8 @@ class SlotControl:
             block_ids: The block of each, which need not be the one that it was reserved for. If
                 that block has a slot by now, the reserved one becomes free.
             hashes: The hash id of each block; one that is not positive is not registered.
+            saved_tokens: For each, the tokens that its state saves beyond the state before it in
+                the same prefix, for policies that ask. None: nobody knows, so all are alike.
             epoch: The ``epoch`` in which the slots were reserved. If a reset has ended it, they
                 are another's by now, and nothing is committed. None: the current one.
 
@@ -182,15 +185,19 @@ class SlotControl:
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
-            InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
-                twice. Nothing was committed.
+            InvalidArgumentError: The lists differ in length, a number of tokens is no int from 0
+                to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
         """
         if self._is_over(epoch):
             return self.pool.slots_of(block_ids)
+        saved = [1] * len(slots)
+        if saved_tokens is not None:
+            bounds = {"minimum": 0, "maximum": INT32_MAX}
+            saved = [check_int("saved_tokens", number, **bounds) for number in saved_tokens]
+            check_same_length(slots=list(slots), saved_tokens=saved)
         housing = self.pool.commit(slots, block_ids, hashes)
-        self.policy.on_stored(
-            [new for new, slot in zip(slots, housing, strict=True) if new == slot]
-        )
+        kept = [i for i, (new, slot) in enumerate(zip(slots, housing, strict=True)) if new == slot]
+        self.policy.on_stored([slots[i] for i in kept], [saved[i] for i in kept])
         return housing
 
     def cancel_reserved(self, slots: Sequence[int], *, epoch: int | None = None) -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import CapacityError, SequenceLengthError
-from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, LastBlock, RefZeroSlotPolicy
+from mamba_cache.slots import EveryNthBlock, LastBlock, RefZeroSlotPolicy, ScoreSlotPolicy
 
 UNCACHED = UncachedRuns()
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
@@ -38,7 +38,7 @@ class ContextMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 4, BLOCK]),
         longest=st.sampled_from([128, 128, 40, 37]),
         placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1), EveryNthBlock(2)]),
-        slot_policy=st.sampled_from([None, RefZeroSlotPolicy, ConsumedSlotPolicy]),
+        slot_policy=st.sampled_from([None, RefZeroSlotPolicy, ScoreSlotPolicy]),
     )
     def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)

@@ -15,7 +15,7 @@ from context_rig import (
 )
 
 from mamba_cache.context import MissReason
-from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock
+from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, RefZeroSlotPolicy, ScoreSlotPolicy
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
@@ -147,6 +147,44 @@ def test_a_hit_keeps_its_state_under_the_consumed_policy():
     generate(context, third, 1)
     assert saved_prefix_lengths(context, first) == [1]
     assert saved_prefix_lengths(context, second) == []
+
+
+class SavedTokens(RefZeroSlotPolicy):
+    """Keeps what it hears of states."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_stored(self, slots, saved_tokens):
+        self.heard += saved_tokens
+
+
+def test_the_policy_hears_what_each_state_saves_beyond_the_one_before():
+    policy = SavedTokens()
+    context = make_context(slot_policy=policy, placement=EveryNthBlock(2))
+    prompt = [*PROMPT, *PROMPT[::-1]][: 5 * BLOCK + 1]
+    generate(context, prompt, 1, checkpoint_positions=[5 * BLOCK])
+    assert policy.heard == [2 * BLOCK, 2 * BLOCK, BLOCK]
+    add(context, "chunked", [*prompt[: 4 * BLOCK], *[9] * 5 * BLOCK], chunk_tokens=2 * BLOCK)
+    run_step(context)
+    context.schedule_prefill("chunked")
+    run_step(context)
+    assert policy.heard[3:] == [2 * BLOCK, 2 * BLOCK], "from the state that was restored"
+
+
+def test_a_decode_state_saves_what_the_superseded_one_did_as_well():
+    policy = SavedTokens()
+    context = make_context(slot_policy=policy)
+    generate(context, PROMPT, 4 * BLOCK, checkpoint_positions=[5 * BLOCK])
+    assert policy.heard == [3 * BLOCK, BLOCK, 2 * BLOCK, BLOCK, 2 * BLOCK]
+
+
+def test_a_state_that_saves_little_goes_first_under_the_score_policy():
+    context = make_context(make_config(max_slots=2), slot_policy=ScoreSlotPolicy())
+    long, short, other = PROMPT, [1] * (BLOCK + 1), [2] * (BLOCK + 1)
+    for prompt in (long, short, other):
+        generate(context, prompt, 1)
+    assert [saved_prefix_lengths(context, p) for p in (long, short, other)] == [[3], [], [1]]
 
 
 def test_deregistered_shared_blocks_stay_deregistered():

@@ -15,10 +15,18 @@ from slot_rig import (
 )
 
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MambaSlotCapacityError
-from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, SlotPool
+from mamba_cache.slots import (
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+    SlotPool,
+)
 
 every_policy = pytest.mark.parametrize(
-    "policy", [LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy()], ids=repr
+    "policy",
+    [LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy(), ScoreSlotPolicy()],
+    ids=repr,
 )
 
 

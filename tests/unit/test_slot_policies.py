@@ -1,5 +1,6 @@
 """Which slots go first."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,12 @@ import pytest
 
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy
+from mamba_cache.slots import (
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
 from mamba_cache.slots.policies import policy_named
 
 SLOTS = np.array([1, 3, 4, 6])
@@ -72,35 +78,98 @@ def test_consumed_takes_what_was_longest_neither_stored_nor_consumed():
     policy = ConsumedSlotPolicy()
     policy.reset(8)
     for slot in (6, 4, 3, 1):
-        policy.on_stored([slot])
+        policy.on_stored([slot], [1])
     assert policy.choose(4, SLOTS, BLOCKS, None) == [6, 4, 3, 1]
     policy.on_consumed([6])
     assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6]
     assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6], "choosing is no use"
-    policy.on_stored([])
-    policy.on_stored([4])
+    policy.on_stored([], [])
+    policy.on_stored([4], [1])
     assert policy.choose(2, SLOTS, BLOCKS, None) == [3, 1]
 
 
 def test_consumed_counts_slots_filled_by_hand_as_the_oldest():
     policy = ConsumedSlotPolicy()
     policy.reset(8)
-    policy.on_stored([1, 4, 6])
+    policy.on_stored([1, 4, 6], [1, 1, 1])
     assert policy.choose(2, SLOTS, BLOCKS, None) == [3, 1]
 
 
 def test_consumed_forgets_at_reset():
     policy = ConsumedSlotPolicy()
     policy.reset(8)
-    policy.on_stored([1])
+    policy.on_stored([1], [1])
     policy.reset(8)
     assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 3, 4, 6]
+
+
+def scored(**saved_tokens):
+    """A policy that heard of states stored one after the other, as in ``s1=256``."""
+    policy = ScoreSlotPolicy()
+    policy.reset(8)
+    for slot, tokens in saved_tokens.items():
+        policy.on_stored([int(slot[1:])], [tokens])
+    return policy
+
+
+def test_score_takes_what_saves_the_fewest_tokens_for_its_age():
+    policy = scored(s6=400, s4=200, s3=90, s1=30)  # 400 / 4, 200 / 3, 90 / 2, 30 / 1
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 3, 4, 6]
+    policy.on_consumed([1])  # 400 / 5, 200 / 4, 90 / 3, 30 / 1
+    policy.on_consumed([3])  # 400 / 6, 200 / 5, 90 / 1, 30 / 2
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 4, 6, 3]
+
+
+def test_score_agrees_with_fractions_of_any_size(rng):
+    policy = ScoreSlotPolicy()
+    policy.reset(300)
+    saved, last_use = {}, {}
+    for now in range(1, 401):
+        slot = int(rng.integers(300))
+        last_use[slot] = now
+        saved[slot] = int(rng.choice([0, 1, 512, 2**31 - 1, rng.integers(2**31)]))
+        policy.on_stored([slot], [saved[slot]])
+    slots = np.array(sorted(saved))
+    expected = sorted(slots.tolist(), key=lambda s: (Fraction(saved[s], 401 - last_use[s]), s))
+    for count in (1, 16, 17, 400):
+        assert policy.choose(count, slots, slots.astype(np.int32), None) == expected[:count]
+
+
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_score_is_recency_where_all_states_save_alike(tokens):
+    policy = scored(s6=tokens, s4=tokens, s3=tokens, s1=tokens)
+    policy.on_consumed([6])
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6]
+
+
+def test_score_does_not_age_when_nothing_happens():
+    policy = scored(s6=300, s1=200)
+    before = policy.state()
+    policy.on_stored([], [])
+    policy.on_consumed([])
+    assert (policy.state() == before).all()
+
+
+def test_score_tells_apart_what_decides_differently():
+    states = [scored(s6=300, s1=200), scored(s6=300, s1=201), scored(s1=200, s6=300)]
+    later = scored(s6=300, s1=200)
+    later.on_consumed([1])
+    assert len({policy.state().tobytes() for policy in [*states, later]}) == 4
+
+
+def test_score_forgets_at_reset():
+    policy = scored(s1=200, s3=100)
+    policy.reset(8)
+    assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 3, 4, 6]
+    fresh = ScoreSlotPolicy()
+    fresh.reset(8)
+    assert (policy.state() == fresh.state()).all()
 
 
 @pytest.mark.parametrize("policy", [LruSlotPolicy(), RefZeroSlotPolicy()])
 def test_policies_without_memory_hear_everything_and_keep_nothing(policy):
     policy.reset(4)
-    policy.on_stored([1])
+    policy.on_stored([1], [1])
     policy.on_consumed([1])
     assert not hasattr(policy, "__dict__")
 

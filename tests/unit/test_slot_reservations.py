@@ -9,7 +9,7 @@ from mamba_cache.errors import (
     MambaSlotCapacityError,
     MissingStateError,
 )
-from mamba_cache.slots import ConsumedSlotPolicy, RefZeroSlotPolicy
+from mamba_cache.slots import ConsumedSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 
 
 def test_reservations_are_invisible_until_committed():
@@ -147,14 +147,30 @@ def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
     heard = []
 
     class Listener(RefZeroSlotPolicy):
-        def on_stored(self, slots):
-            heard.extend(slots)
+        def on_stored(self, slots, saved_tokens):
+            heard.extend(zip(slots, saved_tokens, strict=True))
 
     allocator = make_allocator(4, policy=Listener())
     [housed] = allocator.allocate_slots_batch([0])
     allocator.allocate_slots_batch([0])
-    assert heard == [housed]
-    first, second = allocator.reserve_slots([1, 2])
-    assert heard == [housed]
-    allocator.commit_reserved([first, second], [1, 0], [11, 10])
-    assert heard == [housed, first]
+    assert heard == [(housed, 1)]
+    first, second, third = allocator.reserve_slots([1, 2, 3])
+    assert heard == [(housed, 1)]
+    allocator.commit_reserved([first, second], [1, 0], [11, 10], saved_tokens=[512, 256])
+    assert heard == [(housed, 1), (first, 512)]
+    allocator.commit_reserved([third], [3], [13])
+    assert heard[2:] == [(third, 1)]
+
+
+@pytest.mark.parametrize(
+    ("saved_tokens", "complaint"),
+    [([1, 2], "equally long"), ([-1], "got -1"), ([2**31], "got"), ([1.5], "got 1.5")],
+)
+def test_saved_tokens_are_checked_before_anything_is_committed(saved_tokens, complaint):
+    allocator = make_allocator(2, policy=ScoreSlotPolicy())
+    slots = allocator.reserve_slots([1])
+    before = allocator.fingerprint()
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        allocator.commit_reserved(slots, [1], [11], saved_tokens=saved_tokens)
+    assert allocator.fingerprint() == before
+    assert allocator.commit_reserved(slots, [1], [11], saved_tokens=[2**31 - 1]) == slots
