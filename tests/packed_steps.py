@@ -29,6 +29,8 @@ class Work:
     sequence: Sequence
     num_tokens: int
     checkpoints: dict[int, int] = field(default_factory=dict)
+    written_rows: list[int] = field(default_factory=list)
+    """Of a decode with drafts: the live-state row for the state after each token. None: its own."""
 
 
 class PlainCaches:
@@ -104,9 +106,7 @@ def build_metadata(config: HybridModelConfig, caches, decodes, prefills, *, padd
         seq_lens=padded(seq_lens, 0),
         request_rows=padded([work.sequence.row for work in works], PAD_SLOT_ID),
         state_rows=padded([work.sequence.row for work in works], PAD_SLOT_ID),
-        decode_state_rows=padded(
-            [work.sequence.row for work in decodes] + [PAD_SLOT_ID] * len(prefills), PAD_SLOT_ID
-        )[:, None].repeat(1, 2),
+        decode_state_rows=_decode_state_rows(decodes, len(prefills) + padding),
         restore_sources=nothing,
         restore_rows=nothing,
         boundary_rows=nothing,
@@ -134,6 +134,12 @@ def _token_fields(caches, works, padded):
         "positions": padded(positions, 0, torch.int64),
         "kv_slot_mapping": padded(places, PAD_SLOT_ID, torch.int64),
     }
+
+
+def _decode_state_rows(decodes, num_others):
+    rows = [[d.sequence.row, *(d.written_rows or [d.sequence.row])] for d in decodes]
+    width = max(map(len, rows), default=2)
+    return torch.tensor([*rows, *[[PAD_SLOT_ID] * width] * num_others], dtype=torch.int32)
 
 
 def _block_tables(caches, works, padding):

@@ -61,13 +61,13 @@ class AttentionLayer:
         positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
         outputs = []
         if num_decodes:
-            tiles, at = queries[:num_decodes, None], positions[:num_decodes, None]
-            outputs.append(attend(tiles, kv_cache, tables[:num_decodes], at).squeeze(1))
+            tiles, at = batch.decodes.split(queries), batch.decodes.split(positions)
+            attended = attend(tiles, kv_cache, tables[:num_decodes], at)
+            outputs.append(batch.decodes.join(attended))
         if metadata.num_prefills:
-            queries, positions = queries[num_decodes:], positions[num_decodes:]
-            outputs.append(
-                _attend_chunks(queries, kv_cache, tables[num_decodes:], positions, batch.chunks)
-            )
+            prefill = slice(metadata.num_decode_tokens, None)
+            queries, positions, tables = queries[prefill], positions[prefill], tables[num_decodes:]
+            outputs.append(_attend_chunks(queries, kv_cache, tables, positions, batch.chunks))
         return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
 
 

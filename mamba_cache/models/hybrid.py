@@ -79,8 +79,8 @@ class HybridModel:
             caches: Written by the layers.
 
         Returns:
-            Logits [num_requests, vocab_size] of each request's last token, in batch order and in
-            at least float32.
+            Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
+            requests and of each prefill's last token, in batch order and in at least float32.
 
         Raises:
             InvalidArgumentError: The caches were not made for this model, or the step is empty.
@@ -91,8 +91,10 @@ class HybridModel:
         for layer in self.layers:
             normed = rms_norm(hidden, self.norm_weight, self.config.norm_eps)
             hidden = hidden + layer(normed, batch, caches)
-        last = metadata.query_start_loc[1 : metadata.num_requests + 1].long() - 1
-        final = rms_norm(hidden[last], self.norm_weight, self.config.norm_eps)
+        ends = metadata.query_start_loc[metadata.num_decodes + 1 : metadata.num_requests + 1]
+        decoded = hidden[: metadata.num_decode_tokens]
+        final = torch.cat([decoded, hidden[ends.long() - 1]])
+        final = rms_norm(final, self.norm_weight, self.config.norm_eps)
         return F.linear(final, self.head).to(state_dtype_of(self.dtype))
 
     def _check(self, metadata: StepMetadata, caches: ModelCaches) -> None:

@@ -52,6 +52,8 @@ class Mamba2Layer:
     def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
         """Advance every request's live state over its packed tokens, and return the outputs.
 
+        A decoding request keeps its state after each of its tokens.
+
         Args:
             hidden: [num_tokens, hidden_size].
             batch: The step's layout.
@@ -60,7 +62,7 @@ class Mamba2Layer:
         Returns:
             [num_tokens, hidden_size].
         """
-        config, num_decodes = self.config, batch.metadata.num_decodes
+        config, metadata = self.config, batch.metadata
         gate, conv_input, dt = torch.split(
             F.linear(hidden, self.in_proj),
             [config.mamba_inner_size, config.conv_dim, config.mamba_num_heads],
@@ -68,10 +70,11 @@ class Mamba2Layer:
         )
         dt = F.softplus(dt + self.dt_bias)
         outputs = []
-        if num_decodes:
-            outputs.append(self._decode(conv_input[:num_decodes], dt[:num_decodes], batch, caches))
-        if batch.metadata.num_prefills:
-            outputs.append(self._prefill(conv_input[num_decodes:], dt[num_decodes:], batch, caches))
+        if metadata.num_decodes:
+            outputs.append(self._decode(conv_input, dt, batch, caches))
+        if metadata.num_prefills:
+            prefill = slice(metadata.num_decode_tokens, None)
+            outputs.append(self._prefill(conv_input[prefill], dt[prefill], batch, caches))
         # The gate comes before the norm, which is taken over each group by itself.
         gated = torch.cat(outputs) * F.silu(gate)
         grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
@@ -82,20 +85,26 @@ class Mamba2Layer:
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
     ) -> Tensor:
         conv_live, ssm_live = self._live(caches)
-        rows = batch.state_rows[: batch.metadata.num_decodes]
-        mixed, windows = causal_conv1d_step(
-            conv_input, self.conv_weight, self.conv_bias, conv_live[rows]
-        )
-        inputs = self._scan_inputs(mixed, dt)
-        y, states = ssd_step(inputs, ssm_live[rows])
-        conv_live[rows], ssm_live[rows] = windows, states
-        return (y + self.d[:, None] * inputs.x).flatten(1)
+        before, *after = batch.decodes.state_rows.unbind(1)
+        windows, states = conv_live[before], ssm_live[before]
+        outputs = []
+        # One token of every request at a time; the states go on from token to token in local
+        # tensors, because with speculation the rows read and those written differ.
+        for tokens, rows in zip(batch.decodes.tokens.unbind(1), after, strict=True):
+            mixed, windows = causal_conv1d_step(
+                conv_input[tokens], self.conv_weight, self.conv_bias, windows
+            )
+            inputs = self._scan_inputs(mixed, dt[tokens])
+            y, states = ssd_step(inputs, states)
+            conv_live[rows], ssm_live[rows] = windows, states
+            outputs.append((y + self.d[:, None] * inputs.x).flatten(1))
+        return batch.decodes.join(torch.stack(outputs, dim=1))
 
     def _prefill(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
     ) -> Tensor:
         conv_live, ssm_live = self._live(caches)
-        rows = batch.state_rows[batch.metadata.num_decodes :]
+        rows = batch.state_rows
         mixed, windows = causal_conv1d(
             conv_input, self.conv_weight, self.conv_bias, conv_live[rows], batch.conv
         )

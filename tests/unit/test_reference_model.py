@@ -193,8 +193,8 @@ def test_forward_reads_nothing_back_from_the_device(generator):
     caches = make_caches()
     decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (0, 1))
     decoding.num_computed = 9
-    works = [Work(decoding, 1)], [Work(prefilling, 18, {8: 0, 16: 1})]
-    metadata = build_metadata(CONFIG, caches, *works)
+    decodes = [Work(decoding, 2, written_rows=[2, 3])]
+    metadata = build_metadata(CONFIG, caches, decodes, [Work(prefilling, 18, {8: 0, 16: 1})])
     on_meta = {
         field.name: getattr(metadata, field.name).to("meta")
         for field in dataclasses.fields(metadata)
@@ -204,7 +204,7 @@ def test_forward_reads_nothing_back_from_the_device(generator):
     for pool in (caches.live_states, caches.slots):
         pool.tensors = {name: tensor.to("meta") for name, tensor in pool.tensors.items()}
     logits = model.forward(dataclasses.replace(metadata, **on_meta), caches)
-    assert logits.shape == (2, 256)
+    assert logits.shape == (3, 256)
     assert logits.device.type == "meta"
 
 
