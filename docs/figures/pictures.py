@@ -1,0 +1,127 @@
+"""The pictures that explain: a hit, and the house that the package is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from style import LIGHT, save
+
+WIDTH = 16.5
+"""Of a block, in units of the picture."""
+
+LEFT = 20
+"""Where blocks begin; names stand before."""
+
+FLOORS = (
+    ("6", ("cli", "bench"), "the command line; benchmarks"),
+    ("5", ("engine", "models", "integrations"), "a reference engine and model; other projects"),
+    ("4", ("context", "align"), "requests and steps; states in block tables"),
+    ("3", ("slots",), "which states are kept, and where"),
+    ("2", ("states", "blocks", "metadata"), "tensors and kernels; KV blocks; what kernels read"),
+    ("1", ("errors", "config", "protocols"), "exceptions; settings; what an embedder supplies"),
+)
+
+
+@dataclass(frozen=True)
+class Paint:
+    """Colours of a box, by name."""
+
+    edge: str
+    fill: str
+    text: str = "ink"
+
+
+PROMPT = Paint("orange", "warm")
+BLOCK = Paint("blue", "pale")
+STATE = Paint("purple", "card")
+SKIPPED = Paint("faint", "card", "muted")
+COMPUTED = Paint("green", "fresh")
+
+
+def draw_hit() -> None:
+    """Draw two prompts with a common beginning, and what the second one need not compute."""
+    axes = _canvas(100, 58)
+    _name(axes, 47, "first prompt")
+    for index, label in enumerate(["system prompt"] * 3 + ["question"]):
+        _box(axes, _edge(index), 47, label, PROMPT)
+    _box(axes, _edge(4), 47, "...", PROMPT, width=8)
+    _name(axes, 34, "KV blocks", "keys and values,\nfor each block")
+    for index in range(4):
+        middle = _edge(index) + WIDTH / 2
+        _arrow(axes, (middle, 46.6), (middle, 41), "muted")
+        _box(axes, _edge(index), 34, f"block {index}", BLOCK)
+    _name(axes, 20.5, "slots", "conv and SSM states,\nat a checkpoint")
+    for index, label in ((3, "state at 384"), (4, "state at 512")):
+        _box(axes, _edge(index) - 7.4, 20.5, label, STATE, width=14)
+        _arrow(axes, (_edge(index) - 0.4, 33.6), (_edge(index) - 0.4, 27.4), "purple")
+    _note(axes, _edge(1), 23.5, "most boundaries\nhave no state")
+    _name(axes, 5.5, "second prompt")
+    for index in range(3):
+        _box(axes, _edge(index), 5.5, "skipped", SKIPPED)
+    _box(axes, _edge(3), 5.5, "computed", COMPUTED)
+    _box(axes, _edge(4), 5.5, "...", COMPUTED, width=5)
+    _arrow(axes, (_edge(3) - 0.4, 20), (_edge(3) - 0.4, 12.2), "purple")
+    axes.text(_edge(3) + 1, 16, "restore", color=LIGHT["purple"], va="center")
+    span = {"arrowstyle": "<->", "color": LIGHT["muted"]}
+    axes.annotate("", (_edge(0), 3.6), (_edge(3) - 0.8, 3.6), arrowprops=span)
+    _note(axes, _edge(1) + WIDTH / 2, 1.4, "KV match: 3 blocks of 128 tokens; skip tokens: 384")
+    save(axes.get_figure(), "hit")
+
+
+def draw_house() -> None:
+    """Draw the rooms by floor; a room imports only from rooms below its own floor."""
+    axes = _canvas(100, 52)
+    for place, (number, rooms, holds) in enumerate(reversed(FLOORS)):
+        bottom = 1.5 + 8.4 * place
+        axes.text(2, bottom + 3.4, number, va="center", color=LIGHT["muted"], fontsize=12)
+        width = 52 / len(rooms)
+        for index, room in enumerate(rooms):
+            _box(axes, 6 + index * width, bottom, room, BLOCK, width=width - 1)
+        axes.text(60, bottom + 3.4, holds, va="center", color=LIGHT["muted"], fontsize=9.5)
+    save(axes.get_figure(), "house")
+
+
+def _canvas(width: float, height: float) -> Axes:
+    figure = Figure(figsize=(width / 11, height / 11))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return axes
+
+
+def _edge(index: int) -> float:
+    return LEFT + index * WIDTH
+
+
+def _name(axes: Axes, bottom: float, name: str, detail: str = "") -> None:
+    axes.text(2, bottom + (4.6 if detail else 3), name, va="center", weight="bold")
+    axes.text(2, bottom + 0.9, detail, va="center", fontsize=9, color=LIGHT["muted"])
+
+
+def _note(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.text(x, y, text, ha="center", va="center", fontsize=9.5, color=LIGHT["muted"])
+
+
+def _box(
+    axes: Axes, left: float, bottom: float, label: str, paint: Paint, *, width: float = WIDTH - 0.8
+) -> None:
+    box = FancyBboxPatch(
+        (left, bottom),
+        width,
+        6,
+        boxstyle="round,pad=0,rounding_size=0.7",
+        edgecolor=LIGHT[paint.edge],
+        facecolor=LIGHT[paint.fill],
+        linewidth=1.3,
+    )
+    axes.add_patch(box)
+    middle = left + width / 2, bottom + 3
+    axes.text(*middle, label, ha="center", va="center", fontsize=9.5, color=LIGHT[paint.text])
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    arrow = {"arrowstyle": "-|>", "color": LIGHT[colour], "linewidth": 1.3}
+    axes.annotate("", end, start, arrowprops=arrow)

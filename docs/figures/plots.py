@@ -1,0 +1,117 @@
+"""The plots of the benchmarks page, drawn from the JSON files of docs/benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from style import LIGHT, save
+
+RESULTS = Path(__file__).parent.parent / "benchmarks"
+
+Points = dict[float, float]
+"""A curve: y by x."""
+
+
+def draw_copy() -> None:
+    """Draw how fast states are copied, by how many there are, beside other ways to copy them."""
+    path = _newest("copy-h200")
+    axes = _axes("Copying states of 102.6 MB, GB/s read and written", "states in one call")
+    curves: dict[str, Points] = defaultdict(dict)
+    for name, result in _measurements(path).items():
+        match = re.fullmatch(r"Nemotron-H-8B, fp32 SSM, (\d+) slots: (.*)", name)
+        if match is None:
+            continue
+        slots, what = int(match[1]), match[2]
+        if what == "time over a flat copy's":
+            own = float(re.search(r"([\d,]+) GB/s", result["detail"])[1].replace(",", ""))
+            curves["mamba_cache"][slots] = own
+            curves["one flat copy"][slots] = own * result["value"]
+        elif what.startswith("faster than "):
+            # The ratio's own copy was measured in the same run, just before.
+            curves[what.removeprefix("faster than ")][slots] = own / result["value"]
+    colours = {"mamba_cache": "blue", "one flat copy": "muted"}
+    others = iter(("orange", "purple", "green"))
+    for label, points in sorted(curves.items(), key=lambda curve: -max(curve[1].values())):
+        _curve(axes, points, label, colours.get(label) or next(others))
+    axes.set_ylim(bottom=0)
+    _ticks(axes, sorted(curves["mamba_cache"]))
+    _finish(axes, "copy", [path])
+
+
+def draw_control() -> None:
+    """Draw what it costs to evict and allocate, by the size of the KV pool."""
+    path = _newest("control-epyc")
+    axes = _axes("Evicting and allocating in a full cache, us", "KV blocks in the pool")
+    curves: dict[str, Points] = defaultdict(dict)
+    for name, result in _measurements(path).items():
+        match = re.fullmatch(
+            r"evict and allocate (\d of) ([\d,]+)( cached KV blocks| slots, ([\d,]+) KV blocks)",
+            name,
+        )
+        if match:
+            label = "3 slots of 2,000" if match[4] else "4 KV blocks"
+            curves[label][int((match[4] or match[2]).replace(",", ""))] = result["value"]
+    for (label, points), colour in zip(curves.items(), ("blue", "orange"), strict=True):
+        _curve(axes, points, label, colour)
+    axes.set_ylim(0, 60)
+    _ticks(axes, sorted(curves["4 KV blocks"]))
+    _finish(axes, "control", [path])
+
+
+def draw_ttft() -> None:
+    """Draw the time to first token of one model, by the tokens that were cached."""
+    paths = sorted(RESULTS.glob("ttft-nemotron-h-8b*.json"))
+    axes = _axes("Time to first token, Nemotron-H-8B's shape, ms", "cached tokens, beside 256 new")
+    curves: dict[str, Points] = defaultdict(dict)
+    for path in paths:
+        for name, result in _measurements(path).items():
+            match = re.fullmatch(r"(hit|miss|plain transformers), ([\d,]+) \+ .*", name)
+            if match:
+                curves[match[1]][int(match[2].replace(",", ""))] = result["value"]
+    colours = {"miss": "orange", "plain transformers": "muted", "hit": "blue"}
+    for label, colour in colours.items():
+        _curve(axes, curves[label], label, colour)
+    axes.set_yscale("log")
+    _ticks(axes, sorted(curves["hit"]))
+    _finish(axes, "ttft", paths)
+
+
+def _newest(prefix: str) -> Path:
+    return max(RESULTS.glob(f"{prefix}-*.json"))
+
+
+def _measurements(path: Path) -> dict[str, dict[str, Any]]:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return {measurement["name"]: measurement for measurement in result["measurements"]}
+
+
+def _axes(title: str, x_label: str) -> Axes:
+    axes = Figure(figsize=(7.8, 3.4), layout="constrained").add_subplot()
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.set_xscale("log")
+    return axes
+
+
+def _curve(axes: Axes, points: Points, label: str, colour: str) -> None:
+    x = sorted(points)
+    y = [points[value] for value in x]
+    axes.plot(x, y, marker="o", markersize=4.5, color=LIGHT[colour], label=label)
+
+
+def _ticks(axes: Axes, values: list[float]) -> None:
+    axes.minorticks_off()
+    axes.set_xticks(values, [f"{value:,.0f}" for value in values])
+
+
+def _finish(axes: Axes, name: str, paths: list[Path]) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    save(axes.get_figure(), name, paths)
