@@ -15,6 +15,7 @@ from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context import (
     Admission,
     CacheStats,
+    DeviceTokens,
     DynamicInferenceContext,
     MissReason,
     PrefixMatch,
@@ -84,6 +85,7 @@ __all__ = [
     "CheckpointPlacement",
     "ConcurrentUseError",
     "ConsumedSlotPolicy",
+    "DeviceTokens",
     "DivergenceError",
     "DoubleFreeError",
     "DynamicInferenceContext",

@@ -1,6 +1,7 @@
 """The inference context: what an engine embeds."""
 
 from mamba_cache.context.context import DynamicInferenceContext
+from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.requests import Admission, PreparedRequest, Request, RequestStatus
@@ -11,6 +12,7 @@ __all__ = [
     "Admission",
     "CacheMemory",
     "CacheStats",
+    "DeviceTokens",
     "DynamicInferenceContext",
     "MissReason",
     "PrefixMatch",

@@ -172,10 +172,11 @@ class Admitter:
 
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
-        chunk, active.chunk = active.chunk, None
+        chunks, active.chunk, active.uncollected = active.open_chunks, None, None
         active.admission = None
         active.status = RequestStatus.PREEMPTED
-        if chunk is not None:
+        active.num_releases += 1
+        for chunk in chunks:
             self._planner.cancel(chunk)
             self._unpin(chunk.lease)
         self._memory.release(active)

@@ -76,16 +76,54 @@ class CheckpointPlanner:
             epoch=self._slots.epoch,
         )
 
-    def plan_decode(self, active: ActiveRequest) -> Chunk:
-        """Return the chunk of one decoded token, with a checkpoint if it ends a block."""
-        chunk = Chunk(active.num_computed, 1)
-        if chunk.end % self._block_size or not self._save_prompt_states:
+    def plan_decode(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
+        """Return the chunk of a decoding request with its checkpoint, if it may end a block.
+
+        Args:
+            active: The request, with the blocks of the chunk.
+            chunk: What is computed.
+        """
+        # Two steps are shorter than a block: there is one boundary at most.
+        position = (chunk.start // self._block_size + 1) * self._block_size
+        if position > active.most_computed + chunk.num_tokens or not self._save_prompt_states:
             return chunk
         wanted = active.wanted_boundaries(self._block_size)
-        if not self._save_decode_states and chunk.end not in wanted:
+        if not self._save_decode_states and position not in wanted:
             return chunk
-        kept = self._reserve(active, [chunk.end])
-        return replace(chunk, boundary=kept[0] if kept else None, epoch=self._slots.epoch)
+        epoch, before = self._slots.epoch, active.uncollected
+        if before is not None and before.boundary is not None and before.epoch == epoch:
+            # The step before may get there, or this one: one slot does for both.
+            return replace(chunk, boundary=before.boundary, epoch=epoch)
+        kept = self._reserve(active, [position])
+        return replace(chunk, boundary=kept[0] if kept else None, epoch=epoch)
+
+    def settle_decode(self, active: ActiveRequest, chunk: Chunk, num_tokens: int) -> Chunk:
+        """Return the chunk of a decoding request as it turned out.
+
+        A checkpoint that was not reached stays with the next step if that is in flight and may
+        reach it, and is given back if not.
+
+        Args:
+            active: The request; ``chunk`` is no longer among its open ones.
+            chunk: What was computed.
+            num_tokens: How many of the tokens became part of the sequence.
+
+        Returns:
+            The chunk cut to those tokens, with its checkpoint if that was reached.
+        """
+        boundary, later = chunk.boundary, active.chunk
+        chunk = replace(chunk, start=active.num_computed, num_tokens=num_tokens)
+        is_reached = boundary is not None and chunk.start < boundary.position <= chunk.end
+        if later is not None:
+            is_shared = boundary is not None and later.shares_boundary(chunk)
+            later = replace(later, start=chunk.end)
+            active.chunk = replace(later, boundary=None) if is_shared and is_reached else later
+            if is_shared and not is_reached:
+                return replace(chunk, boundary=None)
+        if boundary is not None and not is_reached:
+            self._slots.cancel_reserved([boundary.slot], epoch=chunk.epoch)
+            chunk = replace(chunk, boundary=None)
+        return chunk
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.guard import exclusive
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import BatchCounts
@@ -14,6 +15,12 @@ from mamba_cache.context.requests import (
     Request,
     RequestStatus,
     check_positions,
+)
+from mamba_cache.context.speculation import (
+    Drafts,
+    as_token_lists,
+    check_drafts,
+    decode_chunks,
 )
 from mamba_cache.context.step import Step
 from mamba_cache.context.upkeep import ContextUpkeep
@@ -99,7 +106,7 @@ class DynamicInferenceContext(ContextUpkeep):
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk beside the other
-                chunks and a token of each decoding request.
+                chunks and the tokens of each decoding request.
             BlockCapacityError: Not enough KV blocks are free or evictable.
             StepOrderError: A step is in flight.
         """
@@ -174,7 +181,9 @@ class DynamicInferenceContext(ContextUpkeep):
         return active.current_chunk.num_tokens
 
     @exclusive
-    def begin_step(self, decode_ids: Iterable[Hashable] | None = None) -> Step:
+    def begin_step(
+        self, decode_ids: Iterable[Hashable] | None = None, *, drafts: Drafts | None = None
+    ) -> Step:
         """Begin a step with all scheduled chunks and with the requests that decode.
 
         Live states of new requests are restored or cleared on the current stream, in one launch,
@@ -182,39 +191,79 @@ class DynamicInferenceContext(ContextUpkeep):
 
         Args:
             decode_ids: Which of the decoding requests take part. Default: all.
+            drafts: Guesses of the next tokens, up to ``num_speculative_tokens`` for each decoding
+                request, which the forward computes as well: a mapping of request ids to tokens; or
+                [max_requests, num_speculative_tokens] int32 or int64 on the device, by request
+                row, where only the device knows them, negative where there is none.
 
         Raises:
             UnknownRequestError: There is no such request.
             StepOrderError: A step is in flight, one of ``decode_ids`` does not decode, or there
                 is nothing to compute.
             SequenceLengthError: A decoding request has reached ``max_sequence_length``; finish it.
-            InvalidArgumentError: ``decode_ids`` is no collection.
+            InvalidArgumentError: ``decode_ids`` is no collection, or the drafts are too many, not
+                of requests that decode in the step, or no token ids.
+            TokenCapacityError: The step's token buffers do not hold the decoding requests' tokens.
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
         decodes, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
         if not decodes and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        self.request_memory.grow([(active, active.num_computed + 1) for active in decodes])
+        ids = [active.request_id for active in decodes]
+        drafts = check_drafts(drafts, ids, self.config, self._preparer, self.device)
+        chunks = decode_chunks(decodes, drafts, self.config.max_sequence_length)
+        self._requests.check_fits(chunks)
+        self.request_memory.grow(
+            [
+                (active, active.most_computed + chunk.num_tokens)
+                for active, chunk in zip(decodes, chunks, strict=True)
+            ]
+        )
         self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
-        return self._runner.begin(decodes, prefills)
+        return self._runner.begin(decodes, prefills, chunks, drafts)
 
     @exclusive
-    def commit_step(self, new_tokens: Mapping[Hashable, int]) -> None:
+    def commit_step(
+        self, new_tokens: Mapping[Hashable, int | Sequence[int]] | DeviceTokens
+    ) -> None:
         """End a step whose forward is enqueued: what it wrote becomes findable.
 
         Args:
-            new_tokens: The sampled token of each request in ``Step.sampling_ids``.
+            new_tokens: The sampled token of each request in ``Step.sampling_ids``. Of one that had
+                drafts the accepted drafts and the token sampled after them, as a list or tuple; it
+                may be cut anywhere, and an empty one means that the request stays where it was. Or
+                ``DeviceTokens``, which nobody waits for: the step is then uncollected, and the
+                next may begin before ``collect_step`` brings its tokens.
 
         Raises:
-            StepOrderError: No step is in flight.
-            InvalidArgumentError: A token is missing, not expected, or no token id. The step is
-                still in flight then.
+            StepOrderError: No step is in flight, or the one before is uncollected.
+            InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
+                said to be accepted that was none. The step is still in flight then.
         """
-        self._runner.check_tokens(new_tokens)
-        ids = list(new_tokens)
-        tokens = self._preparer.check_tokens([new_tokens[request_id] for request_id in ids])
-        self._runner.commit(dict(zip(ids, tokens.tolist(), strict=True)))
+        if isinstance(new_tokens, DeviceTokens):
+            self._runner.commit_on_device(new_tokens)
+            return
+        self._runner.check_ids(new_tokens)
+        tokens = as_token_lists(new_tokens, self._preparer)
+        self._runner.check_accepted(tokens)
+        self._runner.commit(tokens)
+
+    @exclusive
+    def collect_step(self) -> dict[Hashable, list[int]]:
+        """Wait for the tokens of a step committed with ``DeviceTokens``, and take note of them.
+
+        What it wrote while its requests decoded becomes findable.
+
+        Returns:
+            The new tokens of each request that sampled. Requests that were preempted, aborted or
+            finished since are left out: a preempted one computes them again.
+
+        Raises:
+            StepOrderError: No step is uncollected.
+            InvalidArgumentError: One is no token id. Finish its request and collect again.
+        """
+        return self._runner.collect(self._preparer.check_tokens)
 
     @exclusive
     def abort_step(self) -> tuple[Hashable, ...]:
@@ -256,7 +305,7 @@ class DynamicInferenceContext(ContextUpkeep):
             request_id: The request.
 
         Returns:
-            The tokens that it generated.
+            The tokens that it generated, as far as they are collected.
 
         Raises:
             UnknownRequestError: There is no such request.

@@ -31,7 +31,7 @@ def check_requests(
     """
     for active in requests:
         _check_chunk(active, is_in_step=active in in_step)
-    chunks = [active.chunk for active in requests if active.chunk is not None]
+    chunks = [chunk for active in requests for chunk in active.open_chunks]
     _check_reserved(chunks, slots)
     _check_pinned(chunks, slots)
 

@@ -29,13 +29,16 @@ class LiveRows:
     """The metadata of Mamba layers that slots read; here a request's row is its live-state row.
 
     Attributes:
-        request_to_mamba_state_idx: [max_requests] int32, CPU: the identity.
+        request_to_mamba_state_idx: [max_requests] int32, CPU: the identity; -1 with drafts, when
+            the device alone knows which of a request's rows holds its state.
         intermediate_count: 0: checkpoints are written to their slots, not to a scratch.
         per_request_intermediate_counts: Empty, likewise.
     """
 
-    def __init__(self, max_requests: int) -> None:
-        self.request_to_mamba_state_idx = torch.arange(max_requests, dtype=torch.int32)
+    def __init__(self, config: CacheConfig) -> None:
+        self.request_to_mamba_state_idx = torch.arange(config.max_requests, dtype=torch.int32)
+        if config.num_speculative_tokens:
+            self.request_to_mamba_state_idx[:] = -1
         self.intermediate_count = 0
         self.per_request_intermediate_counts: tuple[int, ...] = ()
 
@@ -75,7 +78,8 @@ class CacheMemory:
         step_buffers: The tensors of a step's metadata.
         kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
             values; None without ``kv_spec``. The last block is the dummy block.
-        live_states: The states that running requests read and write, a row each.
+        live_states: The states that running requests read and write,
+            ``config.live_rows_per_request`` rows each.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -102,7 +106,8 @@ class CacheMemory:
         )
         blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
         self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
-        self.live_states = StatePool(state_spec, config.max_requests, device=self.device)
+        live_rows = config.max_requests * config.live_rows_per_request
+        self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_memory = RequestMemory(
             self.kv_block_allocator,
             max_requests=config.max_requests,
@@ -115,6 +120,8 @@ class CacheMemory:
             chunk_size=config.ssm_chunk_size,
             max_tokens=config.max_tokens,
             max_checkpoints=config.checkpoints_per_step,
+            max_decode_tokens=config.max_decode_tokens,
+            live_rows_per_request=config.live_rows_per_request,
             device=self.device,
         )
         self._expose_to_slots()
@@ -133,7 +140,7 @@ class CacheMemory:
         self.ssm_chunk_alignment = config.chunk_alignment
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
         self.request_to_kv_block_ids = torch.from_numpy(self.request_memory.block_tables)
-        self.mamba_metadata = LiveRows(config.max_requests)
+        self.mamba_metadata = LiveRows(config)
         self.mamba_conv_states = self.live_states["conv"]
         self.mamba_ssm_states = self.live_states["ssm"]
         self.batch_dimensions = BatchCounts()

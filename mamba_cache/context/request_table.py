@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
     StepOrderError,
+    TokenCapacityError,
     UnknownRequestError,
 )
 
@@ -20,11 +21,15 @@ class RequestTable:
 
     Args:
         max_tokens: Tokens of one step.
+        max_decode_tokens: Tokens of one decoding request in one step.
         max_sequence_length: Tokens of one request.
     """
 
-    def __init__(self, *, max_tokens: int, max_sequence_length: int) -> None:
+    def __init__(
+        self, *, max_tokens: int, max_decode_tokens: int, max_sequence_length: int
+    ) -> None:
         self._max_tokens = max_tokens
+        self._max_decode_tokens = max_decode_tokens
         self._max_sequence_length = max_sequence_length
         self._requests: dict[Hashable, ActiveRequest] = {}
 
@@ -103,10 +108,16 @@ class RequestTable:
         else:
             chosen = self._find_decoding(request_ids)
         for active in chosen:
-            if active.num_tokens > self._max_sequence_length:
+            # The last of its tokens is computed in the step.
+            if active.most_computed >= self._max_sequence_length:
+                may_have, hint = (
+                    ("may have", "collect the last step")
+                    if active.uncollected
+                    else ("has", "finish it")
+                )
                 raise SequenceLengthError(
-                    f"request {active.request_id!r} has {active.num_tokens} tokens; "
-                    f"max_sequence_length is {self._max_sequence_length}: finish it"
+                    f"request {active.request_id!r} {may_have} {active.most_computed + 1} tokens; "
+                    f"max_sequence_length is {self._max_sequence_length}: {hint}"
                 )
         return chosen
 
@@ -123,16 +134,32 @@ class RequestTable:
         return [a for a in self._requests.values() if a.status is not RequestStatus.PREEMPTED]
 
     def chunks(self) -> list[Chunk]:
-        """Return the chunks of the next step, or of the one in flight."""
-        return [a.chunk for a in self._requests.values() if a.chunk is not None]
+        """Return the chunks of the next step, or of those whose outcome is not known."""
+        return [chunk for active in self._requests.values() for chunk in active.open_chunks]
 
     def token_room(self) -> int:
         """Return the tokens that the next step can still take.
 
-        Every decoding request is counted with one, whether or not it will take part.
+        Every decoding request is counted with all the tokens that it can have, whether or not it
+        will take part.
         """
         scheduled = sum(active.current_chunk.num_tokens for active in self.scheduled())
-        return self._max_tokens - scheduled - len(self._with_status(RequestStatus.DECODING))
+        num_decoding = len(self._with_status(RequestStatus.DECODING))
+        return self._max_tokens - scheduled - num_decoding * self._max_decode_tokens
+
+    def check_fits(self, decodes: Sequence[Chunk]) -> None:
+        """Check that the step's buffers hold the decoding requests beside the scheduled chunks.
+
+        Args:
+            decodes: What the decoding requests compute.
+
+        Raises:
+            TokenCapacityError: They do not.
+        """
+        wanted = sum(chunk.num_tokens for chunk in decodes)
+        room = self._max_tokens - sum(a.current_chunk.num_tokens for a in self.scheduled())
+        if wanted > room:
+            raise TokenCapacityError(wanted, room, "let fewer requests decode, or without drafts")
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]

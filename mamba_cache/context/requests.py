@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -129,12 +129,15 @@ class Chunk:
 
     Attributes:
         start: First token that is computed.
-        num_tokens: How many are computed.
+        num_tokens: How many are computed. Of a decoding request some may turn out not to be part
+            of the sequence.
         is_first: The live state must be restored or zeroed before.
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
-        boundary: The checkpoint at the chunk's end, copied from the live state at commit.
+        boundary: The checkpoint copied from the live state at commit: at the end of a prefill
+            chunk, or where a decoding request may get to.
         epoch: The epoch of the slots in which the checkpoints were reserved.
+        drafts: Of a decoding request. None: they are known on the device alone.
     """
 
     start: int
@@ -144,11 +147,16 @@ class Chunk:
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
     epoch: int = 0
+    drafts: tuple[int, ...] | None = ()
 
     @property
     def end(self) -> int:
         """The position after the last computed token."""
         return self.start + self.num_tokens
+
+    def shares_boundary(self, other: Chunk) -> bool:
+        """Say whether both may reach the same checkpoint, so that one slot does for both."""
+        return (self.boundary, self.epoch) == (other.boundary, other.epoch)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -199,6 +207,10 @@ class ActiveRequest:
         num_published: Leading blocks whose hashes were offered to others.
         num_shared_tokens: Tokens in those blocks.
         chunk: What the next step, or the one in flight, does for it.
+        uncollected: What the last step did for it while it decoded, if the device alone knows how
+            many of the tokens became part of the sequence.
+        num_releases: How often it gave its memory back: what a step sampled for it before counts
+            no longer.
         checkpoint_positions: Positions beside the placement's at which to save a state.
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
@@ -218,6 +230,8 @@ class ActiveRequest:
     num_shared_tokens: int = 0
     num_published: int = 0
     chunk: Chunk | None = None
+    uncollected: Chunk | None = None
+    num_releases: int = 0
     checkpoint_positions: tuple[int, ...] = ()
     admission: Admission | None = None
     decode_lease: SlotLease | None = None
@@ -231,6 +245,19 @@ class ActiveRequest:
     def num_tokens(self) -> int:
         """Tokens known so far: the prompt and what was sampled."""
         return len(self.prompt) + len(self.generated)
+
+    @property
+    def most_computed(self) -> int:
+        """``num_computed``, or what it may be by what the device alone knows."""
+        return self.num_computed + (self.uncollected.num_tokens if self.uncollected else 0)
+
+    @property
+    def open_chunks(self) -> list[Chunk]:
+        """Its chunks whose outcome is not known; a checkpoint that two may reach is the later's."""
+        before, chunk = self.uncollected, self.chunk
+        if before is not None and chunk is not None and chunk.shares_boundary(before):
+            before = replace(before, boundary=None)
+        return [chunk for chunk in (before, chunk) if chunk is not None]
 
     @property
     def current_chunk(self) -> Chunk:
@@ -257,11 +284,11 @@ class ActiveRequest:
         tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
-    def append_token(self, token: int) -> None:
-        """Add a sampled token, and hash the block that it completes, if any."""
-        self.generated.append(token)
+    def append_tokens(self, tokens: Sequence[int]) -> None:
+        """Add sampled tokens, and hash the blocks that they complete, if any."""
+        self.generated += tokens
         if self.is_cached:
-            self.chain.append((token,))
+            self.chain.append(tokens)
 
     def wanted_boundaries(self, block_size_tokens: int) -> set[int]:
         """Return the block boundaries at which the caller wants a state."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
@@ -25,11 +27,13 @@ class ScheduledRequest:
     Attributes:
         request_id: The request.
         row: Its row in the block tables and the live states.
-        start: Tokens of its sequence before this step.
-        num_tokens: Tokens computed in this step.
+        start: Tokens of its sequence before this step, as far as they are known on the host.
+        num_tokens: Tokens computed in this step, drafts included.
         skip_tokens: Tokens that a state restored in this step made needless to compute.
-        is_prefill: Whether the tokens are a chunk of the prompt rather than one decoded token.
+        is_prefill: Whether the tokens are a chunk of the prompt rather than decoded ones.
         samples: Whether the last known token is computed, so that ``commit_step`` needs the next.
+        drafts: Which of a decoding request's tokens are drafts; none where the device alone knows
+            them.
     """
 
     request_id: Hashable
@@ -39,6 +43,7 @@ class ScheduledRequest:
     skip_tokens: int
     is_prefill: bool
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ def plan_step(decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest
     """Collect what a step does from the chunks of its requests, as plain values.
 
     Args:
-        decodes: Requests that decode one token.
+        decodes: Requests that decode.
         prefills: Requests that compute a chunk of their prompt.
     """
     restores, boundaries = [], []
@@ -75,8 +80,8 @@ def plan_step(decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest
         if chunk.boundary is not None:
             boundaries.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
-        decodes=[_slice(active) for active in decodes],
-        prefills=[_slice(active) for active in prefills],
+        decodes=[_decode_slice(active) for active in decodes],
+        prefills=[_prefill_slice(active) for active in prefills],
         checkpoints=[
             CheckpointEntry(index, checkpoint.position, checkpoint.slot)
             for index, active in enumerate(prefills)
@@ -97,11 +102,21 @@ def describe_request(active: ActiveRequest, *, is_prefill: bool) -> ScheduledReq
         num_tokens=chunk.num_tokens,
         skip_tokens=chunk.start if chunk.is_first else 0,
         is_prefill=is_prefill,
-        samples=active.samples,
+        samples=active.samples if is_prefill else True,
+        drafts=chunk.drafts or (),
     )
 
 
-def _slice(active: ActiveRequest) -> SequenceSlice:
+def _decode_slice(active: ActiveRequest) -> SequenceSlice:
+    """Return what is known of a decoding request's tokens; the device completes it with drafts."""
+    chunk = active.current_chunk
+    tokens = np.zeros(chunk.num_tokens, dtype=np.int32)
+    tokens[:1] = active.tokens(active.num_tokens - 1, active.num_tokens)
+    tokens[1:] = chunk.drafts or 0
+    return SequenceSlice(row=active.row, start=active.most_computed, token_ids=tokens)
+
+
+def _prefill_slice(active: ActiveRequest) -> SequenceSlice:
     chunk = active.current_chunk
     return SequenceSlice(
         row=active.row,

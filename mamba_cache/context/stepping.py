@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
-from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
+from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.context.speculation import Drafts, Speculation, check_accepted
 from mamba_cache.context.stats import StatsCounters
-from mamba_cache.context.step import Step, describe_request, plan_step
+from mamba_cache.context.step import ScheduledRequest, Step, describe_request, plan_step
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
+
+
+class _Entry(NamedTuple):
+    """A request of a step whose tokens are not on the host yet."""
+
+    active: ActiveRequest
+    num_releases: int
+    scheduled: ScheduledRequest
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request has kept its memory since."""
+        return self.active.num_releases == self.num_releases
+
+    def cut(self, tokens: list[int], count: int) -> list[int]:
+        """Return the tokens that the request takes, as the device has decided."""
+        if self.scheduled.is_prefill:
+            return tokens[:1]
+        return tokens[: max(0, min(count, self.scheduled.num_tokens))]
 
 
 class StepRunner:
@@ -26,6 +49,7 @@ class StepRunner:
         admitter: Renews restores, and takes requests back.
         publisher: Makes blocks and states findable.
         counters: What is counted at commit.
+        speculation: The device's side, if requests can have drafts.
     """
 
     def __init__(
@@ -37,6 +61,7 @@ class StepRunner:
         admitter: Admitter,
         publisher: Publisher,
         counters: StatsCounters,
+        speculation: Speculation | None,
     ) -> None:
         self._buffers = buffers
         self._slots = slots
@@ -44,8 +69,10 @@ class StepRunner:
         self._admitter = admitter
         self._publisher = publisher
         self._counters = counters
+        self._speculation = speculation
         self._requests: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
+        self._uncollected: tuple[list[_Entry], SentTokens] | None = None
 
     @property
     def step(self) -> Step:
@@ -60,8 +87,17 @@ class StepRunner:
 
     @property
     def requests(self) -> tuple[ActiveRequest, ...]:
-        """The requests of the step in flight."""
-        return self._requests
+        """The requests of the step in flight; a step that is only half begun is none."""
+        return () if self._step is None else self._requests
+
+    def require_collected(self) -> None:
+        """Check that the tokens of the step before the one in flight are on the host.
+
+        Raises:
+            StepOrderError: They are not.
+        """
+        if self._uncollected is not None:
+            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
 
     def require_none(self) -> None:
         """Check that no step is in flight.
@@ -72,45 +108,122 @@ class StepRunner:
         if self._step is not None:
             raise StepOrderError("a step is in flight: commit_step or abort_step ends it")
 
-    def begin(self, decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest]) -> Step:
-        """Send the metadata and restore live states; on an exception the step is taken back."""
+    def begin(
+        self,
+        decodes: Sequence[ActiveRequest],
+        prefills: Sequence[ActiveRequest],
+        chunks: Sequence[Chunk],
+        drafts: Drafts,
+    ) -> Step:
+        """Send the metadata and restore live states; on an exception the step is taken back.
+
+        Args:
+            decodes: Requests that decode.
+            prefills: Requests that compute a chunk of their prompt.
+            chunks: What each of ``decodes`` computes.
+            drafts: Checked drafts.
+        """
         self._requests = (*decodes, *prefills)
         try:
-            for active in decodes:
-                active.chunk = self._planner.plan_decode(active)
+            for active, chunk in zip(decodes, chunks, strict=True):
+                active.chunk = self._planner.plan_decode(active, chunk)
             for active in prefills:
                 self._admitter.renew_restore(active)
             plan = plan_step(decodes, prefills)
             metadata = self._buffers.fill(plan)
+            if self._speculation is not None:
+                self._speculation.describe(metadata, drafts)
             # Without the padding, which a kernel would look at entry by entry.
             restores = slice(len(plan.restores))
             self._slots.restore_slots(
                 metadata.restore_sources[restores], metadata.restore_rows[restores]
             )
+            scheduled = [describe_request(active, is_prefill=False) for active in decodes]
+            scheduled += [describe_request(active, is_prefill=True) for active in prefills]
+            self._step = Step(tuple(scheduled), metadata)
         except BaseException:
             self._preempt_all()
             raise
-        scheduled = [describe_request(active, is_prefill=False) for active in decodes]
-        scheduled += [describe_request(active, is_prefill=True) for active in prefills]
-        self._step = Step(tuple(scheduled), metadata)
         return self._step
 
-    def commit(self, new_tokens: Mapping[Hashable, int]) -> None:
+    def commit(self, new_tokens: Mapping[Hashable, list[int]]) -> None:
         """Save boundary states, publish what was written, and append the sampled tokens.
 
         Args:
-            new_tokens: Checked tokens, one for each request that samples.
+            new_tokens: Checked tokens of each request that samples.
         """
-        metadata = self.step.metadata
-        boundaries = slice(sum(a.current_chunk.boundary is not None for a in self._requests))
-        self._slots.copy_live_to_slots(
-            metadata.boundary_rows[boundaries], metadata.boundary_slots[boundaries]
-        )
-        for active in self._requests:
-            self._settle(active)
-            if active.request_id in new_tokens:
-                active.append_token(new_tokens[active.request_id])
-        self._requests, self._step = (), None
+        tokens = [new_tokens.get(active.request_id, []) for active in self._requests]
+        if self._speculation is not None:
+            self._speculation.advance(self.step.metadata, self._speculation.to_device(tokens))
+        self._save_boundaries()
+        for active, new in zip(self._requests, tokens, strict=True):
+            if active.status is RequestStatus.DECODING:
+                chunk, active.chunk = active.current_chunk, None
+                self._settle_decode(active, chunk, new)
+            else:
+                self._settle_prefill(active)
+                active.append_tokens(new)
+        self._step, self._requests = None, ()
+
+    def commit_on_device(self, sampled: DeviceTokens) -> None:
+        """Do what ``commit`` does as far as it needs no tokens on the host.
+
+        Args:
+            sampled: The step's tokens.
+
+        Raises:
+            StepOrderError: No step is in flight, or the last one is not collected.
+            InvalidArgumentError: There is no speculation, or the tensors are of a wrong kind.
+        """
+        num_requests = len(self.step.requests)
+        self.require_collected()
+        if self._speculation is None:
+            raise InvalidArgumentError(
+                "tokens on the device need num_speculative_tokens of at least 1, got 0"
+            )
+        self._speculation.check_sampled(sampled, num_requests)
+        self._speculation.advance(self.step.metadata, sampled)
+        self._save_boundaries()
+        sent = self._speculation.to_host(sampled)
+        entries = []
+        for active, scheduled in zip(self._requests, self.step.requests, strict=True):
+            if scheduled.is_prefill:
+                self._settle_prefill(active)
+            else:
+                active.uncollected, active.chunk = active.chunk, None
+            entries.append(_Entry(active, active.num_releases, scheduled))
+        self._uncollected = (entries, sent)
+        self._step, self._requests = None, ()
+
+    def collect(self, check: Callable[[list[int]], object]) -> dict[Hashable, list[int]]:
+        """Wait for the uncollected step's tokens, and do what needs them.
+
+        Args:
+            check: Raises if one of the tokens is no token id; the step stays uncollected then.
+
+        Returns:
+            The new tokens of each request that has not given its memory back since.
+
+        Raises:
+            StepOrderError: There is no uncollected step.
+        """
+        if self._uncollected is None:
+            raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
+        entries, sent = self._uncollected
+        tokens = [
+            (entry.active, entry.cut(row, count))
+            for entry, row, count in zip(entries, *sent.wait(), strict=True)
+            if entry.is_current and entry.scheduled.samples
+        ]
+        check(list(chain.from_iterable(new for _, new in tokens)))
+        self._uncollected = None
+        for active, new in tokens:
+            chunk, active.uncollected = active.uncollected, None
+            if chunk is None:
+                active.append_tokens(new)
+            else:
+                self._settle_decode(active, chunk, new)
+        return {active.request_id: new for active, new in tokens}
 
     def abort(self) -> tuple[Hashable, ...]:
         """Take the step back, and return the ids of its requests, which are preempted.
@@ -124,22 +237,25 @@ class StepRunner:
         return ids
 
     def drop(self) -> None:
-        """Take back the step in flight, if there is one."""
+        """Take back the step in flight, if there is one, and forget the uncollected one."""
         if self._step is not None:
             self.abort()
+        self._uncollected = None
 
     def forget(self) -> None:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
-        self._requests, self._step = (), None
+        self._step, self._requests = None, ()
+        self._uncollected = None
 
-    def check_tokens(self, new_tokens: Mapping[Hashable, int]) -> None:
-        """Check that just the requests that sample have a token.
+    def check_ids(self, new_tokens: object) -> None:
+        """Check that just the requests that sample have tokens.
 
         Raises:
-            StepOrderError: No step is in flight.
-            InvalidArgumentError: A token is missing, or one is not expected.
+            StepOrderError: No step is in flight, or the last one is not collected.
+            InvalidArgumentError: A request is missing, or one is not expected.
         """
         expected = set(self.step.sampling_ids)
+        self.require_collected()
         if not isinstance(new_tokens, Mapping):
             raise InvalidArgumentError(
                 f"new_tokens must map request ids to tokens, got {type(new_tokens).__name__}"
@@ -151,10 +267,25 @@ class StepRunner:
                 f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
             )
 
-    def _settle(self, active: ActiveRequest) -> None:
-        chunk = active.current_chunk
-        is_decoding = active.status is RequestStatus.DECODING
-        samples = active.samples
+    def check_accepted(self, new_tokens: Mapping[Hashable, Sequence[int]]) -> None:
+        """Check that each request's new tokens can follow from what it computed.
+
+        Raises:
+            InvalidArgumentError: They cannot.
+        """
+        for active, scheduled in zip(self._requests, self.step.requests, strict=True):
+            if scheduled.samples:
+                check_accepted(scheduled, active.current_chunk, new_tokens[active.request_id])
+
+    def _save_boundaries(self) -> None:
+        metadata = self.step.metadata
+        count = sum(active.current_chunk.boundary is not None for active in self._requests)
+        self._slots.copy_live_to_slots(
+            metadata.boundary_rows[:count], metadata.boundary_slots[:count]
+        )
+
+    def _settle_prefill(self, active: ActiveRequest) -> None:
+        chunk, samples = active.current_chunk, active.samples
         active.num_computed = chunk.end
         if chunk.lease is not None:
             self._publisher.note_consumed(chunk.lease)
@@ -163,14 +294,21 @@ class StepRunner:
         if active.admission is not None:
             self._counters.count_admission(active.admission)
             active.admission = None
-        is_current = chunk.epoch == self._slots.epoch
-        if is_decoding and is_current and chunk.boundary is not None:
-            self._publisher.supersede_decode_state(active, chunk.boundary)
         self._admitter.settle(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
 
+    def _settle_decode(self, active: ActiveRequest, chunk: Chunk, new_tokens: list[int]) -> None:
+        """Make the accepted tokens of a decoding request part of its sequence."""
+        outcome = self._planner.settle_decode(active, chunk, len(new_tokens))
+        active.append_tokens(new_tokens)
+        active.num_computed = outcome.end
+        self._publisher.publish(active, outcome)
+        self._counters.computed_tokens += chunk.num_tokens
+        if outcome.boundary is not None and outcome.epoch == self._slots.epoch:
+            self._publisher.supersede_decode_state(active, outcome.boundary)
+
     def _preempt_all(self) -> None:
-        requests = self._requests
-        self.forget()
-        for active in requests:
+        # Forgotten last: interrupted half-way, the step is seen to lack requests.
+        for active in self._requests:
             self._admitter.release(active)
+        self.forget()

@@ -14,6 +14,7 @@ from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.slots import CheckpointPlacement, MegatronPlacement, SlotEvictionPolicy
@@ -49,7 +50,9 @@ class ContextUpkeep(CacheMemory):
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
-            max_tokens=config.max_tokens, max_sequence_length=config.max_sequence_length
+            max_tokens=config.max_tokens,
+            max_decode_tokens=config.max_decode_tokens,
+            max_sequence_length=config.max_sequence_length,
         )
         kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
         self._planner = CheckpointPlanner(
@@ -72,6 +75,7 @@ class ContextUpkeep(CacheMemory):
             admitter=self._admitter,
             publisher=publisher,
             counters=counters,
+            speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
         )
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:

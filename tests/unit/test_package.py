@@ -22,6 +22,7 @@ FRONT_DOOR = {
     "CacheStats",
     "CheckpointPlacement",
     "ConsumedSlotPolicy",
+    "DeviceTokens",
     "DynamicInferenceContext",
     "EveryNthBlock",
     "EvictionPolicy",

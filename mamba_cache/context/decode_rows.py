@@ -1,0 +1,40 @@
+"""How far each request is, on the device: what a step with drafts needs to know of the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DecodeRows"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Progress by request row, kept by the device alone.
+
+    A request has a ring of ``ring`` live-state rows. Its cursor is the row of the ring that holds
+    the state after ``num_computed`` tokens; a step writes the state after its j-th token to the
+    row j after the cursor. So any number of them can be accepted, none included, by moving the
+    cursor.
+
+    Attributes:
+        ring: Live-state rows of one request.
+        num_computed: [max_requests] int32. Tokens whose effect is in the row at the cursor.
+        cursors: [max_requests] int32. From 0 to ``ring`` - 1; 0 while a prompt is computed.
+        last_tokens: [max_requests] int64. The last sampled token: the next step's first input.
+    """
+
+    ring: int
+    num_computed: torch.Tensor
+    cursors: torch.Tensor
+    last_tokens: torch.Tensor
+
+    @classmethod
+    def make(cls, max_requests: int, ring: int, device: torch.device) -> DecodeRows:
+        """Allocate the rows; each is written when its request's first step is committed."""
+
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(max_requests, dtype=dtype, device=device)
+
+        return cls(ring, zeros(torch.int32), zeros(torch.int32), zeros(torch.int64))
