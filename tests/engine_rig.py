@@ -1,9 +1,10 @@
 """A model small enough for many runs of the engine, and ways to run it."""
 
 import torch
+from hypothesis import strategies as st
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Engine, SamplingParams
+from mamba_cache.engine import Engine, NgramDrafter, SamplingParams
 from mamba_cache.models import HybridModel, HybridModelConfig
 
 BLOCK = 8
@@ -40,7 +41,9 @@ class FailingModel:
         self.num_steps += 1
         logits = MODEL.forward(metadata, caches)
         if self.num_steps in self.failing_steps:
-            rows = metadata.state_rows[: metadata.num_requests].long()
+            rows = metadata.state_rows[: metadata.num_requests]
+            written = metadata.decode_state_rows[: metadata.num_decodes]
+            rows = torch.cat([rows, written.flatten()]).long()
             caches.live_states["ssm"][:, rows] = torch.nan
             raise ModelFailure
         return logits
@@ -60,12 +63,15 @@ def cache_config(**changes):
     return CacheConfig(**(settings | changes))
 
 
-def make_engine(model=MODEL, *, wait_for_prefix=True, max_wait_steps=64, **changes):
+def make_engine(
+    model=MODEL, *, wait_for_prefix=True, max_wait_steps=64, drafter=NgramDrafter, **changes
+):
     return Engine(
         model,
         cache_config(**changes),
         wait_for_prefix=wait_for_prefix,
         max_wait_steps=max_wait_steps,
+        drafter=drafter,
     )
 
 
@@ -97,6 +103,28 @@ def run_checked(engine):
             continue
         done |= {event.request_id: event.completion for event in events if event.finished}
     raise AssertionError("the engine does not come to an end")
+
+
+def run_together(engine, prompts, sampling):
+    """Submit all prompts, run them, and compare each with a run of its own."""
+    for name, prompt in enumerate(prompts):
+        engine.submit(prompt, sampling, request_id=name)
+    done = run_checked(engine)
+    for name, prompt in enumerate(prompts):
+        assert done[name].tokens == alone(prompt, sampling), name
+    return [done[name] for name in range(len(prompts))]
+
+
+@st.composite
+def prompts_with_shared_prefixes(draw, num_different_tokens=256):
+    prompts = []
+    for _ in range(draw(st.integers(1, 5))):
+        root = draw(st.sampled_from(prompts)) if prompts else []
+        length = draw(st.integers(0, len(root)))
+        tokens = st.integers(0, num_different_tokens - 1)
+        tail = draw(st.lists(tokens, min_size=1, max_size=4 * BLOCK))
+        prompts.append([*root[:length], *tail][:80])
+    return prompts
 
 
 def draw_prompt(rng, length):

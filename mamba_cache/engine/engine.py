@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request, Step
+from mamba_cache.context import DynamicInferenceContext, Request, ScheduledRequest, Step
+from mamba_cache.engine.drafting import Drafter, NgramDrafter
 from mamba_cache.engine.model import LanguageModel, ModelShape
 from mamba_cache.engine.progress import token_progress
 from mamba_cache.engine.requests import EngineRequest
-from mamba_cache.engine.results import Completion, TokenEvent
-from mamba_cache.engine.sampling import SamplingParams, sample
+from mamba_cache.engine.results import Completion, DecodingStats, TokenEvent
+from mamba_cache.engine.sampling import SamplingParams
 from mamba_cache.engine.scheduler import Scheduler
+from mamba_cache.engine.verification import verify
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 
@@ -26,7 +28,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs requests through a model: continuous batching, chunked prefill, prefix caching.
+    """Runs requests through a model: continuous batching, prefix caching, speculative decoding.
 
     Example::
 
@@ -44,15 +46,19 @@ class Engine:
     Args:
         model: Computes the steps.
         config: Settings of the cache; ``max_tokens`` is the token budget of one step. Its
-            ``vocab_size`` is by default the model's.
+            ``vocab_size`` is by default the model's. With ``num_speculative_tokens`` more than 0,
+            so many drafts of a request are verified in one step; no answer depends on them.
         wait_for_prefix: Whether a queued request may wait for a prefix that it shares with one
             that is being computed, so that it need not compute it too.
         max_wait_steps: Steps that one request waits at most.
+        drafter: Makes the drafter of one request, such as a class or a ``functools.partial`` of
+            one. Not called without ``num_speculative_tokens``.
         slot_policy: As for ``DynamicInferenceContext``.
         placement: Likewise.
 
     Attributes:
         context: The requests' memory, and the cache; ``context.stats()`` says what it did.
+        decoding: What the decoding steps of all requests brought.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -67,6 +73,7 @@ class Engine:
         *,
         wait_for_prefix: bool = True,
         max_wait_steps: int = 64,
+        drafter: Callable[[], Drafter] = NgramDrafter,
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> None:
@@ -80,9 +87,11 @@ class Engine:
             placement=placement,
         )
         self._model = model
+        self._make_drafter = drafter if config.num_speculative_tokens else None
         self._scheduler = Scheduler(
             self.context, max_wait_steps=max_wait_steps if wait_for_prefix else 0
         )
+        self.decoding = DecodingStats()
         self._ids = count()
 
     @property
@@ -137,8 +146,9 @@ class Engine:
             checkpoint_positions=checkpoint_positions,
         )
         prepared = self.context.prepare(request)
+        drafter = self._make_drafter() if self._make_drafter else None
         self._scheduler.add(
-            EngineRequest.make(prepared, sampling, self.context.config, submitted_at)
+            EngineRequest.make(prepared, sampling, self.context.config, drafter, submitted_at)
         )
         return request_id
 
@@ -149,8 +159,8 @@ class Engine:
         and the exception goes on to the caller; the step's requests resume with the next one.
 
         Returns:
-            The tokens sampled, and the ends of requests that failed. Empty while prompts are being
-            computed, and when there are no requests.
+            The tokens sampled, those of each request in order, and the ends of requests that
+            failed. Empty while prompts are being computed, and when there are no requests.
 
         Raises:
             InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
@@ -227,31 +237,41 @@ class Engine:
     def _run(self, step: Step) -> list[TokenEvent]:
         try:
             logits = self._model.forward(step.metadata, self.context).cpu()
-            tokens = {
-                scheduled.request_id: self._sample(scheduled.request_id, row)
-                for scheduled, row in zip(step.requests, logits, strict=True)
-                if scheduled.samples
-            }
+            tokens = self._verify(step, logits)
             self.context.commit_step(tokens)
         except BaseException:
             self.context.abort_step()
             raise
         now = time.perf_counter()
+        events = []
         for scheduled in step.requests:
-            self._scheduler.running(scheduled.request_id).note_computed(scheduled)
-        return [self._accept(request_id, token, now) for request_id, token in tokens.items()]
+            events += self._accept(scheduled, tokens.get(scheduled.request_id, []), now)
+        return events
 
-    def _sample(self, request_id: Hashable, logits: torch.Tensor) -> int:
-        request = self._scheduler.running(request_id)
-        logits = logits[: self.context.config.vocab_size]  # a model may pad its vocabulary
-        return sample(logits, request.sampling, len(request.generated))
+    def _verify(self, step: Step, logits: torch.Tensor) -> dict[Hashable, list[int]]:
+        """Return the next tokens of each request that samples."""
+        logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
+        lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
+        rows = torch.split(logits, lengths)
+        tokens = {}
+        for scheduled, its_rows in zip(step.requests, rows, strict=True):
+            if scheduled.samples:
+                request = self._scheduler.running(scheduled.request_id)
+                tokens[request.request_id] = verify(
+                    its_rows, scheduled.drafts, request.sampling, request.num_generated
+                )
+        return tokens
 
-    def _accept(self, request_id: Hashable, token: int, now: float) -> TokenEvent:
+    def _accept(
+        self, scheduled: ScheduledRequest, tokens: Sequence[int], now: float
+    ) -> list[TokenEvent]:
+        request = self._scheduler.running(scheduled.request_id)
+        self.decoding += request.note_computed(scheduled, tokens)
         longest = self.context.config.max_sequence_length
-        event = self._scheduler.running(request_id).accept(token, now, longest)
-        if event.finished:
-            self._scheduler.remove(request_id)
-        return event
+        events = [request.accept(token, now, longest) for token in tokens]
+        if events and events[-1].finished:
+            self._scheduler.remove(request.request_id)
+        return events
 
 
 def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:

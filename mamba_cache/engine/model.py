@@ -53,5 +53,6 @@ class LanguageModel(Protocol):
             caches: The ``DynamicInferenceContext``; a model names what it reads of it.
 
         Returns:
-            Logits [num_requests, vocab_size] of each request's last token, in batch order.
+            Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
+            requests and of each prefill's last token, in batch order.
         """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import eq
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
-from mamba_cache.engine.results import Completion, FinishReason, TokenEvent
+from mamba_cache.engine.drafting import Drafter
+from mamba_cache.engine.results import Completion, DecodingStats, FinishReason, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams
 from mamba_cache.errors import CapacityError
 
@@ -28,9 +30,11 @@ class EngineRequest:
             ones, less those of the tokens that must always be computed.
         digests: Names of its prompt's blocks: two requests with equal digests of block n agree in
             all tokens up to its end.
-        generated: Its tokens so far.
+        tokens: Its prompt and its answer so far.
+        drafter: Guesses how it goes on; None: nobody does.
         num_computed: Tokens of its sequence whose effect is in its live state.
         prefill_tokens: Tokens computed for it before decoding, those computed twice included.
+        decoding: What its decoding steps brought.
         admission: What was cached when it first ran.
         first_token_at: Likewise seconds.
         branch_positions: Where a state of it is saved because others branch off there.
@@ -42,9 +46,11 @@ class EngineRequest:
     submitted_at: float
     reusable_blocks: int
     digests: tuple[bytes, ...]
-    generated: list[int] = field(default_factory=list)
+    tokens: list[int]
+    drafter: Drafter | None
     num_computed: int = 0
     prefill_tokens: int = 0
+    decoding: DecodingStats = field(default_factory=DecodingStats)
     admission: Admission | None = None
     first_token_at: float | None = None
     branch_positions: set[int] = field(default_factory=set)
@@ -56,6 +62,7 @@ class EngineRequest:
         prepared: PreparedRequest,
         sampling: SamplingParams,
         config: CacheConfig,
+        drafter: Drafter | None,
         submitted_at: float,
     ) -> EngineRequest:
         """Return the record of a new request, for a context with these settings."""
@@ -66,6 +73,8 @@ class EngineRequest:
             submitted_at,
             reusable_blocks=reusable_tokens // config.block_size_tokens,
             digests=prepared.hashes.digests,
+            tokens=prepared.tokens.tolist(),
+            drafter=drafter,
         )
 
     @property
@@ -81,7 +90,12 @@ class EngineRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens known so far: the prompt and what was generated."""
-        return self.prompt_tokens + len(self.generated)
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of its answer so far."""
+        return self.num_tokens - self.prompt_tokens
 
     @property
     def tokens_left(self) -> int:
@@ -94,15 +108,36 @@ class EngineRequest:
         if not self.prefill_tokens:
             self.admission = admission
 
-    def note_computed(self, scheduled: ScheduledRequest) -> None:
-        """Note its part of a step that is committed."""
-        self.num_computed = scheduled.start + scheduled.num_tokens
+    def propose_drafts(self, max_drafts: int, max_sequence_length: int) -> list[int]:
+        """Guess its next tokens, no more of them than it can still generate."""
+        useful = min(
+            max_drafts,
+            self.sampling.max_new_tokens - self.num_generated - 1,
+            max_sequence_length - self.num_tokens,
+        )
+        if self.drafter is None or useful <= 0:
+            return []
+        return list(self.drafter.propose(self.tokens, useful)[:useful])
+
+    def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
+        """Note its part of a committed step and the tokens that it brought; return what is new."""
         if scheduled.is_prefill:
+            self.num_computed = scheduled.start + scheduled.num_tokens
             self.prefill_tokens += scheduled.num_tokens
+            return DecodingStats()
+        self.num_computed = scheduled.start + len(tokens)
+        brought = DecodingStats(
+            steps=1,
+            tokens=len(tokens),
+            drafted_tokens=len(scheduled.drafts),
+            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
+        )
+        self.decoding += brought
+        return brought
 
     def accept(self, token: int, now: float, max_sequence_length: int) -> TokenEvent:
         """Append a sampled token; the event says whether it was the last."""
-        self.generated.append(token)
+        self.tokens.append(token)
         is_first = self.first_token_at is None
         if is_first:
             self.first_token_at = now
@@ -116,10 +151,10 @@ class EngineRequest:
         return TokenEvent(self.request_id, None, False, completion)
 
     def _finish_reason(self, max_sequence_length: int) -> FinishReason | None:
-        if self.generated[-1] in self.sampling.stop_tokens:
+        if self.tokens[-1] in self.sampling.stop_tokens:
             return FinishReason.STOP
         too_long = self.num_tokens > max_sequence_length  # its last token cannot be computed
-        if too_long or len(self.generated) == self.sampling.max_new_tokens:
+        if too_long or self.num_generated == self.sampling.max_new_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -129,7 +164,7 @@ class EngineRequest:
         admission, first = self.admission, self.first_token_at
         return Completion(
             request_id=self.request_id,
-            tokens=tuple(self.generated),
+            tokens=tuple(self.tokens[self.prompt_tokens :]),
             finish_reason=reason,
             error=error,
             ttft_seconds=None if first is None else first - self.submitted_at,
@@ -139,5 +174,6 @@ class EngineRequest:
             state_matched_blocks=admission.state_matched_blocks if admission else 0,
             skipped_tokens=admission.skip_tokens if admission else 0,
             computed_tokens=self.prefill_tokens,
+            decoding=self.decoding,
             miss_reason=admission.miss_reason if admission else None,
         )

@@ -9,7 +9,7 @@ from enum import Enum
 from mamba_cache.context import MissReason
 from mamba_cache.errors import CapacityError
 
-__all__ = ["Completion", "FinishReason", "TokenEvent"]
+__all__ = ["Completion", "DecodingStats", "FinishReason", "TokenEvent"]
 
 
 class FinishReason(str, Enum):
@@ -23,6 +23,42 @@ class FinishReason(str, Enum):
 
     FAILED = "failed"
     """It needs more memory than there is, even when it runs alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingStats:
+    """What decoding steps brought; add those of several requests with ``+``.
+
+    Attributes:
+        steps: Steps in which the request decoded.
+        tokens: Tokens generated in them.
+        drafted_tokens: Drafts that were verified.
+        accepted_tokens: Drafts that were right, and became part of the answer.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def __add__(self, other: DecodingStats) -> DecodingStats:
+        """Return what both brought together."""
+        return DecodingStats(
+            steps=self.steps + other.steps,
+            tokens=self.tokens + other.tokens,
+            drafted_tokens=self.drafted_tokens + other.drafted_tokens,
+            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of one request in one step, on average; 1 without drafts, 0 without steps."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The part of the drafts that was right; 0 without drafts."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +78,7 @@ class Completion:
         skipped_tokens: Tokens of the prompt that were not computed.
         computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
             request was preempted, or its step aborted, and some had to be computed again.
+        decoding: What its decoding steps brought.
         miss_reason: Why nothing was skipped; None if something was.
     """
 
@@ -56,6 +93,7 @@ class Completion:
     state_matched_blocks: int
     skipped_tokens: int
     computed_tokens: int
+    decoding: DecodingStats
     miss_reason: MissReason | None
 
 

@@ -107,24 +107,45 @@ class Scheduler:
         """
         while (shortage := self._schedule()) and not self._has_work():
             self._make_room(shortage)
+        drafts = self._propose_drafts()
         while self._has_work():
             decoding = self._with_status(RequestStatus.DECODING)
             try:
-                return self._context.begin_step()
+                return self._context.begin_step(drafts=drafts)
             except BlockCapacityError as error:  # chunks have their blocks: a decoding one lacks it
-                self._make_room(Shortage(decoding[-1], error))
+                if drafts:
+                    drafts = {}  # a guess is not worth another request's place
+                else:
+                    self._make_room(Shortage(decoding[-1], error))
         return None
+
+    def _propose_drafts(self) -> dict[Hashable, list[int]]:
+        """Collect drafts for the step, the oldest request's first, while its buffers last."""
+        config = self._context.config
+        decoding = self._with_status(RequestStatus.DECODING)
+        # Chunks are scheduled only into what is left if everybody brings all drafts that there
+        # can be, so where this room ends before the drafts, there is no chunk.
+        room = config.max_tokens - len(decoding)
+        drafts = {}
+        for request in decoding:
+            max_drafts = min(config.num_speculative_tokens, room)
+            proposed = request.propose_drafts(max_drafts, config.max_sequence_length)
+            if proposed:
+                drafts[request.request_id] = proposed
+            room -= len(proposed)
+        return drafts
 
     def _schedule(self) -> Shortage | None:
         """Schedule chunks while the token budget lasts; return who was the first not to fit."""
-        budget = self._context.config.max_tokens - len(self._with_status(RequestStatus.DECODING))
+        config, decoding = self._context.config, self._with_status(RequestStatus.DECODING)
+        budget = config.max_tokens - len(decoding) * config.max_decode_tokens
         for place, requests in (
             (self._continue, self._with_status(RequestStatus.PREFILLING)),
             (self._resume, self._with_status(RequestStatus.PREEMPTED)),
             (self._admit, list(self._queue.values())),
         ):
             for request in requests:
-                if not budget:
+                if budget <= 0:
                     return None
                 try:
                     budget -= place(request, budget)

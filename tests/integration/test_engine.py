@@ -9,23 +9,15 @@ from engine_rig import (
     draw_prompt,
     greedy,
     make_engine,
+    prompts_with_shared_prefixes,
     run_checked,
+    run_together,
     step_checked,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.engine import SamplingParams
-
-
-def run_together(engine, prompts, sampling):
-    """Submit all prompts, run them, and compare each with a run of its own."""
-    for name, prompt in enumerate(prompts):
-        engine.submit(prompt, sampling, request_id=name)
-    done = run_checked(engine)
-    for name, prompt in enumerate(prompts):
-        assert done[name].tokens == alone(prompt, sampling), name
-    return [done[name] for name in range(len(prompts))]
 
 
 def with_common_root(rng, count, *, root_blocks, tail=7):
@@ -158,17 +150,6 @@ def test_a_step_that_fails_is_taken_back_and_repeated(rng, failing_step):
         done |= {event.request_id: event.completion for event in events if event.finished}
     assert failures == engine.context.stats().aborted_steps == 2
     assert [done[name].tokens for name in range(3)] == [alone(p, greedy(6)) for p in prompts]
-
-
-@st.composite
-def prompts_with_shared_prefixes(draw):
-    prompts = []
-    for _ in range(draw(st.integers(1, 5))):
-        root = draw(st.sampled_from(prompts)) if prompts else []
-        length = draw(st.integers(0, len(root)))
-        tail = draw(st.lists(st.integers(0, 255), min_size=1, max_size=4 * BLOCK))
-        prompts.append([*root[:length], *tail][:80])
-    return prompts
 
 
 @given(

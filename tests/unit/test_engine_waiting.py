@@ -15,7 +15,7 @@ def make():
 
     def make_request(prompt):
         prepared = context.prepare(Request(request_id=object(), prompt_tokens=prompt))
-        return EngineRequest.make(prepared, greedy(4), cache_config(), 0.0)
+        return EngineRequest.make(prepared, greedy(4), cache_config(), None, 0.0)
 
     return make_request
 
