@@ -1,13 +1,17 @@
 """How the documentation is built: `sphinx-build -n -W docs docs/_build/html`."""
 
 import importlib
+import json
 import pkgutil
 import re
 import shutil
 from pathlib import Path
 from types import ModuleType
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import mamba_cache
@@ -34,7 +38,7 @@ autodoc_default_options = {"members": True, "ignore-module-all": True, "show-inh
 
 nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
-    (r"py:.*", r"(collections|contextlib|enum|np|numpy|torch|types|typing)\..*"),
+    (r"py:.*", r"(collections|contextlib|enum|np|numpy|prometheus_client|torch|types|typing)\..*"),
     # A private base class or type variable may appear in a signature.
     (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
 ]
@@ -44,6 +48,7 @@ DOCSTRINGS = Config(
     napoleon_custom_sections=["Returns"],  # text, which need not begin with a type
 )
 REFERENCE = Path(__file__).parent / "reference" / "api"
+RESULTS = Path(__file__).parent / "benchmarks"
 
 
 def exports(package: ModuleType) -> list[str]:
@@ -68,6 +73,33 @@ def write_reference(_app: object) -> None:
         body += exports(module) if hasattr(module, "__path__") else []
         folder = REFERENCE / "inner" if "._" in name else REFERENCE
         (folder / f"{name}.rst").write_text("\n".join(body), encoding="utf-8")
+
+
+def write_results(_app: object) -> None:
+    """Write a page for each run of a benchmark, so that every figure can be looked up."""
+    folder = RESULTS / "results"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        date = path.stem[-len("2026-01-01") :]
+        lines = [f"# {path.stem}", "", f"{result['machine']}; Python {result['python']}; {date}."]
+        lines += [f"{{download}}`The file <../{path.name}>`.", ""]
+        if "measurements" in result:
+            lines += ["| what | result | limit | |", "|---|---|---|---|"]
+            lines += [result_row(one) for one in result["measurements"]]
+        (folder / f"{path.stem}.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def result_row(one: dict) -> str:
+    """A measurement as a row: name, figure, limit if it has one, and what it was derived from."""
+    limit = "" if one["limit"] is None else f"{one['limit']:g} {one['unit']}"
+    kept = "" if one["passed"] else " **missed**"
+    sign = "" if not limit else "at least " if one["at_least"] else "at most "
+    return (
+        f"| {one['name']} | {one['value']:,.2f} {one['unit']} | {sign}{limit}{kept} "
+        f"| {one['detail']} |"
+    )
 
 
 def read_docstring(
@@ -97,7 +129,22 @@ def read_signature(
     return (args.replace("<factory>", "..."), returns) if args else None
 
 
+def find_at_home(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: Element
+) -> Element | None:
+    """Lead a link to a name of the front door to the module that documents it."""
+    package, _, name = node["reftarget"].rpartition(".")
+    home = getattr(getattr(mamba_cache, name, None), "__module__", None)
+    if package != mamba_cache.__name__ or home is None or node["refdomain"] != "py":
+        return None
+    target = f"{home}.{name}"
+    domain, page = env.get_domain("py"), node["refdoc"]
+    return domain.resolve_xref(env, page, app.builder, node["reftype"], target, node, content)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_reference)
+    app.connect("builder-inited", write_results)
+    app.connect("missing-reference", find_at_home)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("autodoc-process-signature", read_signature)
