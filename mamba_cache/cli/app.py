@@ -1,0 +1,65 @@
+"""The commands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mamba_cache._version import __version__
+from mamba_cache.cli.bench import bench
+from mamba_cache.cli.demo import demo
+from mamba_cache.cli.doctor import doctor
+from mamba_cache.cli.plan import plan
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    MambaCacheError,
+    MissingExtraError,
+)
+
+__all__ = ["app", "main_options", "run"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+"""The command line."""
+
+app.command()(demo)
+app.command()(plan)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mamba-cache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Prefix caching for hybrid (attention + Mamba) language models.
+
+    Exit codes: 0 if all is well, 1 if a check or a limit failed, 2 for wrong usage.
+    """
+
+
+def run() -> int:
+    """Run a command; return its exit code."""
+    try:
+        app(prog_name="mamba-cache")
+    except MambaCacheError as error:
+        print(f"mamba-cache: {error}", file=sys.stderr)
+        is_usage = isinstance(error, (InvalidArgumentError, MissingExtraError))
+        return 2 if is_usage and not isinstance(error, BudgetError) else 1
+    return 0

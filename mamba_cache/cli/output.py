@@ -1,0 +1,69 @@
+"""How commands show what they found: tables for people, JSON for machines.
+
+Results go to stdout, everything else to stderr. rich leaves out colour and bars where the stream is
+no terminal, and colour where ``NO_COLOR`` is set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["AsJson", "console", "make_table", "one_of", "print_json", "size_text"]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
+"""The option that every command has."""
+
+_PIPE_WIDTH = 160  # columns where nobody's window limits them
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console for results, or for what goes beside them."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False, emoji=False
+    )
+
+
+def make_table(columns: Sequence[str], *, title: str | None = None) -> Table:
+    """Return an empty table; columns whose header begins with ">" are figures, on the right."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        is_figure = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if is_figure else "left")
+    return table
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(result, indent=2))
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size as people read it: "102.6 MB", or "1.25 GiB" from one GiB on."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.2f} GiB"
+    if num_bytes >= 10**6:
+        return f"{num_bytes / 10**6:,.1f} MB"
+    return f"{num_bytes:,} bytes"
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """Return the callback of an option that must be one of ``names``."""
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        near = get_close_matches(value, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise typer.BadParameter(f"must be one of {', '.join(names)}, got {value!r}{hint}")
+
+    return check
