@@ -137,25 +137,30 @@ class Admitter:
         active.status = RequestStatus.SCHEDULED
 
     def renew_restore(self, active: ActiveRequest) -> None:
-        """Plan a first chunk again if the state that it was to resume from is gone.
+        """Plan a chunk again if its state, or the slots reserved for it, went with a reset.
 
-        The chunk then starts at the farthest state that is left among the matched blocks, or at
-        the prompt's beginning, and computes as many tokens as it was to, from there.
+        A chunk whose state is gone starts at the farthest state that is left among the matched
+        blocks, or at the prompt's beginning, and computes as many tokens as it was to, from there.
         """
-        chunk, admission = active.current_chunk, active.admission
-        if chunk.lease is None or self._slots.is_current(chunk.lease):
+        chunk = active.current_chunk
+        has_state = chunk.lease is None or self._slots.is_current(chunk.lease)
+        if has_state and chunk.epoch == self._slots.epoch:
             return
-        assert admission is not None
         self._planner.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
-        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True)
+        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=chunk.is_first)
+        if not has_state:
+            self._resume_elsewhere(active)
+        active.chunk = self._planner.plan(active, active.chunk)
+
+    def _resume_elsewhere(self, active: ActiveRequest) -> None:
+        admission = active.current_admission
         shared = active.block_ids[: active.num_shared_blocks]
         state_blocks = farthest_state(self._slots, shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
         lease = self._pin(shared, state_blocks)
         active.num_computed = active.state_position = start
-        active.chunk = replace(active.chunk, start=start, lease=lease)
-        active.chunk = self._planner.plan(active, active.chunk)
+        active.chunk = replace(active.current_chunk, start=start, lease=lease)
         active.admission = replace(
             admission,
             state_matched_blocks=state_blocks,

@@ -14,6 +14,7 @@ from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.scrubbing import scrub_memory
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
@@ -77,6 +78,7 @@ class ContextUpkeep(CacheMemory):
             counters=counters,
             speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
         )
+        self.slot_allocator.before_reset = self._runner.require_none
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.
@@ -106,6 +108,20 @@ class ContextUpkeep(CacheMemory):
         self.kv_block_allocator.reset()
         self._planner.reset()
         self._counters.reset()
+
+    @exclusive
+    def scrub(self) -> None:
+        """Zero all memory that holds no cached prefix and belongs to no request.
+
+        Memory that is given back keeps its content until it is used again. After this, nothing is
+        left of requests that are finished and of blocks that were deregistered, evicted or reset:
+        no states, keys, values or tokens in tensors. It takes as long as writing that memory does.
+
+        Raises:
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        scrub_memory(self, [active.row for active in self._requests.holding_memory()])
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""

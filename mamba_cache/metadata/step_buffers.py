@@ -148,9 +148,19 @@ class StepBuffers:
         kind, count = (
             (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_SharedBuffer, 1)
         )
+        self._num_host_buffers = count
         self._host_buffers = itertools.cycle(
             [kind(self._layout, self._device_buffer) for _ in range(count)]
         )
+
+    def zero_(self) -> None:
+        """Clear the tensors of all steps so far, on the host and on the device."""
+        self._device_buffer.zero_()
+        for _ in range(self._num_host_buffers):
+            host = next(self._host_buffers)
+            host.wait()
+            for array in host.arrays.values():
+                array.fill(0)
 
     def fill(self, plan: StepPlan) -> StepMetadata:
         """Write the plan's tensors and enqueue their copy to the device.

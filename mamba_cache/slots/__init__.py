@@ -18,6 +18,7 @@ from mamba_cache.slots.policies import (
     SlotEvictionPolicy,
 )
 from mamba_cache.slots.pool import SlotPool
+from mamba_cache.slots.scrubbing import scrub_free_slots
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -34,4 +35,5 @@ __all__ = [
     "SlotEvictionPolicy",
     "SlotLease",
     "SlotPool",
+    "scrub_free_slots",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class SlotControl:
         pool: The books.
         policy: As given.
         skipped_checkpoints_total: States not saved because no slot could be had.
+        before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
+            refuse by raising. None: nobody is asked.
 
     Raises:
         InvalidArgumentError: ``max_slots`` is out of range or the policy's name is unknown.
@@ -60,6 +62,7 @@ class SlotControl:
         self.policy = policy_named(name) if policy is None else policy
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
+        self.before_reset: Callable[[], object] | None = None
 
     @property
     def free_count(self) -> int:
@@ -307,7 +310,13 @@ class SlotControl:
         self.pool.register_hashes(block_ids, hashes)
 
     def reset(self) -> None:
-        """Frees every slot, reserved and pinned ones too, and forgets every hash and count."""
+        """Frees every slot, reserved and pinned ones too, and forgets every hash and count.
+
+        In a context it is refused with ``StepOrderError`` while a step is in flight, whose forward
+        writes into slots that somebody else might reserve meanwhile.
+        """
+        if self.before_reset is not None:
+            self.before_reset()
         self.pool.reset()
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0

@@ -1,0 +1,195 @@
+"""No request ever sees what another tenant's request, or another step, left behind."""
+
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    prepared,
+    run_step,
+    uncached,
+)
+
+from mamba_cache import BlockHasher, Request
+from mamba_cache.errors import StepOrderError
+from mamba_cache.slots import EveryNthBlock, scrub_free_slots
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
+KEYS = [
+    {"cache_salt": "a"}, {"cache_salt": b"a"}, {"cache_salt": "b"},
+    {"lora_id": 1}, {"lora_id": "1"},
+    {"multimodal_keys": [(0, "cat")]}, {"multimodal_keys": [(0, "dog")]},
+    {"multimodal_keys": [(1, "cat")]}, {"cache_salt": "a", "lora_id": 1}, {},
+]  # fmt: skip
+
+
+def memory_of(context):
+    """Every tensor that holds what was computed from tokens."""
+    slots = context.slot_allocator
+    tensors = [context.kv_cache, *context.live_states.tensors.values()]
+    return [*tensors, slots.conv_states, slots.ssm_states]
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+def test_tenants_adapters_and_images_share_nothing(algorithm):
+    """Removed to see it fail: each of salt, LoRA id and multimodal keys in ``BlockHasher``."""
+    context = make_context(make_config(hash_algorithm=algorithm))
+    for options in KEYS:
+        run = generate(context, PROMPT, 2, **options)
+        assert run[2].kv_matched_blocks == run[2].skip_tokens == 0, options
+        assert_same_run(run, PROMPT)
+    for options in KEYS:
+        assert generate(context, PROMPT, 1, **options)[2].skip_tokens == 3 * BLOCK, options
+
+
+@pytest.mark.parametrize("num_ids", [1, 3])
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, algorithm, num_ids):
+    """Removed to see it fail: the comparison of digests in ``PrefixTree.match``."""
+    monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)
+    context = make_context(make_config(hash_algorithm=algorithm), placement=EveryNthBlock(1))
+    for salt in ("a", "b", "a"):
+        for prompt in (PROMPT, OTHER, PROMPT[: BLOCK + 1]):
+            assert_same_run(generate(context, prompt, 3, cache_salt=salt), prompt)
+            context.check_invariants()
+    assert context.stats().hash_collisions > 0
+    assert context.stats().cached_blocks <= num_ids
+
+
+def test_a_hash_of_few_values_never_serves_another_tenant(monkeypatch):
+    """Tokens collide here, digests and all; what a tenant cannot choose still keeps it apart."""
+    monkeypatch.setattr(
+        BlockHasher, "__init__", _few_digests(BlockHasher.__init__, num_bytes_read=16)
+    )
+    context = make_context()
+    generate(context, PROMPT, 1, cache_salt="a")
+    foreign = Request(request_id="x", prompt_tokens=PROMPT, cache_salt="b")
+    assert context.match(foreign).kv_matched_blocks == 0
+
+
+def _few_digests(init, num_bytes_read):
+    def patched(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        digest = self.digest
+        self.digest = lambda data: digest(data[:num_bytes_read])
+
+    return patched
+
+
+def test_slots_reset_under_a_scheduled_request_are_reserved_anew():
+    """Two requests of a step wrote into one slot: the first with a reservation from before."""
+    context = make_context()
+    add(context, "first", PROMPT)
+    context.slot_allocator.reset()
+    add(context, "second", OTHER)
+    run_step(context)
+    context.check_invariants()
+    for name, prompt in (("first", PROMPT), ("second", OTHER)):
+        context.finish(name)
+        run = generate(context, prompt, 2)
+        assert run[2].skip_tokens == 3 * BLOCK
+        assert_same_run(run, prompt)
+
+
+def test_slots_are_not_reset_under_a_step():
+    """The step would write into slots that are somebody else's by then."""
+    context = make_context()
+    generate(context, OTHER, 1)
+    add(context, "x", PROMPT)
+    context.begin_step()
+    before = context.fingerprint()
+    with pytest.raises(StepOrderError, match="in flight"):
+        context.slot_allocator.reset()
+    assert context.fingerprint() == before
+    context.check_invariants()
+    context.abort_step()
+    context.slot_allocator.reset()
+    context.check_invariants()
+    assert context.stats().cached_slots == 0
+
+
+def test_reset_zeroes_states():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    slots = context.slot_allocator
+    assert slots.conv_states.any()
+    context.reset()
+    assert not slots.conv_states.any()
+    assert not slots.ssm_states.any()
+
+
+def test_scrubbing_leaves_no_number_of_those_who_are_gone():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    add(context, "x", PROMPT)
+    tokens = context.begin_step().metadata.token_ids
+    assert tokens.any()
+    context.reset()
+    context.scrub()
+    assert not any(tensor.any() for tensor in [*memory_of(context), tokens])
+
+
+def test_scrubbing_leaves_alone_what_is_in_use():
+    context = make_context()
+    generate(context, OTHER, 1)
+    add(context, "x", PROMPT)
+    run_step(context)
+    context.scrub()
+    run_step(context)
+    for prompt in (OTHER, PROMPT):
+        hit = generate(context, prompt, 2)
+        assert hit[2].skip_tokens == 3 * BLOCK
+        assert_same_run(hit, prompt)
+    tokens = context.finish("x")
+    assert tokens == uncached(PROMPT, len(tokens))[0]
+
+
+def test_scrubbing_waits_for_the_end_of_a_step():
+    context = make_context()
+    add(context, "x", PROMPT)
+    context.begin_step()
+    with pytest.raises(StepOrderError, match="in flight"):
+        context.scrub()
+
+
+def test_invalidated_and_deregistered_memory_can_be_scrubbed():
+    context = make_context()
+    generate(context, PROMPT, 1, cache_salt="leaves")
+    kv_blocks = context.kv_block_allocator
+    blocks = context.match(
+        Request(request_id="x", prompt_tokens=PROMPT, cache_salt="leaves")
+    ).block_ids
+    slots = [s for s in context.slot_allocator.pool.slots_of(blocks) if s >= 0]
+    assert slots
+    kv_blocks.deregister_blocks(blocks)
+    context.scrub()
+    assert not context.kv_cache[:, :, list(blocks)].any()
+    assert not context.slot_allocator.ssm_states[:, slots].any()
+
+
+def test_slots_alone_can_be_scrubbed():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    slots = context.slot_allocator
+    kept = slots.slot_to_block[slots.slot_to_block >= 0].tolist()
+    slots.invalidate_block(kept[0])
+    housed = (slots.slot_to_block >= 0).nonzero().flatten()
+    states = slots.ssm_states[:, housed].clone()
+    scrub_free_slots(slots)
+    free = [slot for slot in range(slots.max_slots) if slot not in housed.tolist()]
+    assert not slots.ssm_states[:, free].any()
+    assert not slots.conv_states[:, free].any()
+    assert torch.equal(slots.ssm_states[:, housed], states)
+
+
+def test_what_a_tenant_prepared_is_not_changed_by_another():
+    context = make_context()
+    mine = prepared(context, PROMPT)
+    before = mine.hashes.digests
+    generate(context, PROMPT, 3)
+    assert mine.hashes.digests == before
