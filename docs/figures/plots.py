@@ -93,8 +93,10 @@ def _measurements(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _axes(title: str, x_label: str) -> Axes:
-    axes = Figure(figsize=(7.8, 3.4), layout="constrained").add_subplot()
-    axes.set_title(title)
+    figure = Figure(figsize=(7.8, 3.4), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
+    axes = figure.add_subplot()
+    axes.set_title(title, pad=10)
     axes.set_xlabel(x_label)
     axes.set_xscale("log")
     return axes

@@ -55,6 +55,12 @@ def test_outputs_match_and_half_of_the_prefill_is_skipped(report):
     assert computed <= needed / 2
 
 
+def test_the_readme_says_how_much_is_skipped(report):
+    skipped = 1 - report["prefill_tokens_computed"] / report["prefill_tokens_without_cache"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| {skipped:.0%}, the same tokens | `python examples/prefix_reuse.py` |" in readme
+
+
 def test_each_scene_shows_what_it_is_there_for(report):
     skipped = {request["name"]: request["skipped_tokens"] for request in report["requests"]}
     kv_blocks = {request["name"]: request["kv_matched_blocks"] for request in report["requests"]}

@@ -1,0 +1,82 @@
+"""Examples print what the documentation shows of them, and do what they are there for."""
+
+import importlib.util
+import re
+
+import numpy as np
+import pytest
+from sources import ROOT
+
+from mamba_cache.slots import PlacementFacts
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown(page: str, command: str) -> str:
+    """The output that a page of the documentation shows under a command."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    [block] = re.findall(rf"^```console\n\$ {re.escape(command)}\n(.*?)^```$", text, re.M | re.S)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("tutorial/embed.md", "embed_in_your_engine"),
+        ("explanation/placement.md", "custom_policy"),
+    ],
+)
+def test_output_is_as_shown(page, name, capsys):
+    assert load(name).main() == 0
+    assert capsys.readouterr().out == shown(page, f"python examples/{name}.py")
+
+
+def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
+    chat = load("multi_turn_chat")
+    assert chat.main() == 0
+    printed = capsys.readouterr().out
+    turns = [line.split() for line in printed.splitlines() if re.match(r" +\d+ ", line)]
+    assert len(turns) == len(chat.QUESTIONS)
+    prompts = [int(turn[1]) for turn in turns]
+    skipped = [int(turn[2]) for turn in turns]
+    block = chat.BLOCK_SIZE_TOKENS
+    for turn in range(1, len(turns)):
+        # The last token of an answer is not computed in its turn, so neither is its block then.
+        said_before = prompts[turn - 1] + chat.SAMPLING.max_new_tokens - 1
+        assert skipped[turn] == said_before // block * block
+
+
+def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
+    chat = load("multi_turn_chat")
+    turns = iter([chat.converse(chat.make_engine(chat.HybridModel(), enable_prefix_caching=True))])
+    other = chat.converse(chat.make_engine(chat.HybridModel(seed=1), enable_prefix_caching=True))
+    monkeypatch.setattr(chat, "converse", lambda _: next(turns, other))
+    assert chat.main() == 1
+    assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+def test_the_own_policy_keeps_what_was_used_most():
+    policy = load("custom_policy").PopularSlotPolicy()
+    policy.reset(4)
+    policy.on_stored([0, 1, 2, 3], [64] * 4)
+    policy.on_consumed([0])
+    policy.on_consumed([2])
+    policy.on_consumed([0])
+    slots = np.arange(4)
+    assert policy.choose(4, slots, slots.astype(np.int32), None) == [1, 3, 2, 0]
+    policy.on_stored([0], [64])
+    assert policy.choose(2, slots, slots.astype(np.int32), None) == [1, 3]
+    assert policy.choose(4, slots, slots.astype(np.int32), None)[-1] == 2
+
+
+def test_the_own_placement_doubles():
+    placement = load("custom_policy").DoublingPlacement()
+    facts = PlacementFacts(
+        prompt_tokens=700, block_size_tokens=64, num_matched_blocks=0, num_required_blocks=11
+    )
+    assert sorted(placement.positions(facts)) == [64, 128, 256, 512, 640]

@@ -1,0 +1,80 @@
+"""Pages name files, tests and commands that exist, and their links lead somewhere.
+
+Sphinx checks what it can see itself, under `-n -W`: references, pages and headings. Addresses of
+other sites are not fetched.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+from mamba_cache.bench.__main__ import main as bench
+
+DOCS = ROOT / "docs"
+PAGES = [
+    page
+    for page in sorted(DOCS.rglob("*.md"))
+    if not {"_build", "api", "results"} & set(page.relative_to(DOCS).parts)
+]
+TEST_FILES = r"tests/[\w/]+\.py"
+
+every_page = pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@every_page
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(<?(?!https?:|#)([^)#>]+)", text_of(page))
+    links += re.findall(r"```\{(?:literalinclude|include)\} (\S+)", text_of(page))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@every_page
+def test_named_files_exist(page: Path) -> None:
+    named = re.findall(rf"(?:{TEST_FILES}|examples/\w+\.py|docs/[\w./-]+\.\w+)", text_of(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@every_page
+def test_named_tests_exist(page: Path) -> None:
+    for file, name in re.findall(rf"({TEST_FILES})::(\w+)", text_of(page)):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@every_page
+def test_named_benchmarks_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in set(re.findall(r"python -m mamba_cache\.bench (\w+)", text_of(page))):
+        with pytest.raises(SystemExit) as exit_:
+            bench([name, "--help"])
+        assert exit_.value.code == 0, capsys.readouterr().err
+
+
+def test_every_page_is_in_the_contents() -> None:
+    """By name or by pattern; Sphinx warns of the others only while it builds."""
+    listed = set()
+    for page in PAGES:
+        for entries in re.findall(r"```\{toctree\}\n(.*?)```", text_of(page), flags=re.DOTALL):
+            for entry in entries.split():
+                listed |= {path.resolve() for path in page.parent.glob(f"{entry}.md")}
+    assert {page for page in PAGES if page != DOCS / "index.md"} == listed - {
+        path for path in listed if "results" in path.parts
+    }
+
+
+def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
+    """The benchmarks page promises hardware, date and command of each file beside it."""
+    results = sorted((DOCS / "benchmarks").glob("*.json"))
+    assert results
+    for path in results:
+        assert re.search(r"-\d{4}-\d{2}-\d{2}$", path.stem), f"{path.name} bears no date"
+        assert '"machine": "' in text_of(path), f"{path.name} names no hardware"
+        assert '"benchmark": "' in text_of(path), f"{path.name} names no benchmark"
