@@ -1,0 +1,169 @@
+"""Budgets for a model and a workload, held to what is allocated and saved."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.cli.built_in import BUILT_IN
+from mamba_cache.cli.model_shapes import ModelShape, load_shape
+from mamba_cache.cli.planning import GpuMemory, Workload, make_plan, suggest_block_size
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+GIB = 2**30
+TINY = ModelShape(
+    "tiny",
+    StateSpec.mamba(2, (6, 4), (2, 3, 5), torch.bfloat16, torch.float32),
+    KVCacheSpec(1, 1, 4, torch.bfloat16),
+    ssm_chunk_size=8,
+    weight_bytes=100,
+)
+WORKLOAD = Workload(prompt_tokens=3000, output_tokens=300, concurrency=4, shared_tokens=1100)
+
+
+def nbytes(*tensors):
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_bytes_planned_are_the_bytes_allocated(name, int8):
+    """With fewer of each, so that they fit into any machine's memory."""
+    shape = load_shape(name)
+    plan = make_plan(shape, WORKLOAD, GpuMemory(96 * GIB, 20 * GIB, 8 * GIB), int8_slots=int8)
+    few = dataclasses.replace(plan.config, max_requests=2, max_slots=1, num_kv_blocks=2)
+    plan = dataclasses.replace(plan, config=few)
+    memory = DynamicInferenceContext(few, shape.state_spec, shape.kv_spec)
+    slots = memory.slot_allocator
+    assert plan.live_bytes == nbytes(*memory.live_states.tensors.values())
+    assert plan.slot_bytes == nbytes(slots.conv_states, slots.ssm_states, slots.ssm_scales)
+    assert plan.kv_bytes == nbytes(memory.kv_cache)
+
+
+def saved_states(prompts, output_tokens, block):
+    """States that the last of ``prompts`` and its answer save in a context without a model."""
+    config = CacheConfig(
+        block_size_tokens=block,
+        ssm_chunk_size=block,
+        num_kv_blocks=99,
+        max_slots=99,
+        max_requests=1,
+    )
+    context = DynamicInferenceContext(config, TINY.state_spec)
+    before = after = 0
+    for prompt, positions in prompts:
+        context.add_request(
+            Request(request_id=0, prompt_tokens=prompt, checkpoint_positions=positions)
+        )
+        for token in range(output_tokens):
+            context.begin_step()
+            context.commit_step({0: token + 1000})
+        context.finish(0)
+        before, after = after, context.stats().saved_states
+    return after - before
+
+
+@pytest.mark.parametrize("output_tokens", [1, 5])
+def test_the_checkpoints_planned_are_the_states_saved(output_tokens):
+    block, mean = 8, 44
+    shared = 19  # two blocks, and a part of one
+    workload = Workload(
+        prompt_tokens=mean, output_tokens=output_tokens, concurrency=1, shared_tokens=shared
+    )
+    plan = make_plan(TINY, workload, GpuMemory(GIB, 0, 0), block_size_tokens=block)
+    first, later = 0, 0
+    for length in range(mean - block // 2, mean + block // 2):
+        prompt = list(range(length))
+        first += saved_states([(prompt, ())], output_tokens, block)
+        other = prompt[:shared] + [500 + i for i in range(mean - shared)]
+        later += saved_states([(other, [16]), (prompt, ())], output_tokens, block)
+    assert (plan.first_checkpoints, plan.later_checkpoints) == (first / block, later / block)
+
+
+@st.composite
+def workloads(draw):
+    prompt = draw(st.integers(1, 6000))
+    return Workload(
+        prompt_tokens=prompt,
+        output_tokens=draw(st.integers(1, 2000)),
+        concurrency=draw(st.integers(1, 40)),
+        shared_tokens=draw(st.integers(0, prompt)),
+    )
+
+
+@given(workloads(), st.sampled_from([TINY, load_shape("granite-4.0-h-tiny")]), st.booleans())
+def test_memory_is_filled_and_no_more(workload, shape, int8):
+    memory = GpuMemory(80 * GIB, 10 * GIB, 5 * GIB)
+    if shape is TINY:
+        memory = GpuMemory(3 * 10**6, 10**5, 10**5)
+    try:
+        plan = make_plan(shape, workload, memory, int8_slots=int8)
+    except BudgetError:
+        return
+    config = plan.config
+    used = plan.live_bytes + plan.kv_bytes + plan.slot_bytes
+    blocks = -(-workload.sequence_tokens // config.block_size_tokens)
+    one_more = blocks * plan.bytes_per_block + 4 * plan.bytes_per_slot
+    assert used <= memory.room_bytes < used + one_more + plan.num_sequences
+    assert plan.idle_sequences >= 0
+    assert config.num_kv_blocks >= blocks
+    assert config.block_size_tokens % shape.ssm_chunk_size == 0
+
+
+def test_when_memory_is_short_it_is_said_how_many_requests_fit():
+    memory = GpuMemory(24 * GIB, 15 * GIB, 2 * GIB)
+    shape = load_shape("nemotron-h-8b")
+
+    def plan(concurrency):
+        return make_plan(shape, dataclasses.replace(WORKLOAD, concurrency=concurrency), memory)
+
+    with pytest.raises(
+        BudgetError, match=r"must hold 500 requests at once, but hold (\d+)"
+    ) as info:
+        plan(500)
+    most = int(str(info.value).split("but hold ")[1].split()[0])
+    assert plan(most).idle_sequences == 0
+    with pytest.raises(BudgetError, match=f"but hold {most}"):
+        plan(most + 1)
+
+
+def test_weights_that_do_not_fit_leave_room_for_no_request():
+    with pytest.raises(BudgetError, match="but hold 0"):
+        make_plan(TINY, WORKLOAD, GpuMemory(GIB, 2 * GIB, 0))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "prompt", "shared", "expected"),
+    [
+        (256, 10_000, 0, 256),
+        (64, 10_000, 0, 256),
+        (128, 10_000, 1500, 128),
+        (64, 10_000, 1500, 128),
+        (64, 1100, 0, 128),
+        (256, 300, 0, 256),
+        (1, 2000, 0, 250),
+        (96, 10_000, 0, 192),
+    ],
+)
+def test_blocks_are_chunks_and_small_beside_what_is_shared(chunk, prompt, shared, expected):
+    workload = Workload(prompt_tokens=prompt, output_tokens=1, concurrency=1, shared_tokens=shared)
+    assert suggest_block_size(chunk, workload) == expected
+
+
+def test_a_block_that_breaks_the_chunk_grid_is_refused():
+    with pytest.raises(InvalidArgumentError, match="multiple of ssm_chunk_alignment"):
+        make_plan(TINY, WORKLOAD, GpuMemory(GIB, 0, 0), block_size_tokens=12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_tokens": 0}, {"output_tokens": 0}, {"concurrency": 0}, {"shared_tokens": 3001}],
+)
+def test_a_workload_that_cannot_be_is_refused(changes):
+    with pytest.raises(InvalidArgumentError, match=next(iter(changes))):
+        dataclasses.replace(WORKLOAD, **changes)
