@@ -117,8 +117,9 @@ def prepared(context, prompt):
 class UncachedRuns:
     """What greedy decoding gives for a prompt without a cache, computed once for each prompt."""
 
-    def __init__(self):
+    def __init__(self, num_tokens=12):
         config = make_config(enable_prefix_caching=False, max_requests=1)
+        self._num_tokens = num_tokens
         self._context = make_context(config)
         self._runs = {}
 
@@ -126,6 +127,6 @@ class UncachedRuns:
         """Logits of the ``index``-th generated token."""
         run = self._runs.get(prompt)
         if run is None or len(run) <= index:
-            _, run, _ = generate(self._context, list(prompt), max(index + 1, 12))
+            _, run, _ = generate(self._context, list(prompt), max(index + 1, self._num_tokens))
             self._runs[prompt] = run
         return run[index]

@@ -311,4 +311,4 @@ class StepRunner:
         # Forgotten last: interrupted half-way, the step is seen to lack requests.
         for active in self._requests:
             self._admitter.release(active)
-        self.forget()
+        self._step, self._requests = None, ()

@@ -1,0 +1,311 @@
+"""A machine that makes calls to a context in any order, and what it may find, as a plain model."""
+
+import torch
+from context_rig import BLOCK, CHUNK, MODEL, VOCAB, UncachedRuns, make_config, make_context
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mamba_cache.context import Request, RequestStatus
+from mamba_cache.errors import CapacityError, SequenceLengthError
+from mamba_cache.slots import EveryNthBlock, LastBlock, RefZeroSlotPolicy, ScoreSlotPolicy
+
+UNCACHED = UncachedRuns()
+STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
+
+
+class Seen:
+    """What one request was given and has produced."""
+
+    def __init__(self, prompt, salt):
+        self.prompt, self.salt = tuple(prompt), salt
+        self.generated = []
+        self.resumed_at = len(self.prompt)
+        self.admission = None
+
+    @property
+    def tokens(self):
+        return self.prompt + tuple(self.generated)
+
+
+class ContextMachine(RuleBasedStateMachine):
+    """Large pools: matches are known exactly but for decode states. Small pools: never too much."""
+
+    longest_answer = 12
+
+    @initialize(
+        ample=st.booleans(),
+        policy=st.sampled_from(["lru", "ref_zero"]),
+        save_decode_states=st.booleans(),
+        max_checkpoints=st.sampled_from([0, 1, None]),
+        chunk=st.sampled_from([2, 4, BLOCK]),
+        longest=st.sampled_from([128, 128, 40, 37]),
+        placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1), EveryNthBlock(2)]),
+        slot_policy=st.sampled_from([None, RefZeroSlotPolicy, ScoreSlotPolicy]),
+    )
+    def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
+        last_block_is_saved = placement is None or isinstance(placement, LastBlock)
+        self.exact = ample and policy == "lru" and max_checkpoints is None and last_block_is_saved
+        self.longest = longest
+        sizes = {} if ample else {"num_kv_blocks": 14, "max_slots": 3}
+        chunk = settings.pop("chunk")
+        self.context = make_context(
+            make_config(
+                **self.more_settings(),
+                eviction_policy=policy,
+                max_checkpoints_per_step=max_checkpoints,
+                max_tokens=60,
+                ssm_chunk_size=min(chunk, CHUNK),
+                ssm_chunk_alignment=chunk,
+                max_sequence_length=longest,
+                **settings,
+                **sizes,
+            ),
+            placement=placement,
+            slot_policy=slot_policy and slot_policy(),
+        )
+        self.requests = {}
+        self.next_id = 0
+        self.forget()
+
+    def more_settings(self):
+        """Settings that a machine built on this one wants as well."""
+        return {}
+
+    def forget(self):
+        self.published = set()
+        self.surely_saved = set()
+        self.perhaps_saved = set()
+        self.snapshots = {}
+
+    @rule(
+        stem=st.sampled_from([8, 16, 24, 32, 40]) | st.integers(0, 40),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=20),
+        salt=st.sampled_from([None, None, "a"]),
+        chunk=st.none() | st.integers(1, 40),
+        wanted=st.lists(st.integers(0, 60), max_size=2),
+    )
+    def add(self, stem, tail, salt, chunk, wanted):
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], salt)
+        request = Request(
+            request_id=self.next_id,
+            prompt_tokens=list(seen.prompt),
+            cache_salt=salt,
+            checkpoint_positions=wanted,
+        )
+        try:
+            seen.admission = self.context.add_request(request, chunk_tokens=chunk)
+        except CapacityError:
+            return
+        self.requests[self.next_id] = seen
+        self.next_id += 1
+        self.check_match(seen)
+
+    @precondition(lambda self: self.with_status(RequestStatus.PREEMPTED))
+    @rule(data=st.data(), chunk=st.none() | st.integers(1, 40))
+    def resume(self, data, chunk):
+        chosen = data.draw(st.sampled_from(self.with_status(RequestStatus.PREEMPTED)))
+        try:
+            admission = self.context.resume_request(chosen, chunk_tokens=chunk)
+        except CapacityError:
+            return
+        except SequenceLengthError:
+            assert len(self.requests[chosen].tokens) > self.longest
+            return
+        self.requests[chosen].admission = admission
+        self.check_match(self.requests[chosen])
+
+    @precondition(lambda self: self.requests)
+    @rule(times=st.integers(1, 16), chunk=st.none() | st.integers(1, 40), some=st.booleans())
+    def steps(self, times, chunk, some):
+        for _ in range(times):
+            for chosen in self.with_status(RequestStatus.PREFILLING):
+                try:
+                    self.context.schedule_prefill(chosen, chunk_tokens=chunk)
+                except CapacityError:
+                    continue
+            decoding = self.with_status(RequestStatus.DECODING)
+            if self.can_step():
+                self.step(decoding[::2] if some and decoding else None)
+
+    def step(self, decode_ids):
+        step = self.begin(decode_ids)
+        if step is None:
+            return
+        logits = MODEL.forward(step.metadata, self.context)
+        new_tokens = {}
+        for request, row in zip(step.requests, logits, strict=True):
+            if request.samples:
+                seen = self.requests[request.request_id]
+                wanted = UNCACHED.logits(seen.prompt, len(seen.generated))
+                torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+                new_tokens[request.request_id] = int(wanted.argmax())
+        self.context.commit_step(new_tokens)
+        for request in step.requests:
+            self.publish(self.requests[request.request_id], request)
+        for request_id, token in new_tokens.items():
+            self.requests[request_id].generated.append(token)
+        self.remember_states()
+        self.finish_those_with(self.longest_answer)
+
+    def finish_those_with(self, num_generated):
+        for request_id, seen in list(self.requests.items()):
+            if len(seen.generated) >= num_generated:
+                self.end(request_id)
+
+    def end(self, request_id):
+        self.forget_uncollected(request_id)
+        assert self.context.finish(request_id) == self.requests.pop(request_id).generated
+
+    def forget_uncollected(self, request_id):
+        """For machines that give tokens late: what the context does not know will be forgotten."""
+
+    def forget_all_uncollected(self):
+        """Likewise, for all requests."""
+
+    @precondition(lambda self: self.can_step())
+    @rule(half_done=st.booleans())
+    def abort(self, half_done):
+        step = self.begin()
+        if step is None:
+            return
+        if half_done:
+            per_request = self.context.config.live_rows_per_request
+            for tensor in self.context.live_states.tensors.values():
+                rows = tensor.unflatten(1, (-1, per_request))
+                rows[:, [request.row for request in step.requests]] = torch.nan
+        assert set(self.context.abort_step()) == {r.request_id for r in step.requests}
+        for request in step.requests:
+            self.forget_uncollected(request.request_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def preempt(self, data):
+        holding = [
+            i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED
+        ]
+        if holding:
+            chosen = data.draw(st.sampled_from(holding))
+            self.context.preempt(chosen)
+            self.forget_uncollected(chosen)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.end(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @rule(data=st.data())
+    def invalidate(self, data):
+        slots = self.context.slot_allocator
+        housed = slots.slot_to_block[slots.slot_to_block >= 0].tolist()
+        if housed:
+            slots.invalidate_block(data.draw(st.sampled_from(sorted(housed))))
+            self.surely_saved.clear()
+
+    @rule(data=st.data())
+    def deregister(self, data):
+        hashes = self.context.kv_block_allocator.block_hashes
+        registered = (hashes >= 0).nonzero().flatten().tolist()
+        if registered:
+            self.context.kv_block_allocator.deregister_blocks(
+                [data.draw(st.sampled_from(registered))]
+            )
+            self.exact = False
+
+    @rule(preserve=st.booleans())
+    def reset(self, preserve):
+        self.context.reset(preserve_prefix_cache=preserve)
+        self.forget_all_uncollected()
+        self.requests.clear()
+        if not preserve:
+            self.forget()
+            assert self.context.stats().cached_slots == 0
+            assert self.context.stats().cached_blocks == 0
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "context"):
+            self.context.check_invariants()
+            assert self.context.request_memory.num_free_rows == 4 - len(
+                [i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED]
+            )
+
+    def with_status(self, status):
+        return [i for i in self.requests if self.context.status(i) is status]
+
+    def can_step(self):
+        return self.with_status(RequestStatus.SCHEDULED) or self.with_status(RequestStatus.DECODING)
+
+    def begin(self, decode_ids=None, **drafts):
+        """Begins a step; whatever was restored must be, bit for bit, what was saved."""
+        try:
+            step = self.context.begin_step(decode_ids, **drafts)
+        except CapacityError:
+            return None
+        except SequenceLengthError:
+            for request_id in self.with_status(RequestStatus.DECODING):
+                if len(self.requests[request_id].tokens) > self.longest:
+                    self.end(request_id)
+            return None
+        for request in step.requests:
+            seen = self.requests[request.request_id]
+            if seen.admission is None:
+                continue
+            row = request.row * self.context.config.live_rows_per_request
+            restored = {n: t[:, row] for n, t in self.context.live_states.tensors.items()}
+            assert request.start == request.skip_tokens
+            wanted = self.snapshots[seen.salt, seen.tokens[: request.start]] if request.start else 0
+            for name, tensor in restored.items():
+                expected = wanted[name] if request.start else torch.zeros_like(tensor)
+                assert torch.equal(tensor, expected), (name, request)
+            seen.admission = None
+        return step
+
+    def check_match(self, seen):
+        admission, tokens = seen.admission, seen.tokens
+        matched, skipped = admission.kv_matched_blocks, admission.state_matched_blocks
+        assert admission.skip_tokens == skipped * BLOCK < len(tokens)
+        assert (admission.miss_reason is None) == bool(skipped)
+        for end in range(BLOCK, matched * BLOCK + 1, BLOCK):
+            assert (seen.salt, tokens[:end]) in self.published
+        assert not skipped or (seen.salt, tokens[: skipped * BLOCK]) in self.perhaps_saved
+        if self.exact:
+            following = (seen.salt, tokens[: (matched + 1) * BLOCK])
+            assert following not in self.published or len(tokens) < (matched + 1) * BLOCK
+            sure = [
+                end // BLOCK
+                for end in range(BLOCK, len(tokens), BLOCK)
+                if (seen.salt, tokens[:end]) in self.surely_saved
+            ]
+            assert skipped >= max(sure, default=0)
+
+    def publish(self, seen, request):
+        tokens, end = seen.tokens, request.start + request.num_tokens
+        for boundary in range(BLOCK, end + 1, BLOCK):
+            self.published.add((seen.salt, tokens[:boundary]))
+        last_complete = len(tokens) // BLOCK * BLOCK
+        for boundary in range(BLOCK, end + 1, BLOCK):
+            key = (seen.salt, tokens[:boundary])
+            is_last = request.is_prefill and boundary == last_complete > request.start
+            if is_last and key not in self.perhaps_saved:
+                self.surely_saved.add(key)
+            self.perhaps_saved.add(key)
+
+    def remember_states(self):
+        """Copies every findable state under the prefix that it belongs to."""
+        slots, kv_blocks = self.context.slot_allocator, self.context.kv_block_allocator
+        known = {}
+        for seen in self.requests.values():
+            request = Request(
+                request_id="probe",
+                prompt_tokens=list(seen.tokens[: self.longest]),
+                cache_salt=seen.salt,
+            )
+            hashes = self.context.prepare(request).hashes
+            for index in range(len(hashes)):
+                block = kv_blocks.find_block(hashes[index], hashes.digests[index])
+                if block is not None and slots.has_state(block):
+                    known[slots.get_slot(block)] = (seen.salt, seen.tokens[: (index + 1) * BLOCK])
+        for slot, key in known.items():
+            state = {"conv": slots.conv_states[:, slot], "ssm": slots.ssm_states[:, slot]}
+            assert not any(tensor.isnan().any() for tensor in state.values()), key
+            self.snapshots[key] = {name: tensor.clone() for name, tensor in state.items()}
