@@ -88,6 +88,7 @@ def write_results(_app: object) -> None:
         if "measurements" in result:
             lines += ["| what | result | limit | |", "|---|---|---|---|"]
             lines += [result_row(one) for one in result["measurements"]]
+        lines += records_table(result.get("records", []))
         (folder / f"{path.stem}.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
@@ -100,6 +101,16 @@ def result_row(one: dict) -> str:
         f"| {one['name']} | {one['value']:,.2f} {one['unit']} | {sign}{limit}{kept} "
         f"| {one['detail']} |"
     )
+
+
+def records_table(records: list[dict]) -> list[str]:
+    """Records as a table, without the columns that are the same in every row."""
+    columns = [name for name in (records or [{}])[0] if len({str(r[name]) for r in records}) > 1]
+    if not columns:
+        return []
+    rows = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
+    rows += [[f"{record[name]}" for name in columns] for record in records]
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def read_docstring(
