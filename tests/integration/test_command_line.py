@@ -1,0 +1,311 @@
+"""The command line: results, errors, exit codes, terminals and pipes."""
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mamba_cache.bench.measure import Measurement
+from mamba_cache.cli import bench as bench_commands
+from mamba_cache.cli import checks, demo, doctor, main
+from mamba_cache.cli.app import run
+from mamba_cache.cli.checks import Check
+from mamba_cache.cli.model_shapes import load_shape
+from mamba_cache.cli.output import size_text
+
+PLAN = ["plan", "nemotron-h-8b", "--memory", "80", "--shared", "2000"]
+ESCAPE = "\x1b["
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a command in this process; returns its exit code, stdout and stderr."""
+
+    def run_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mamba-cache", *arguments])
+        try:
+            code = run()
+        except SystemExit as exit:
+            code = exit.code or 0
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+def in_terminal(*arguments, **environment):
+    """What a command writes to a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mamba_cache.cli", *arguments],
+        stdout=theirs,
+        stderr=theirs,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment,
+    )
+    os.close(theirs)
+    parts = []
+    try:
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    except OSError:
+        pass  # the terminal is gone when its last writer is
+    process.wait()
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def test_a_plan_as_json(call):
+    code, out, err = call(*PLAN, "--json")
+    plan = json.loads(out)
+    assert (code, err) == (0, "")
+    assert plan["bytes_per_slot"] == load_shape("nemotron-h-8b").state_spec.bytes_per_slot
+    memory = plan["memory"]
+    parts = ("weights", "reserved", "live_states", "kv_blocks", "slots")
+    assert 0.98 * memory["total"] < sum(memory[part] for part in parts) <= memory["total"]
+    config = plan["config"]
+    assert memory["slots"] == config["max_slots"] * plan["bytes_per_slot"]
+    assert (config["block_size_tokens"], config["ssm_chunk_size"]) == (128, 128)
+
+
+def test_a_plan_as_a_table_says_the_same(call):
+    settings = json.loads(call(*PLAN, "--json")[1])["config"]
+    code, out, _ = call(*PLAN)
+    assert code == 0
+    assert ESCAPE not in out
+    for name, value in settings.items():
+        assert f"    {name}={value!r},\n" in out
+    assert re.search(r"slot +102\.6 MB", out)
+
+
+def test_a_plan_takes_every_option(call):
+    code, out, _ = call(
+        "plan", "granite-4.0-h-tiny", "--memory", "24", "--weights", "7", "--reserve", "0.2",
+        "--prompt", "900", "--output", "40", "--concurrency", "3", "--block-size", "512", "--int8",
+        "--json",
+    )  # fmt: skip
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["memory"]["weights"] == 7 * 2**30
+    assert plan["memory"]["reserved"] == int(0.2 * 24 * 2**30)
+    assert plan["bytes_per_slot"] < plan["bytes_per_live_state"] / 3
+    wanted = {"block_size_tokens": 512, "max_requests": 3, "slot_quantization": "int8"}
+    assert wanted.items() <= plan["config"].items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["plan", "nemotron-h-8b", "--memry", "80"], 2, "--memory"),
+        (["plan", "nemotron-h-8", "--memory", "80"], 2, "must be one of nemotron-h-8b,"),
+        (["plan", "nemotron-h-8b", "--memory", "much"], 2, "--memory"),
+        (["plan", "nemotron-h-8b", "--memory", "20"], 1, "must hold 32 requests at once"),
+        (["plan", "nemotron-h-8b", "--memory", "80", "--block-size", "100"], 2, "multiple"),
+        (["plan"], 2, "MODEL"),
+        (["bench", "ttft", "--family", "nemotron"], 2, "did you mean 'nemotron-h-8b'?"),
+        (["bench", "cpy"], 2, "copy"),
+        (["dctor"], 2, "doctor"),
+        (["doctor", "--jsn"], 2, "--json"),
+    ],
+)
+def test_an_error_says_what_was_wrong_and_sets_the_exit_code(call, arguments, code, said):
+    given, out, err = call(*arguments)
+    assert (given, out) == (code, "")
+    assert said in " ".join(err.replace("│", "").split())
+
+
+def test_a_plan_needs_to_know_the_memory_and_the_weights(call, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = call("plan", "nemotron-h-8b")
+    assert (code, "give --memory" in err) == (2, True)
+    config = {
+        "layer_types": ["linear_attention"], "hidden_size": 8, "num_attention_heads": 1,
+        "linear_conv_kernel_dim": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 1,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = call("plan", str(tmp_path), "--memory", "1")
+    assert (code, "give --weights" in err) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["plan", "-h"]])
+def test_help_goes_to_stdout(call, arguments):
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    assert "Usage: mamba-cache" in out
+    assert ESCAPE not in out
+
+
+def test_no_command_is_wrong_usage(call):
+    assert call()[0] == 2
+
+
+def test_version(call):
+    assert call("--version")[:2] == (0, "mamba-cache 0.1.0\n")
+
+
+def test_colour_is_for_terminals_that_want_it():
+    assert COLOUR.search(in_terminal("--help"))
+    assert not COLOUR.search(in_terminal("--help", NO_COLOR="1"))
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_one_line_names_it(package):
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['mamba-cache', 'plan']\n"
+        "from mamba_cache.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r".* needs .*: pip install 'mamba-cache\[cli\]'\n", result.stderr)
+
+
+def test_an_import_that_fails_for_another_reason_is_not_hidden(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mamba_cache.cli.app", None)
+    with pytest.raises(ImportError, match="app"):
+        main()
+
+
+@pytest.mark.parametrize(("limit", "code"), [(2.0, 0), (1.0, 1)])
+def test_a_benchmark_that_misses_its_limit_exits_with_1(call, monkeypatch, limit, code):
+    measured = [Measurement("a figure", 1.5, "x", limit)]
+    monkeypatch.setattr(bench_commands, "run_control", lambda: measured)
+    given, out, _ = call("bench", "control", "--json")
+    assert given == code
+    assert json.loads(out)["measurements"][0]["value"] == 1.5
+    given, out, _ = call("bench", "control")
+    assert (given, "a figure" in out) == (code, True)
+
+
+def test_options_of_a_benchmark_reach_it(call, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(bench_commands, "run_ttft", lambda **options: seen.update(options) or [])
+    assert call("bench", "ttft", "--family", "tiny", "--prefix", "64", "--suffix", "5")[0] == 0
+    assert seen == {"family": "tiny", "prefix": 64, "suffix": 5}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return list(demo.play())
+
+
+def test_the_demo_hits_and_its_answers_are_equal(answers):
+    assert all(answer.outputs_match for answer in answers)
+    assert [answer.miss_reason for answer in answers[:3]] == ["no_kv_match", "no_state", None]
+    assert all(answer.skipped_tokens >= 1280 for answer in answers[2:])
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_demo_shows_its_answers(call, monkeypatch, answers, equal):
+    shown = [dataclasses.replace(answer, outputs_match=equal) for answer in answers]
+    monkeypatch.setattr(demo, "play", lambda: iter(shown))
+    code, out, _ = call("demo")
+    assert (code, ESCAPE in out) == (0 if equal else 1, False)
+    assert "conversation goes on" in out
+    assert ("are equal" in out, "DIFFER" in out) == (equal, not equal)
+    code, out, _ = call("demo", "--json")
+    result = json.loads(out)
+    assert (code, result["outputs_match"]) == (0 if equal else 1, equal)
+    assert result["skipped_tokens"] == sum(answer.skipped_tokens for answer in answers)
+
+
+def test_the_demo_is_live_in_a_terminal(call, monkeypatch, answers):
+    monkeypatch.setattr(demo, "play", lambda: iter(answers))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    code, out, _ = call("demo")
+    # The table is drawn anew with each answer.
+    assert (code, out.count("the first prompt")) == (0, len(answers) + 1)
+
+
+def test_the_doctor_fails_only_if_something_is_wrong(call, monkeypatch):
+    found = [Check("one", "ok", "fine"), Check("two", "slow", "takes [long]", "wait")]
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter(found))
+    code, out, err = call("doctor")
+    assert (code, ESCAPE in out + err) == (0, False)
+    assert all(text in out for text in ("takes [long]", "-> wait", "1 ok, 1 slow"))
+    found.append(Check("three", "failed", "wrong"))
+    assert call("doctor")[0] == 1
+    code, out, _ = call("doctor", "--json")
+    result = json.loads(out)
+    assert (code, result["passed"]) == (1, False)
+    assert [check["status"] for check in result["checks"]] == ["ok", "slow", "failed"]
+
+
+def test_the_doctor_knows_what_is_installed(monkeypatch):
+    here = {check.name: check.status for check in checks._versions()}
+    assert (here["mamba_cache"], here["torch"], here["triton"]) == ("ok", "ok", "ok")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    [triton] = [check for check in checks._versions() if check.name == "triton"]
+    assert (triton.status, "pip install triton" in triton.advice) == ("absent", True)
+    assert [check.status for check in checks._kernels()] == ["absent"]
+    assert {check.status for check in checks._extras()} == {"absent"}
+    assert "mamba-cache[metrics]" in [check.advice for check in checks._extras()][1]
+
+
+def test_the_doctor_compares_kernels_with_their_twins():
+    found = list(checks._kernels())
+    assert len(found) == 6
+    assert [(check.status, check.advice) for check in found] == 6 * [("ok", "")]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; sys.exit('the driver is too old')", "the driver is too old"),
+        ("print('no json')", "Expecting value"),
+        ('print(\'{"copy": "3 bytes differ"}\')', "3 bytes differ"),
+    ],
+)
+def test_the_doctor_tells_what_became_of_kernels(monkeypatch, program, said):
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda _, **options: run([sys.executable, "-c", program], **options)
+    )
+    [check] = checks._kernels()
+    assert (check.status, said in check.detail, bool(check.advice)) == ("failed", True, True)
+
+
+def test_the_doctor_judges_hits(monkeypatch, answers):
+    monkeypatch.setattr(checks, "play", lambda: answers)
+    assert [check.status for check in checks._hits()] == ["ok"]
+    for broken in ({"outputs_match": False}, {"skipped_tokens": 0}):
+        wrong = [dataclasses.replace(answer, **broken) for answer in answers]
+        monkeypatch.setattr(checks, "play", lambda wrong=wrong: wrong)
+        assert [check.status for check in checks._hits()] == ["failed"]
+
+
+@pytest.mark.parametrize(("value", "status"), [(9, "ok"), (11, "slow")])
+def test_the_doctor_holds_decisions_to_their_limits(value, status):
+    [check] = checks._decisions(lambda: iter([Measurement("deciding", value, "us", 10)]))
+    assert (check.name, check.status, bool(check.advice)) == ("deciding", status, status == "slow")
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(1.1, "ok"), (1.2, "slow")])
+def test_the_doctor_judges_copies_on_a_gpu(monkeypatch, ratio, status):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 * 2**30, 100 * 2**30))
+    measured = [Measurement("copy", ratio, "x", detail="1 us")]
+    monkeypatch.setattr(checks, "measure_copies", lambda *_: iter(measured))
+    [check] = checks._copies()
+    assert (check.status, bool(check.advice)) == (status, status == "slow")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 100 * 2**30))
+    assert [check.status for check in checks._copies()] == ["absent"]
+
+
+def test_copies_on_the_cpu_are_timed():
+    check = checks._cpu_copies()
+    assert (check.status, "GB/s" in check.detail) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(999_999, "999,999 bytes"), (102_629_376, "102.6 MB"), (5 * 2**30, "5.00 GiB")],
+)
+def test_sizes_as_people_read_them(num_bytes, text):
+    assert size_text(num_bytes) == text
