@@ -15,9 +15,7 @@ from mamba_cache.models import HybridModel, HybridModelConfig
 
 BLOCK_SIZE_TOKENS = 64
 SAMPLING = SamplingParams(max_new_tokens=96)
-SYSTEM = (
-    b"You are a guide in a museum of clocks. Be brief, and never make up a date.\n"
-)
+SYSTEM = b"You are a guide in a museum of clocks. Be brief, and never make up a date.\n"
 QUESTIONS = (
     b"Which clock here is the oldest?",
     b"Who built it, and for whom?",
