@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
@@ -14,7 +15,10 @@ from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import Measurement, print_json, print_table
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
+from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
+from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.ttft import add_ttft_options, run_ttft
+from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["main"]
 
@@ -36,21 +40,67 @@ _OPTIONS: dict[str, Callable[[Any], None]] = {"ttft": add_ttft_options}
 """What benchmarks take besides; each option is an argument of the benchmark's function."""
 
 
+class _Report(NamedTuple):
+    """A benchmark that returns more than measurements: a dict, as ``--json`` prints it."""
+
+    summary: str
+    add_options: Callable[[Any], None]
+    run: Callable[..., dict[str, Any]]
+    show: Callable[[dict[str, Any]], None]
+
+
+_REPORTS = {
+    "replay": _Report(
+        "what a trace of requests hits, under budgets, policies and placements",
+        add_replay_options,
+        run_replay,
+        print_replay,
+    ),
+    "soak": _Report(
+        "requests for minutes or hours: what leaks, slows down or goes wrong",
+        add_soak_options,
+        run_soak,
+        print_soak,
+    ),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark and return 0 if all its limits were kept, else 1."""
     parser = argparse.ArgumentParser(prog="python -m mamba_cache.bench", description=__doc__)
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
-    for name, (summary, _) in _BENCHMARKS.items():
+    summaries = {name: summary for name, (summary, _) in _BENCHMARKS.items()}
+    summaries |= {name: report.summary for name, report in _REPORTS.items()}
+    add_options = _OPTIONS | {name: report.add_options for name, report in _REPORTS.items()}
+    for name, summary in sorted(summaries.items()):
         command = names.add_parser(name, help=summary, description=summary)
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        if name in _OPTIONS:
-            _OPTIONS[name](command)
+        if name in add_options:
+            add_options[name](command)
     options = vars(parser.parse_args(arguments))
     benchmark, as_json = options.pop("benchmark"), options.pop("json")
+    run = _report if benchmark in _REPORTS else _measure
+    return 0 if run(benchmark, options, as_json=as_json) else 1
+
+
+def _measure(benchmark: str, options: dict[str, Any], *, as_json: bool) -> bool:
     measurements = _BENCHMARKS[benchmark][1](**options)
     show = print_json if as_json else print_table
     show(benchmark, measurements)
-    return 0 if all(measurement.passed for measurement in measurements) else 1
+    return all(measurement.passed for measurement in measurements)
+
+
+def _report(benchmark: str, options: dict[str, Any], *, as_json: bool) -> bool:
+    report = _REPORTS[benchmark]
+    try:
+        result = report.run(**options)
+    except InvalidArgumentError as error:
+        sys.exit(str(error))
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        report.show(result)
+    return bool(result["passed"])
 
 
 if __name__ == "__main__":

@@ -8,12 +8,24 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Measurement", "device_us", "median_us", "print_json", "print_table", "progress"]
+__all__ = [
+    "Measurement",
+    "describe_run",
+    "device_us",
+    "median_us",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "progress",
+    "progress_bar",
+]
 
 _BUSY_CYCLES = 20_000_000  # about ten milliseconds: time to queue the runs
 
@@ -25,7 +37,7 @@ class Measurement:
     Attributes:
         name: What was measured.
         value: The figure: a median, or a ratio of medians.
-        unit: "us", "ms", "GB/s", "GiB" or "x" (a ratio).
+        unit: "us", "ms", "/s", "GB/s", "GiB", "%" or "x" (a ratio).
         limit: The least or most that ``value`` may be; None: it is there to compare with.
         at_least: Whether ``limit`` is a minimum rather than a maximum.
         runs: How many runs the median is over.
@@ -88,12 +100,44 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print one JSON object with every figure, its limit, and the machine that it holds for."""
-    result = {
+@contextmanager
+def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on stderr while the context manager is open, if that is a terminal with rich.
+
+    Yields:
+        A function to call with how much of ``total`` is done, and a remark.
+    """
+    try:
+        from rich import progress as bars  # noqa: PLC0415 - an optional extra
+        from rich.console import Console  # noqa: PLC0415
+    except ImportError:
+        yield lambda done, remark: None
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[remark]}"),
+    )
+    console = Console(stderr=True)
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total, remark="")
+        yield lambda done, remark: bar.update(task, completed=done, remark=remark)
+
+
+def describe_run(benchmark: str) -> dict[str, Any]:
+    """Return what every result begins with: the benchmark, and the machine that it holds for."""
+    return {
         "benchmark": benchmark,
         "machine": _machine(),
         "python": platform.python_version(),
+    }
+
+
+def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
+    """Print one JSON object with every figure, its limit, and the machine that it holds for."""
+    result = describe_run(benchmark) | {
         "passed": all(measurement.passed for measurement in measurements),
         "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
     }
@@ -101,9 +145,13 @@ def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
 
 
 def print_table(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print a table for people: through rich if it is installed, else in plain text."""
+    """Print a table of measurements for people."""
     header = (benchmark, "median", "limit", "", "detail")
-    rows = [_row(measurement) for measurement in measurements]
+    print_rows(header, [_row(measurement) for measurement in measurements])
+
+
+def print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table for people: through rich if it is installed, else in plain text."""
     try:
         from rich.console import Console  # noqa: PLC0415 - an optional extra
         from rich.table import Table  # noqa: PLC0415

@@ -215,6 +215,8 @@ class Publisher:
             chunk: The chunk that was computed.
         """
         self._publish_blocks(active)
+        if not chunk.checkpoints:
+            return
         hashes = active.chain.hashes
         slots, blocks, ids, saved_tokens = [], [], [], []
         private = []

@@ -1,0 +1,62 @@
+"""A stand-in for a model, so that the decisions around one can be driven without it."""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_cache._checks import INT32_MAX
+from mamba_cache.metadata import StepMetadata
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+__all__ = ["NoModel"]
+
+_MADE_UP_TOKENS = 64
+
+
+class NoModel:
+    """Computes nothing and makes up the next tokens; in all else the engine finds it a model.
+
+    It is its own ``config``. Its states are of a few bytes, so that slots cost next to nothing.
+
+    Args:
+        seed: Of the tokens that it makes up.
+        fails_every: Raise in every so manieth forward; 0: never.
+
+    Attributes:
+        dtype: Of weights that it does not have.
+        device: The CPU.
+        vocab_size: The most that there can be.
+        ssm_chunk_size: Likewise.
+    """
+
+    def __init__(self, seed: int = 0, *, fails_every: int = 0) -> None:
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.vocab_size = self.ssm_chunk_size = INT32_MAX
+        self._fails_every = fails_every
+        self._generator = torch.Generator().manual_seed(seed)
+        self._num_forwards = 0
+
+    @property
+    def config(self) -> NoModel:
+        """What the engine asks for sizes."""
+        return self
+
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        """One layer of states of one number each."""
+        return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
+
+    def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """No layer."""
+        return KVCacheSpec(0, 1, 1, dtype)
+
+    def forward(self, metadata: StepMetadata, caches: object) -> torch.Tensor:
+        """Return random logits [num_requests, 64].
+
+        Raises:
+            InterruptedError: It is this forward's turn to fail.
+        """
+        self._num_forwards += 1
+        if self._fails_every and self._num_forwards % self._fails_every == 0:
+            raise InterruptedError(f"forward {self._num_forwards} fails, as it was told to")
+        return torch.rand(metadata.num_requests, _MADE_UP_TOKENS, generator=self._generator)

@@ -1,0 +1,270 @@
+"""What a trace of requests would hit: the real control plane, and no model.
+
+Each request runs to its first token before the next one comes: the tokens of answers are in no
+trace, so there would be nothing to find of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from mamba_cache._checks import check_int
+from mamba_cache.bench.measure import describe_run, print_rows, progress_bar
+from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.workload import (
+    TOKENS_PER_HASH_ID,
+    WORKLOADS,
+    TraceRequest,
+    prompt_tokens,
+    read_trace,
+)
+from mamba_cache.config import CacheConfig
+from mamba_cache.engine import Engine, SamplingParams
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    ConsumedSlotPolicy,
+    EveryNthBlock,
+    LastBlock,
+    LruSlotPolicy,
+    MegatronPlacement,
+    ScoreSlotPolicy,
+    SlotEvictionPolicy,
+)
+
+__all__ = [
+    "PLACEMENTS",
+    "POLICIES",
+    "add_replay_options",
+    "print_replay",
+    "replay",
+    "run_replay",
+]
+
+POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
+    "lru": LruSlotPolicy,
+    "consumed": ConsumedSlotPolicy,
+    "score": ScoreSlotPolicy,
+}
+"""Eviction policies by name."""
+
+PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
+    "megatron": MegatronPlacement,
+    "last": LastBlock,
+    "every": lambda: EveryNthBlock(1),
+}
+"""Placements by name."""
+
+_FIRST_TOKEN = SamplingParams(max_new_tokens=1)
+
+
+def add_replay_options(command: Any) -> None:
+    """Add what ``run_replay`` takes to an ``ArgumentParser``."""
+    command.add_argument("--trace", metavar="FILE", help="JSON lines; default: a drawn workload")
+    command.add_argument("--workload", choices=list(WORKLOADS), default="conversations")
+    command.add_argument("--limit", type=int, help="requests to replay, from the first")
+    command.add_argument(
+        "--slots",
+        type=_budget,
+        nargs="+",
+        default=[50, 200, None],
+        metavar="N",
+        help="numbers, or unlimited",
+    )
+    command.add_argument(
+        "--kv-blocks", type=_budget, metavar="N", help="a number; default: unlimited"
+    )
+    command.add_argument(
+        "--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES), dest="policies"
+    )
+    command.add_argument(
+        "--placement", nargs="+", choices=list(PLACEMENTS), default=["megatron", "last"],
+        dest="placements",
+    )  # fmt: skip
+    command.add_argument("--max-tokens", type=int, default=8192, help="tokens of a step")
+
+
+def run_replay(
+    *,
+    trace: str | None = None,
+    workload: str = "conversations",
+    limit: int | None = None,
+    slots: Sequence[int | None] = (50, 200, None),
+    kv_blocks: int | None = None,
+    policies: Sequence[str] = tuple(POLICIES),
+    placements: Sequence[str] = ("megatron", "last"),
+    max_tokens: int = 8192,
+) -> dict[str, Any]:
+    """Replay one trace under every combination of placement, policy and slots.
+
+    Args:
+        trace: A file that ``read_trace`` reads. None: a workload is drawn.
+        workload: Which of ``WORKLOADS``.
+        limit: Requests to replay at most.
+        slots: Budgets for saved states; None: no limit.
+        kv_blocks: Budget for KV blocks; None: no limit.
+        policies: Which of ``POLICIES``.
+        placements: Which of ``PLACEMENTS``.
+        max_tokens: Tokens of a step.
+
+    Returns:
+        "records": what ``replay`` returns for each combination; "workload": what was replayed;
+        "passed": whether every request found room; and what every benchmark says of its run.
+
+    Raises:
+        InvalidArgumentError: The trace cannot be read, or a setting is out of range.
+    """
+    _check_names("policies", policies, POLICIES)
+    _check_names("placements", placements, PLACEMENTS)
+    requests = _load(trace, workload, limit)
+    runs = list(product(placements, policies, slots))
+    records = []
+    with progress_bar("replay", len(runs)) as show:
+        for number, (placement, policy, max_slots) in enumerate(runs):
+            show(number, f"{placement}, {policy}, {_say(max_slots)} slots")
+            config = _fit(requests, max_slots, kv_blocks, max_tokens)
+            engine = Engine(
+                NoModel(), config, slot_policy=POLICIES[policy](), placement=PLACEMENTS[placement]()
+            )
+            settings = {"placement": placement, "policy": policy}
+            budgets = {"slots": max_slots, "kv_blocks": kv_blocks}
+            records.append(settings | budgets | replay(engine, requests))
+    total = sum(request.input_length for request in requests)
+    return describe_run("replay") | {
+        "passed": not any(record["failed_requests"] for record in records),
+        "workload": {
+            "source": workload if trace is None else "trace",
+            "requests": len(requests),
+            "prompt_tokens": total,
+            "mean_prompt_tokens": round(total / len(requests), 1),
+        },
+        "settings": {"block_size_tokens": TOKENS_PER_HASH_ID, "max_tokens": max_tokens},
+        "records": records,
+    }
+
+
+def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
+    """Run requests one after the other, each to its first token.
+
+    Args:
+        engine: A new one, around ``NoModel``.
+        requests: In the order in which they come.
+
+    Returns:
+        Counts of requests, tokens, states and evictions; "token_hit_rate": the share of prompt
+        tokens that were skipped; "kv_hit_rate": the share whose keys and values were found, which
+        is the most that states could make of it; "us_per_request": the median time to admit,
+        schedule, commit and finish one.
+    """
+    seconds, failed, total = [], 0, 0
+    for request in requests:
+        tokens = prompt_tokens(request)
+        total += len(tokens)
+        start = time.perf_counter()
+        engine.submit(tokens, _FIRST_TOKEN)
+        ends = [event.completion for event in engine.stream() if event.completion]
+        seconds.append(time.perf_counter() - start)
+        failed += sum(end.error is not None for end in ends)
+    engine.context.check_invariants()
+    stats = engine.context.stats()
+    matched = stats.kv_matched_blocks * engine.context.config.block_size_tokens
+    return {
+        "requests": len(seconds),
+        "failed_requests": failed,
+        "hits": stats.hits,
+        "prompt_tokens": total,
+        "skipped_tokens": stats.skipped_tokens,
+        "token_hit_rate": round(stats.skipped_tokens / total, 4),
+        "kv_hit_rate": round(matched / total, 4),
+        "saved_states": stats.saved_states,
+        "kept_states": stats.cached_slots,
+        "evicted_slots": stats.evicted_slots,
+        "evicted_blocks": stats.evicted_blocks,
+        "skipped_checkpoints": stats.skipped_checkpoints,
+        "us_per_request": round(statistics.median(seconds) * 1e6, 1),
+        "seconds": round(sum(seconds), 3),
+    }
+
+
+def print_replay(result: dict[str, Any]) -> None:
+    """Print a result of ``run_replay`` as a table for people."""
+    header = ("placement", "policy", "slots", "hit", "saved", "evicted", "time")
+    rows = [
+        (
+            record["placement"],
+            record["policy"],
+            _say(record["slots"]),
+            f"{record['token_hit_rate']:.1%}",
+            f"{record['saved_states']:,}",
+            f"{record['evicted_slots']:,}",
+            f"{record['us_per_request']:,.0f} us",
+        )
+        for record in result["records"]
+    ]
+    print_rows(header, rows)
+    workload = result["workload"]
+    print(
+        f"{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
+        "each.\n"
+        "hit: tokens not computed; saved, evicted: states; time: decisions for one request"
+    )
+
+
+def _load(trace: str | None, workload: str, limit: int | None) -> list[TraceRequest]:
+    if limit is not None:
+        check_int("limit", limit, minimum=1)
+    if trace is not None:
+        return read_trace(trace, limit)
+    _check_names("workload", [workload], WORKLOADS)
+    draw = WORKLOADS[workload]
+    return draw() if limit is None else draw(limit)
+
+
+def _check_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check names.
+
+    Raises:
+        InvalidArgumentError: One is not known.
+    """
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InvalidArgumentError(f"{argument} must be of {list(known)}, got {unknown}")
+
+
+def _fit(
+    requests: Sequence[TraceRequest],
+    max_slots: int | None,
+    num_kv_blocks: int | None,
+    max_tokens: int,
+) -> CacheConfig:
+    """Return settings for requests that come one at a time; a budget of None never runs out.
+
+    A block is what one hash id names: of smaller ones the trace does not tell which are equal.
+    """
+    check_int("max_tokens", max_tokens, minimum=1)
+    longest = max(request.input_length for request in requests) + 1
+    names = {hash_id for request in requests for hash_id in request.hash_ids}
+    # All blocks that can ever be cached, and those of the longest request beside them.
+    enough = len(names) + -(-longest // TOKENS_PER_HASH_ID)
+    return CacheConfig(
+        block_size_tokens=TOKENS_PER_HASH_ID,
+        ssm_chunk_size=TOKENS_PER_HASH_ID,
+        max_requests=1,
+        max_tokens=max_tokens,
+        max_sequence_length=longest,
+        num_kv_blocks=enough if num_kv_blocks is None else num_kv_blocks,
+        max_slots=enough if max_slots is None else max_slots,
+        max_checkpoints_per_step=max_tokens // TOKENS_PER_HASH_ID + 1,
+    )
+
+
+def _say(budget: int | None) -> str:
+    return "unlimited" if budget is None else f"{budget:,}"
+
+
+def _budget(text: str) -> int | None:
+    return None if text == "unlimited" else int(text)

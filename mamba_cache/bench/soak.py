@@ -1,0 +1,395 @@
+"""Hours of requests at small sizes, in search of what leaks, slows down or goes wrong.
+
+Clients ask, wait, go on and change their minds; requests are cancelled and preempted, forwards
+fail, and there is never enough room. Every few seconds everything is counted from the ground.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mamba_cache.bench.clients import Clients, Turn
+from mamba_cache.bench.measure import Measurement, describe_run, print_table, progress_bar
+from mamba_cache.bench.no_model import NoModel
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import CacheStats, RequestStatus
+from mamba_cache.engine import Completion, Engine, LanguageModel, SamplingParams
+from mamba_cache.errors import InvalidArgumentError, InvariantError, UnknownRequestError
+from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.slots import ScoreSlotPolicy
+
+__all__ = [
+    "MODELS",
+    "Soak",
+    "Window",
+    "add_soak_options",
+    "check_conservation",
+    "print_soak",
+    "run_soak",
+]
+
+_BLOCK_SIZE = 32
+_CONFIG = CacheConfig(
+    block_size_tokens=_BLOCK_SIZE,
+    ssm_chunk_size=_BLOCK_SIZE,
+    max_requests=24,
+    max_tokens=768,
+    max_sequence_length=1024,
+    num_kv_blocks=560,
+    max_slots=64,
+    vocab_size=256,
+)
+_UNFINISHED = 32  # more than rows, so that some are queued
+_CANCEL_SHARE, _PREEMPT_SHARE = 0.03, 0.03  # of the requests
+_FAILS_EVERY = 400  # forwards
+_CHECKED_OUTPUTS = 4  # of each window
+_WINDOWS = 120
+_STATS = (
+    "hits",
+    "skipped_tokens",
+    "computed_tokens",
+    "preemptions",
+    "aborted_steps",
+    "evicted_blocks",
+    "evicted_slots",
+    "skipped_checkpoints",
+)
+
+
+class _TinyModel:
+    """A real model that fails now and then."""
+
+    def __init__(self, device: str, *, fails_every: int = 0) -> None:
+        shape = HybridModelConfig(layer_pattern="M*M", hidden_size=32, ssm_chunk_size=_BLOCK_SIZE)
+        self._model = HybridModel(shape, dtype=torch.float64, device=device)
+        self._failure = NoModel(fails_every=fails_every)
+        self.config, self.dtype, self.device = shape, self._model.dtype, self._model.device
+
+    def forward(self, metadata: Any, caches: Any) -> torch.Tensor:
+        """Return logits, after it overwrote live states even where it fails."""
+        logits = self._model.forward(metadata, caches)
+        self._failure.forward(metadata, caches)
+        return logits
+
+
+MODELS: dict[str, Callable[..., LanguageModel]] = {
+    "none": lambda device, *, fails_every=0: NoModel(fails_every=fails_every),
+    "tiny": _TinyModel,
+}
+"""What computes the steps: nothing, or the reference model at a tiny size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened between two checks.
+
+    Attributes:
+        seconds: From the soak's beginning to the check.
+        busy_seconds: Of the window, the check itself left out.
+        cpu_seconds: That the process computed in them, whatever else ran on the machine.
+        requests: That came to their end, cancelled ones not counted.
+        rss_mib: Memory of the process that is resident.
+        gpu_mib: Memory on the device that PyTorch has allocated; None on the CPU.
+    """
+
+    seconds: float
+    busy_seconds: float
+    cpu_seconds: float
+    requests: int
+    rss_mib: float
+    gpu_mib: float | None
+
+
+def add_soak_options(command: Any) -> None:
+    """Add what ``run_soak`` takes to an ``ArgumentParser``."""
+    command.add_argument("--minutes", type=float, default=10.0)
+    command.add_argument("--model", choices=list(MODELS), default="none")
+    command.add_argument("--device", default="cpu", help="where the tiny model runs")
+    command.add_argument("--seed", type=int, default=0)
+
+
+def run_soak(
+    *, minutes: float = 10.0, model: str = "none", device: str = "cpu", seed: int = 0
+) -> dict[str, Any]:
+    """Run clients against an engine for a while, and judge what was seen.
+
+    Args:
+        minutes: How long, checks included.
+        model: Which of ``MODELS``.
+        device: Where the tiny model runs.
+        seed: Of everything that is drawn.
+
+    Returns:
+        "passed"; "measurements": each figure beside its limit; "counts": what happened how often;
+        "broken": the invariant that did not hold, or None; "windows": a ``Window`` as a dict for
+        each 120th of the time; and what every benchmark says of its run.
+
+    Raises:
+        InvalidArgumentError: ``minutes`` is not positive, or there is no such model.
+    """
+    if not minutes > 0 or model not in MODELS:
+        raise InvalidArgumentError(
+            f"minutes must be > 0 and model one of {list(MODELS)}, got {minutes!r} and {model!r}"
+        )
+    soak = Soak(partial(MODELS[model], device), seed)
+    broken = None
+    with progress_bar("soak", 60 * minutes) as show:
+        try:
+            soak.run(60 * minutes, show)
+        except InvariantError as error:
+            broken = str(error)
+    measurements = list(_judge(soak, minutes, is_rate_limited=model == "none"))
+    passed = broken is None and all(one.passed for one in measurements)
+    return describe_run("soak") | {
+        "passed": passed,
+        "settings": {"minutes": minutes, "model": model, "device": device, "seed": seed},
+        "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
+        "counts": dict(sorted(soak.counts.items())) | _stats_of(soak.engine),
+        "broken": broken,
+        "windows": [asdict(window) for window in soak.windows],
+    }
+
+
+class Soak:
+    """Clients and the engine that they talk to.
+
+    Args:
+        make_model: Makes the model; ``fails_every`` says how often its forward raises.
+        seed: Of everything that is drawn.
+
+    Attributes:
+        engine: What serves the requests.
+        counts: What happened, by name.
+        windows: What was seen at each check.
+    """
+
+    def __init__(self, make_model: Callable[..., LanguageModel], seed: int) -> None:
+        self.engine = Engine(
+            make_model(fails_every=_FAILS_EVERY), _CONFIG, slot_policy=ScoreSlotPolicy()
+        )
+        self.counts: Counter[str] = Counter()
+        self.windows: list[Window] = []
+        self._rng = np.random.default_rng(seed)
+        self._clients = Clients(self._rng, max_tokens=_CONFIG.max_sequence_length)
+        self._turns: dict[Hashable, Turn] = {}
+        self._ids = count()
+        self._reference = _Reference(make_model)
+
+    def run(self, seconds: float, show: Callable[[float, str], None]) -> None:
+        """Serve requests for a time, and check in between.
+
+        Args:
+            seconds: How long, checks included.
+            show: Is told how many seconds have passed, and how fast it goes.
+
+        Raises:
+            InvariantError: The books contradict each other, or an answer is not what the same
+                model says without a cache.
+        """
+        begin = time.perf_counter()
+        while (start := time.perf_counter()) - begin < seconds:
+            before, cpu = self.counts["finished"], time.process_time()
+            while (now := time.perf_counter()) - start < seconds / _WINDOWS:
+                self.step()
+                show(now - begin, f"{self.counts['finished']:,} requests")
+            cpu_seconds = time.process_time() - cpu
+            self._check()
+            window = Window(
+                seconds=now - begin,
+                busy_seconds=now - start,
+                cpu_seconds=cpu_seconds,
+                requests=self.counts["finished"] - before,
+                rss_mib=_rss_mib(),
+                gpu_mib=_gpu_mib(self.engine.context.device),
+            )
+            self.windows.append(window)
+
+    def step(self) -> None:
+        """Let clients ask, some change their mind, and the engine compute one step."""
+        while len(self._turns) < _UNFINISHED:
+            self._submit()
+        try:
+            events = self.engine.step()
+        except InterruptedError:
+            self.counts["failed_forwards"] += 1
+            return
+        for event in events:
+            if event.completion is not None:
+                self._finish(event.completion)
+
+    def _check(self) -> None:
+        context = self.engine.context
+        context.check_invariants()
+        check_conservation(context.stats(), _CONFIG)
+        self.counts["checks"] += 1
+        self.counts["checked_outputs"] += self._reference.check()
+        gc.collect()
+
+    def _submit(self) -> None:
+        turn, request_id = self._clients.draw(), next(self._ids)
+        sampling = SamplingParams(max_new_tokens=turn.max_new_tokens)
+        positions = [turn.system_tokens] if turn.system_tokens else []
+        self.engine.submit(
+            turn.prompt,
+            sampling,
+            request_id=request_id,
+            cache_salt=turn.salt,
+            checkpoint_positions=positions,
+        )
+        self._turns[request_id] = turn
+        chance = self._rng.random()
+        if chance < _CANCEL_SHARE:
+            self._cancel(self._draw_unfinished())
+        elif chance < _CANCEL_SHARE + _PREEMPT_SHARE:
+            self._preempt(self._draw_unfinished())
+
+    def _draw_unfinished(self) -> Hashable:
+        return list(self._turns)[int(self._rng.integers(len(self._turns)))]
+
+    def _cancel(self, request_id: Hashable) -> None:
+        self.counts["cancelled_queued" if self._status(request_id) is None else "cancelled"] += 1
+        self.engine.cancel(request_id)
+        self._clients.end(self._turns.pop(request_id), None)
+
+    def _preempt(self, request_id: Hashable) -> None:
+        if self._status(request_id) not in (None, RequestStatus.PREEMPTED):
+            self.engine.context.preempt(request_id)
+
+    def _status(self, request_id: Hashable) -> RequestStatus | None:
+        """Return where a request stands; None: it is queued."""
+        try:
+            return self.engine.context.status(request_id)
+        except UnknownRequestError:
+            return None
+
+    def _finish(self, completion: Completion) -> None:
+        turn = self._turns.pop(completion.request_id)
+        if completion.error is not None:
+            raise InvariantError(f"a request of few tokens did not fit: {completion.error}")
+        self.counts["finished"] += 1
+        self._clients.end(turn, completion.tokens)
+        self._reference.offer(turn, completion.tokens)
+
+
+class _Reference:
+    """Knows what the model says without a cache, and asks it about a few answers."""
+
+    def __init__(self, make_model: Callable[..., LanguageModel]) -> None:
+        self._model = make_model()
+        self._offered: list[tuple[Turn, tuple[int, ...]]] = []
+
+    def offer(self, turn: Turn, answer: tuple[int, ...]) -> None:
+        """Take an answer to check, if there are not enough."""
+        if len(self._offered) < _CHECKED_OUTPUTS and not isinstance(self._model, NoModel):
+            self._offered.append((turn, answer))
+
+    def check(self) -> int:
+        """Check the answers that were taken, and return how many.
+
+        Raises:
+            InvariantError: One is wrong.
+        """
+        offered, self._offered = self._offered, []
+        for turn, answer in offered:
+            config = CacheConfig(
+                block_size_tokens=_BLOCK_SIZE,
+                ssm_chunk_size=_BLOCK_SIZE,
+                max_requests=1,
+                max_tokens=_CONFIG.max_sequence_length,
+                max_sequence_length=_CONFIG.max_sequence_length,
+                num_kv_blocks=_CONFIG.max_blocks_per_request,
+                enable_prefix_caching=False,
+            )
+            sampling = SamplingParams(max_new_tokens=turn.max_new_tokens)
+            [alone] = Engine(self._model, config).generate([turn.prompt], sampling)
+            if alone.tokens != answer:
+                raise InvariantError(f"the answer is {answer}, without a cache {alone.tokens}")
+        return len(offered)
+
+
+def check_conservation(stats: CacheStats, config: CacheConfig) -> None:
+    """Check that free, reserved and used ones add up to all, for slots and for blocks.
+
+    Raises:
+        InvariantError: They do not.
+    """
+    slots = stats.free_slots + stats.reserved_slots + stats.cached_slots
+    blocks = stats.free_blocks + stats.cached_blocks + stats.used_blocks
+    if (slots, blocks) != (config.max_slots, config.num_kv_blocks):
+        raise InvariantError(
+            f"{slots} slots and {blocks} KV blocks add up, of {config.max_slots} and "
+            f"{config.num_kv_blocks}"
+        )
+
+
+def print_soak(result: dict[str, Any]) -> None:
+    """Print a result of ``run_soak`` as a table for people."""
+    figures = [
+        {name: value for name, value in one.items() if name != "passed"}
+        for one in result["measurements"]
+    ]
+    print_table("soak", [Measurement(**one) for one in figures])
+    print(", ".join(f"{name} {value:,}" for name, value in result["counts"].items()))
+    print(result["broken"] or "no invariant broken")
+
+
+def _judge(soak: Soak, minutes: float, *, is_rate_limited: bool) -> Iterator[Measurement]:
+    """Measure what the windows show."""
+    windows = soak.windows
+    if not windows:
+        return
+    third = max(1, len(windows) // 3)
+    rate = sum(w.requests for w in windows) / sum(w.busy_seconds for w in windows)
+    limit = 200 if is_rate_limited else None
+    yield Measurement("requests a second", rate, "/s", limit=limit, at_least=True)
+    first, last = _rate_of_cpu(windows[:third]), _rate_of_cpu(windows[-third:])
+    yield Measurement(
+        "requests a CPU second, last third over first", last / first, "x", limit=0.8, at_least=True,
+        detail=f"{first:,.0f}/s, then {last:,.0f}/s",
+    )  # fmt: skip
+    # The first minute fills caches and pools; of a shorter soak, the first tenth.
+    settled = next(w for w in windows if w.seconds >= min(60.0, windows[-1].seconds / 10))
+    yield from _growth("RSS", [w.rss_mib for w in (settled, windows[-1])], minutes)
+    if settled.gpu_mib is not None:
+        gpu = [w.gpu_mib or 0.0 for w in (settled, windows[-1])]
+        yield from _growth("GPU memory", gpu, minutes)
+
+
+def _growth(name: str, mib: list[float], minutes: float) -> Iterator[Measurement]:
+    growth = 100 * (mib[1] / mib[0] - 1)
+    yield Measurement(
+        f"growth of {name} after the first minute", growth, "%", limit=1 if minutes > 1 else None,
+        detail=f"{mib[0]:,.1f} MiB, then {mib[1]:,.1f} MiB",
+    )  # fmt: skip
+
+
+def _rate_of_cpu(windows: list[Window]) -> float:
+    return sum(w.requests for w in windows) / sum(w.cpu_seconds for w in windows)
+
+
+def _stats_of(engine: Engine) -> dict[str, int]:
+    stats = engine.context.stats()
+    return {name: getattr(stats, name) for name in _STATS}
+
+
+def _rss_mib() -> float:
+    """Return the resident memory of this process, as Linux counts it."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * mmap.PAGESIZE / 2**20
+
+
+def _gpu_mib(device: torch.device) -> float | None:
+    """Return the memory that PyTorch has allocated on a GPU; None for the CPU."""
+    return torch.cuda.memory_allocated(device) / 2**20 if device.type == "cuda" else None

@@ -1,0 +1,233 @@
+"""Requests as a trace lists them, read from a file or drawn at random.
+
+A trace does not hold tokens. It names each run of 512 prompt tokens by an id that stands for the
+whole prefix up to its end, so two prompts share as many tokens as they have leading ids in common.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache._checks import as_ints, check_int
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = [
+    "TOKENS_PER_HASH_ID",
+    "WORKLOADS",
+    "TraceRequest",
+    "draw_agents",
+    "draw_conversations",
+    "prompt_tokens",
+    "read_trace",
+]
+
+TOKENS_PER_HASH_ID = 512
+
+_TOKEN_BITS = 17
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace.
+
+    Attributes:
+        timestamp: When the request came, in milliseconds.
+        input_length: Tokens of the prompt.
+        output_length: Tokens of the answer.
+        hash_ids: One for each 512 tokens of the prompt; the last may stand for fewer.
+
+    Raises:
+        InvalidArgumentError: A number is out of range, or there are not as many ids as the prompt
+            needs.
+    """
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_int("input_length", self.input_length, minimum=1)
+        check_int("output_length", self.output_length, minimum=0)
+        needed = -(-self.input_length // TOKENS_PER_HASH_ID)
+        if len(self.hash_ids) != needed:
+            raise InvalidArgumentError(
+                f"{self.input_length} prompt tokens need {needed} hash_ids, one for each "
+                f"{TOKENS_PER_HASH_ID} tokens, got {len(self.hash_ids)}"
+            )
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """Read a trace of JSON lines, each with the fields of ``TraceRequest``; others are ignored.
+
+    Args:
+        path: The file.
+        limit: Requests to read at most.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, a line is not as described, or there is none.
+    """
+    try:
+        with open(path, encoding="utf-8") as lines:
+            requests = [_read_line(line, n) for n, line in enumerate(islice(lines, limit), 1)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
+    if not requests:
+        raise InvalidArgumentError(f"trace {str(path)!r} holds no request")
+    return requests
+
+
+def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
+    """Make the tokens of a request's prompt, [input_length] int32.
+
+    Each id gives 512 tokens that look random and are always the same (SplitMix64 of their number).
+    """
+    first = np.array(request.hash_ids, np.uint64)[:, None] * np.uint64(TOKENS_PER_HASH_ID)
+    bits = (first + np.arange(TOKENS_PER_HASH_ID, dtype=np.uint64)) * _GOLDEN
+    for shift, mixer in zip((np.uint64(30), np.uint64(27)), _MIXERS, strict=True):
+        bits = (bits ^ (bits >> shift)) * mixer
+    tokens: npt.NDArray[np.int32] = (bits >> np.uint64(64 - _TOKEN_BITS)).astype(np.int32)
+    return tokens.reshape(-1)[: request.input_length]
+
+
+def draw_conversations(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
+    """Draw a chat service's requests: conversations that grow turn by turn, and single questions.
+
+    They begin with one of a few system prompts. A user comes back after a minute or so, to four
+    conversations of ten; the others are not heard of again.
+    """
+    rng = np.random.default_rng(seed)
+    ids = _Ids()
+    systems = [ids.draw(length) for length in (2, 4, 8, 16)]
+
+    def turns(start: float) -> Iterator[_Turn]:
+        context = list(systems[rng.choice(4, p=(0.4, 0.3, 0.2, 0.1))])
+        now = start
+        while True:
+            context += ids.draw(int(rng.lognormal(1.5, 1.2)))
+            yield _Turn(now, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
+            now += 5_000 + rng.exponential(60_000)
+            if rng.random() > 0.4 or len(context) > 250:
+                return
+
+    return _interleave(turns, _arrivals(rng, mean_ms=300), num_requests, ids, rng)
+
+
+def draw_agents(
+    num_requests: int = 2_000, *, num_sessions: int = 30, seed: int = 0
+) -> list[TraceRequest]:
+    """Draw the requests of coding agents: a few long sessions, which take turns.
+
+    All begin with one system prompt. Each turn adds what a tool has said; a session that has become
+    long goes on from a summary. Most turns follow at once, some wait for a person.
+    """
+    rng = np.random.default_rng(seed)
+    ids = _Ids()
+    system = ids.draw(24)
+
+    def turns(start: float) -> Iterator[_Turn]:
+        now = start
+        task = ids.draw(int(rng.integers(20, 60)))
+        summary: list[int] = []
+        while True:
+            context = [*system, *task, *summary]
+            limit = rng.integers(340, 480)
+            while len(context) < limit:
+                yield _Turn(now, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
+                now += rng.exponential(8_000) + (rng.random() < 0.05) * rng.exponential(400_000)
+                context += ids.draw(1 + int(rng.exponential(7)))
+            summary = ids.draw(int(rng.integers(5, 60)))
+
+    starts = iter(sorted(rng.uniform(0, 1_200_000, num_sessions).tolist()))
+    return _interleave(turns, starts, num_requests, ids, rng)
+
+
+WORKLOADS: dict[str, Callable[..., list[TraceRequest]]] = {
+    "agents": draw_agents,
+    "conversations": draw_conversations,
+}
+"""What can be drawn, by name: functions of the number of requests, which has a default."""
+
+
+@dataclass(order=True, slots=True)
+class _Turn:
+    time: float
+    hash_ids: tuple[int, ...] = field(compare=False)
+    tail_tokens: int = field(compare=False)
+
+
+class _Ids:
+    """Hash ids that no prefix has yet."""
+
+    def __init__(self) -> None:
+        self._next = count()
+
+    def draw(self, number: int) -> list[int]:
+        return list(islice(self._next, number))
+
+
+def _arrivals(rng: np.random.Generator, *, mean_ms: float) -> Iterator[float]:
+    now = 0.0
+    while True:
+        now += rng.exponential(mean_ms)
+        yield now
+
+
+def _interleave(
+    turns: Callable[[float], Iterator[_Turn]],
+    starts: Iterator[float],
+    num_requests: int,
+    ids: _Ids,
+    rng: np.random.Generator,
+) -> list[TraceRequest]:
+    """Return the first requests of sessions that begin at ``starts``, in order of time."""
+    requests: list[TraceRequest] = []
+    waiting: list[tuple[_Turn, int, Iterator[_Turn]]] = []
+    numbers = count()
+    upcoming = next(starts, None)
+    while len(requests) < num_requests and (waiting or upcoming is not None):
+        if upcoming is not None and (not waiting or upcoming <= waiting[0][0].time):
+            session = turns(upcoming)
+            upcoming = next(starts, None)
+        else:
+            turn, _, session = heapq.heappop(waiting)
+            requests.append(_as_request(turn, ids, rng))
+        following = next(session, None)
+        if following is not None:
+            heapq.heappush(waiting, (following, next(numbers), session))
+    return requests
+
+
+def _as_request(turn: _Turn, ids: _Ids, rng: np.random.Generator) -> TraceRequest:
+    return TraceRequest(
+        timestamp=int(turn.time),
+        input_length=len(turn.hash_ids) * TOKENS_PER_HASH_ID + turn.tail_tokens,
+        output_length=1 + int(rng.exponential(300)),
+        hash_ids=(*turn.hash_ids, *ids.draw(1)),
+    )
+
+
+def _read_line(line: str, number: int) -> TraceRequest:
+    try:
+        fields: Any = json.loads(line)
+        return TraceRequest(
+            timestamp=int(fields["timestamp"]),
+            input_length=fields["input_length"],
+            output_length=fields["output_length"],
+            hash_ids=tuple(as_ints("hash_ids", fields["hash_ids"])),
+        )
+    except KeyError as error:
+        raise InvalidArgumentError(f"line {number} of the trace lacks {error}") from None
+    except (ValueError, TypeError) as error:
+        raise InvalidArgumentError(f"line {number} of the trace: {error}") from error

@@ -1,0 +1,125 @@
+"""What a replayed trace hits, against a model of it in plain Python."""
+
+import json
+
+import pytest
+
+from mamba_cache.bench import __main__ as command
+from mamba_cache.bench.replay import run_replay
+from mamba_cache.bench.workload import TOKENS_PER_HASH_ID, draw_conversations
+from mamba_cache.errors import InvalidArgumentError
+
+UNLIMITED = {"slots": [None], "policies": ["lru"], "placements": ["last"]}
+
+
+def expected_hits(requests):
+    """Tokens of KV matches and of state matches, where the last block of a prompt has a state."""
+    seen, states, matched, skipped = set(), set(), 0, 0
+    for request in requests:
+        whole = request.hash_ids[: request.input_length // TOKENS_PER_HASH_ID]
+        found = [n for n, hash_id in enumerate(whole, 1) if hash_id in seen]
+        usable = [n for n in found if whole[n - 1] in states and n * 512 < request.input_length]
+        matched += max(found, default=0) * 512
+        skipped += max(usable, default=0) * 512
+        seen.update(whole)
+        states.update(whole[-1:])
+    return matched, skipped
+
+
+def test_unlimited_hits_are_those_of_the_trace():
+    requests = draw_conversations(200)
+    [record] = run_replay(limit=200, **UNLIMITED)["records"]
+    matched, skipped = expected_hits(requests)
+    total = sum(request.input_length for request in requests)
+    assert 0 < skipped < matched
+    assert (record["prompt_tokens"], record["skipped_tokens"]) == (total, skipped)
+    assert record["kv_hit_rate"] == round(matched / total, 4)
+    assert record["token_hit_rate"] == round(skipped / total, 4)
+    assert (record["evicted_slots"], record["skipped_checkpoints"]) == (0, 0)
+    assert record["kept_states"] == record["saved_states"] > 0
+
+
+def test_chunks_change_no_hit():
+    whole, chunked = (
+        run_replay(limit=100, max_tokens=tokens, **UNLIMITED)["records"][0]
+        for tokens in (200_000, 1_024)
+    )
+    assert whole["skipped_tokens"] == chunked["skipped_tokens"] > 0
+
+
+def test_every_combination_is_a_record():
+    result = run_replay(
+        limit=60, slots=[8, None], policies=["lru", "score"], placements=["megatron", "every"]
+    )
+    combinations = [(r["placement"], r["policy"], r["slots"]) for r in result["records"]]
+    assert combinations == [
+        (placement, policy, slots)
+        for placement in ("megatron", "every")
+        for policy in ("lru", "score")
+        for slots in (8, None)
+    ]
+    assert (result["passed"], result["workload"]["requests"]) == (True, 60)
+    for record in result["records"]:
+        assert record["requests"] == 60
+        assert record["us_per_request"] > 0
+        assert record["kept_states"] <= (record["slots"] or 10**9)
+
+
+def test_a_saved_state_is_worth_more_under_the_score_policy():
+    slots = {"slots": [40], "placements": ["megatron"], "limit": 400, "workload": "agents"}
+    lru, score = (
+        run_replay(policies=[policy], **slots)["records"][0]["token_hit_rate"]
+        for policy in ("lru", "score")
+    )
+    assert score > 1.02 * lru
+
+
+def test_few_blocks_are_evicted_and_too_few_fail():
+    settings = {"limit": 40, "placements": ["last"], "policies": ["lru"], "slots": [None]}
+    enough = run_replay(kv_blocks=300, **settings)
+    assert enough["passed"]
+    assert enough["records"][0]["evicted_blocks"] > 0
+    too_few = run_replay(kv_blocks=10, **settings)
+    assert not too_few["passed"]
+    assert 0 < too_few["records"][0]["failed_requests"] < 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"limit": 0}, "limit must be an int >= 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens must be an int >= 1"),
+        ({"policies": ["fifo"]}, r"policies must be of \['lru', .*\], got \['fifo'\]"),
+        ({"placements": ["all"]}, "placements must be of"),
+        ({"workload": "chess"}, r"workload must be of \['agents', .*\], got \['chess'\]"),
+        ({"slots": [-1], "limit": 5}, "max_slots must be an int in"),
+    ],
+)
+def test_settings_are_checked(settings, complaint):
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        run_replay(**settings)
+
+
+COMMAND = ["replay", "--slots", "4", "unlimited", "--policy", "score", "--placement", "last"]
+
+
+def test_json_holds_the_records(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [4, 5]}
+    path.write_text(2 * (json.dumps(line) + "\n"), encoding="utf-8")
+    assert command.main([*COMMAND, "--trace", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["benchmark"], result["workload"]["source"]) == ("replay", "trace")
+    assert [(r["slots"], r["skipped_tokens"]) for r in result["records"]] == [(4, 512), (None, 512)]
+
+
+def test_the_table_names_budgets(capsys):
+    assert command.main([*COMMAND, "--limit", "20"]) == 0
+    printed = capsys.readouterr().out
+    assert "unlimited" in printed
+    assert "20 requests" in printed
+
+
+def test_a_missing_trace_is_a_line_not_a_traceback(tmp_path):
+    with pytest.raises(SystemExit, match="cannot be read"):
+        command.main(["replay", "--trace", str(tmp_path / "missing")])

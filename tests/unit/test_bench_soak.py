@@ -1,0 +1,216 @@
+"""The soak: what its clients do, what it counts, and that it notices what is broken."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from mamba_cache.bench import __main__ as command
+from mamba_cache.bench import soak as soak_module
+from mamba_cache.bench.clients import Clients
+from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.soak import MODELS, Soak, check_conservation, run_soak
+from mamba_cache.config import CacheConfig
+from mamba_cache.engine import Engine, SamplingParams
+from mamba_cache.errors import InvalidArgumentError, InvariantError
+
+SECOND = 1 / 60
+
+
+def run_steps(soak, count):
+    for _ in range(count):
+        soak.step()
+
+
+def make_soak(model="none", seed=0):
+    return Soak(partial(MODELS[model], "cpu"), seed)
+
+
+class OtherModel:
+    """Makes up tokens as ``NoModel`` does, but is to be believed."""
+
+    def __init__(self, device, *, fails_every=0):
+        model = NoModel(seed=fails_every)
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.forward = model.forward
+
+
+def test_the_engine_runs_without_a_model():
+    config = CacheConfig(num_kv_blocks=8, max_slots=4, block_size_tokens=16, ssm_chunk_size=16)
+    engine = Engine(NoModel(seed=3), config)
+    prompts = [[5] * 40, [5] * 40]
+    first, second = (engine.generate([p], SamplingParams(max_new_tokens=20))[0] for p in prompts)
+    assert (len(first.tokens), second.skipped_tokens) == (20, 32)
+    assert first.tokens != second.tokens, "they are made up"
+
+
+def test_a_forward_fails_when_its_turn_comes():
+    config = CacheConfig(num_kv_blocks=8, max_slots=4, block_size_tokens=16, ssm_chunk_size=16)
+    engine = Engine(NoModel(fails_every=3), config)
+    engine.submit([1] * 20, SamplingParams(max_new_tokens=4))
+    for fails in (False, False, True, False, False):
+        if fails:
+            with pytest.raises(InterruptedError, match="forward 3 fails"):
+                engine.step()
+        else:
+            engine.step()
+    assert engine.num_requests == 0
+
+
+def test_clients_go_on_where_they_were(rng):
+    clients = Clients(rng, max_tokens=400)
+    contexts, grown, salts = {}, 0, set()
+    for _ in range(2_000):
+        turn = clients.draw()
+        assert 0 < len(turn.prompt) + turn.max_new_tokens <= 400
+        assert turn.prompt.dtype == np.int32
+        if turn.client is None:
+            continue
+        salts.add(turn.salt)
+        system = turn.client.system
+        before = contexts.get(turn.client, system)
+        goes_on = (turn.prompt[: len(before)] == before[: len(turn.prompt)]).all()
+        assert goes_on or len(turn.prompt) <= len(system) + 100, "or begins anew"
+        assert (turn.prompt[: turn.system_tokens] == system).all()
+        grown += goes_on and turn.client in contexts
+        answer = None if rng.random() < 0.1 else (1, 2, 3)
+        clients.end(turn, answer)
+        if answer:
+            contexts[turn.client] = np.concatenate((turn.prompt, answer))
+    assert (grown > 500, len(contexts), len(salts)) == (True, 48, 3)
+
+
+def test_a_waiting_client_asks_nothing_else(rng):
+    clients = Clients(rng, max_tokens=400)
+    asking = [turn.client for turn in (clients.draw() for _ in range(500)) if turn.client]
+    assert len(asking) == len(set(asking)) == 48
+
+
+def test_a_soak_does_everything_that_it_promises():
+    soak = make_soak()
+    run_steps(soak, 900)
+    soak._check()
+    stats = soak.engine.context.stats()
+    happened = {
+        "hits": stats.hits,
+        "preemptions": stats.preemptions,
+        "evicted_blocks": stats.evicted_blocks,
+        "evicted_slots": stats.evicted_slots,
+        "aborted_steps": stats.aborted_steps,
+    }
+    names = ("finished", "cancelled", "cancelled_queued", "failed_forwards")
+    happened |= {name: soak.counts[name] for name in names}
+    assert all(happened.values()), happened
+    assert soak.counts["finished"] > 500
+
+
+def test_a_seed_repeats_a_soak():
+    soaks = [make_soak(seed=5), make_soak(seed=5), make_soak(seed=6)]
+    for soak in soaks:
+        run_steps(soak, 60)
+    first, same, other = ((soak.counts, soak.engine.context.stats().hits) for soak in soaks)
+    assert first == same != other
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_result_holds_figures_and_windows(model, monkeypatch):
+    monkeypatch.setattr(soak_module, "_WINDOWS", 4)
+    result = run_soak(minutes=2 * SECOND, model=model)
+    assert result["broken"] is None
+    rate, flat, rss = result["measurements"]
+    assert (rate["limit"], flat["limit"], rss["limit"]) == (
+        200 if model == "none" else None,
+        0.8,
+        None,
+    )
+    assert rate["value"] > 0
+    assert rss["value"] < 100
+    assert 2 <= len(result["windows"]) <= 5
+    assert result["counts"]["checks"] == len(result["windows"])
+    assert sum(w["requests"] for w in result["windows"]) == result["counts"]["finished"] > 0
+    assert all(w["rss_mib"] > 50 and w["gpu_mib"] is None for w in result["windows"])
+    assert (result["counts"]["checked_outputs"] > 0) == (model == "tiny")
+
+
+def test_a_leaked_slot_is_found(monkeypatch):
+    begin = Engine.step
+
+    def leak(engine):
+        engine.context.slot_allocator.pool.free_count -= 1
+        return begin(engine)
+
+    monkeypatch.setattr(Engine, "step", leak)
+    monkeypatch.setattr(soak_module, "_WINDOWS", 1_000)
+    result = run_soak(minutes=SECOND)
+    assert (result["passed"], result["measurements"]) == (False, [])
+    assert "slots" in result["broken"]
+
+
+def test_a_wrong_answer_is_found(monkeypatch):
+    monkeypatch.setitem(soak_module.MODELS, "none", OtherModel)
+    monkeypatch.setattr(soak_module, "_WINDOWS", 4)
+    result = run_soak(minutes=SECOND)
+    assert not result["passed"]
+    assert "without a cache" in result["broken"]
+
+
+def test_a_request_that_fails_is_found():
+    soak = make_soak()
+    soak.engine.context.kv_block_allocator.allocate_memory_blocks(550)
+    with pytest.raises(InvariantError, match="did not fit"):
+        run_steps(soak, 50)
+
+
+@pytest.mark.parametrize("change", [{"max_slots": 63}, {"num_kv_blocks": 559}])
+def test_what_does_not_add_up_is_found(change):
+    stats = make_soak().engine.context.stats()
+    settings = {"max_slots": 64, "num_kv_blocks": 560}
+    check_conservation(stats, CacheConfig(**settings))
+    with pytest.raises(InvariantError, match="64 slots and 560 KV blocks add up"):
+        check_conservation(stats, CacheConfig(**(settings | change)))
+
+
+@pytest.mark.parametrize("settings", [{"minutes": 0}, {"minutes": float("nan")}, {"model": "big"}])
+def test_settings_are_checked(settings):
+    with pytest.raises(InvalidArgumentError, match=r"minutes must be > 0 and model one of"):
+        run_soak(**settings)
+
+
+def test_growth_is_limited_after_the_first_minute():
+    windows = [
+        soak_module.Window(seconds, 5.0, 5.0, 1_000, rss, None)
+        for seconds, rss in ((5, 50.0), (60, 100.0), (120, 100.5), (180, 102.0))
+    ]
+    soak = make_soak()
+    for end, passed in ((3, True), (4, False)):
+        soak.windows = windows[:end]
+        growth = list(soak_module._judge(soak, 10, is_rate_limited=True))[-1]
+        assert (growth.limit, growth.passed) == (1, passed)
+    assert growth.value == pytest.approx(2.0)
+
+
+def test_slowing_down_is_noticed_by_the_time_computed():
+    windows = [
+        soak_module.Window(60.0 * n, 60.0 * n, cpu, 1_000, 100.0, 10.0 * n)
+        for n, cpu in enumerate((1.0, 1.1, 1.3), 1)
+    ]
+    soak = make_soak()
+    soak.windows = windows
+    rate, flat, _, gpu = soak_module._judge(soak, 3, is_rate_limited=False)
+    assert (rate.value, rate.limit) == (pytest.approx(3_000 / 360), None)
+    assert (flat.value, flat.passed) == (pytest.approx(1 / 1.3), False)
+    assert (gpu.value, gpu.passed) == (pytest.approx(200), False)
+
+
+def test_the_command_prints_a_table_or_json(capsys, monkeypatch):
+    monkeypatch.setattr(soak_module, "_WINDOWS", 2)
+    arguments = ["soak", "--minutes", str(SECOND), "--seed", "3"]
+    command.main(arguments)
+    printed = capsys.readouterr().out
+    assert "no invariant broken" in printed
+    assert "finished" in printed
+    status = command.main([*arguments, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["benchmark"], result["settings"]["seed"]) == ("soak", 3)
+    assert status == (0 if result["passed"] else 1)
