@@ -24,17 +24,15 @@ class StateKernels(NamedTuple):
 
     Attributes:
         copy_states: Copies whole rows.
-        extract_states: Writes one layer's checkpoint states.
+        extract_states: Writes one layer's checkpoint states, into slots of either kind.
         quantize_states: Stores whole rows in quantised slots.
         dequantize_states: Restores whole rows from them.
-        extract_quantized_states: Writes one layer's checkpoint states into quantised slots.
     """
 
     copy_states: Callable[[CopyPlan, torch.Tensor, torch.Tensor, int], None]
     extract_states: Callable[..., None]
     quantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
     dequantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
-    extract_quantized_states: Callable[..., None]
 
 
 _TWINS = StateKernels(
@@ -42,7 +40,6 @@ _TWINS = StateKernels(
     extract_torch.extract_states,
     quantize_torch.quantize_states,
     quantize_torch.dequantize_states,
-    extract_torch.extract_quantized_states,
 )
 
 
@@ -63,12 +60,7 @@ def kernels_for(backend: CopyBackend, device: torch.device) -> StateKernels:
             "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
         )
     try:
-        from mamba_cache.states.kernels import (  # noqa: PLC0415
-            copy,
-            extract,
-            extract_quantized,
-            quantize,
-        )
+        from mamba_cache.states.kernels import copy, extract, quantize  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
             "the kernels need triton, which is not installed: pip install triton (Linux only), or "
@@ -79,5 +71,4 @@ def kernels_for(backend: CopyBackend, device: torch.device) -> StateKernels:
         extract.extract_states,
         quantize.quantize_states,
         quantize.dequantize_states,
-        extract_quantized.extract_quantized_states,
     )

@@ -78,13 +78,13 @@ def extract_checkpoint_states(
     conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
     if slot_scales is None or quantization is None:
         _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
-        bits = (_as_bits(slot_ssm), live, _as_bits(chunk_states), inputs)
-        kernels.extract_states(conv, *bits, *fields)
+        ssm, states = map(_as_bits, (slot_ssm, chunk_states))
+        kernels.extract_states(conv, ssm, None, live, states, inputs, *fields, None)
         return
     _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
     _check_scales(slot_scales, slot_ssm)
     tensors = (conv, slot_ssm, slot_scales, live, chunk_states, inputs)
-    kernels.extract_quantized_states(*tensors, *fields, quantization.hash_seed)
+    kernels.extract_states(*tensors, *fields, quantization.hash_seed)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,10 @@ _SSM_DIMS = 3
 class SlotQuantization:
     """SSM states in int8, with one float32 scale for each head and state column.
 
-    In a column [head_dim] of a head's state, ``a`` is the largest magnitude. Its scale is ``a /
-    127``, and the code of ``x`` is ``x * (127 / a)``, rounded, all in float32. A column whose ``a``
-    is below 2**-100 becomes zeros. A column that holds an infinity or a NaN, as float32 has it,
-    comes back as NaN throughout: no code stands for either, and no other number would be honest.
+    In a column [head_dim] of a head's state, ``a`` is the largest magnitude, or 2**-100 if that is
+    more. Its scale is ``a * (1 / 127)``, and the code of ``x`` is ``x * (127 / a)``, rounded, all
+    in float32. A column that holds an infinity or a NaN, as float32 has it, comes back as NaN
+    throughout: no code stands for either, and no other number would be honest.
 
     Attributes:
         rounding: "nearest" rounds halves to even. "stochastic" rounds up as often as the code is

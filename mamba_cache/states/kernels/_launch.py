@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 import triton
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "layout_of"]
+
+_WIDE_BYTES = 16
 
 
 class Launcher:
@@ -18,30 +21,51 @@ class Launcher:
 
     Args:
         kernel: A ``triton.jit`` function.
-        num_warps: Warps of a program.
     """
 
-    def __init__(self, kernel: Any, *, num_warps: int) -> None:
+    def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._num_warps = num_warps
         self._compiled: dict[Hashable, Any] = {}
         # Before 3.3 a compiled kernel is called without its constants.
         major, minor = triton.__version__.split(".")[:2]
         self._takes_constants = (int(major), int(minor)) >= (3, 3)
 
-    def __call__(self, key: Hashable, grid: tuple[int, int, int], *arguments: object) -> None:
-        """Launches on the current device and stream.
+    def __call__(
+        self,
+        device: int,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        *arguments: object,
+        **options: object,
+    ) -> None:
+        """Launches on the device's current stream.
 
         Args:
-            key: All that the kernel is specialised for: device, constants, dtypes of tensors.
+            device: Index of the CUDA device; -1: the CPU, for Triton's interpreter.
+            key: All that the kernel is specialised for: constants, dtypes of tensors, whatever else
+                of the arguments Triton looks at, and what the options depend on.
             grid: Programs.
             *arguments: Every argument of the kernel, constants included, in order.
+            **options: How to compile it, such as ``num_warps``.
         """
-        compiled = self._compiled.get(key)
+        if device >= 0 and device != torch.cuda.current_device():
+            # Triton launches on the current device.
+            with torch.cuda.device(device):
+                self(device, key, grid, *arguments, **options)
+            return
+        compiled = self._compiled.get((device, key))
         if compiled is not None:
             compiled[grid](*arguments)
             return
         # Triton's interpreter compiles nothing, and returns None each time.
-        compiled = self._kernel[grid](*arguments, num_warps=self._num_warps)
+        compiled = self._kernel[grid](*arguments, **options)
         if self._takes_constants:
-            self._compiled[key] = compiled
+            self._compiled[device, key] = compiled
+
+
+def layout_of(*tensors: torch.Tensor | None) -> Hashable:
+    """Returns what Triton looks at in tensors: dtypes, and whether wide accesses fit."""
+    return tuple(
+        None if tensor is None else (tensor.dtype, tensor.data_ptr() % _WIDE_BYTES == 0)
+        for tensor in tensors
+    )

@@ -90,7 +90,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
             copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
 
 
-_launch = Launcher(_copy_kernel, num_warps=_NUM_WARPS)
+_launch = Launcher(_copy_kernel)
 
 
 def copy_states(
@@ -109,17 +109,17 @@ def copy_states(
     device = source_rows.get_device()
     pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
     constants = (plan.narrow_bytes, plan.tiles_per_chunk, pairs)
-    # Triton launches on the current device; -1, for the CPU, changes nothing.
-    with torch.cuda.device(device):
-        _launch(
-            (device, source_rows.dtype, destination_rows.dtype, constants),
-            (plan.num_tiles, -(-num_pairs // pairs), 1),
-            plan.chunks,
-            source_rows,
-            destination_rows,
-            num_pairs,
-            plan.num_wide,
-            WORDS[plan.narrow_bytes],
-            plan.tiles_per_chunk,
-            pairs,
-        )
+    _launch(
+        device,
+        (source_rows.dtype, destination_rows.dtype, constants),
+        (plan.num_tiles, -(-num_pairs // pairs), 1),
+        plan.chunks,
+        source_rows,
+        destination_rows,
+        num_pairs,
+        plan.num_wide,
+        WORDS[plan.narrow_bytes],
+        plan.tiles_per_chunk,
+        pairs,
+        num_warps=_NUM_WARPS,
+    )

@@ -1,17 +1,33 @@
-"""Checkpoint states of one layer as one Triton kernel: SSM states and conv windows together."""
+"""Checkpoint states of one layer as one Triton kernel: SSM states and conv windows together.
+
+Into quantised slots the states change their kind on the way.
+"""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, N803, PLR0917
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from mamba_cache.states.kernels._launch import Launcher, layout_of
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
+from mamba_cache.states.kernels.plan import WIDE_BYTES
+from mamba_cache.states.kernels.quantize import (
+    STORE_OPTIONS,
+    STORED_CODES,
+    TileSizes,
+    quantize_tile,
+    stored_tile_sizes,
+)
 
-__all__ = ["CHANNELS", "ENTRIES_IN_GRAPH", "extract_states", "write_window_tile"]
+__all__ = ["extract_states"]
 
 # As for whole states, small programs come closest to a flat copy (one NVIDIA H200, 64 checkpoints
 # of a conv window [10240, 4] bf16 and an SSM state [128, 64, 128]; share of its GB/s):
@@ -19,25 +35,23 @@ __all__ = ["CHANNELS", "ENTRIES_IN_GRAPH", "extract_states", "write_window_tile"
 #   4 KiB, 4 warps                0.98        0.96
 #   the same, 32 in one walk      0.90        0.86       7 us and 5 us if all 192 are padding
 #   the same, 8 in one walk       0.95        0.94       19 us and 11 us
-_NUM_WARPS = 4
-_TILE_BYTES = 4096
-
-CHANNELS = 256
-"""Channels of a convolution window that one program writes."""
-
-ENTRIES_IN_GRAPH = 32
-"""Checkpoints that one program walks through in a CUDA graph."""
+_COPY_OPTIONS = {"num_warps": 4}
+_COPIED_BYTES = 4096
+_CHANNELS = 256
+_ENTRIES_IN_GRAPH = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_state_tile(slot_state, chunk_state, tile, size, TILE: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _copy_state_tile(  # type: ignore[no-untyped-def]
+    chunk_state, slot_state, tile, SIZE: tl.constexpr, TILE: tl.constexpr
+) -> None:
     elements = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = elements < size
+    mask = elements < SIZE
     tl.store(slot_state + elements, tl.load(chunk_state + elements, mask=mask), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_window_tile(  # type: ignore[no-untyped-def]
+def _write_window_tile(  # type: ignore[no-untyped-def]
     slot_window,
     live_window,
     conv_input,
@@ -65,14 +79,18 @@ def write_window_tile(  # type: ignore[no-untyped-def]
     tl.store(slot_window + channels * WIDTH + columns, tl.where(is_new, new, old), mask=mask)
 
 
-# Slices of the fields come in any number and at any address.
+# Slices of the fields come in any number and at any address, and slots are aligned as is said.
 # Long: a kernel takes its tensors apart, so it has many arguments.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries"]
-)
+    do_not_specialize=[
+        "slot_ssm", "chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries", "seed",
+        "slot_ssm_stride",
+    ]
+)  # fmt: skip
 def _extract_kernel(  # type: ignore[no-untyped-def]
     slot_conv,
     slot_ssm,
+    slot_scales,
     live_conv,
     chunk_states,
     conv_input,
@@ -82,18 +100,24 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
     rows,
     slots,
     num_entries,
+    seed,
     slot_conv_stride,
     slot_ssm_stride,
+    slot_scales_stride,
     live_conv_stride,
     chunk_stride,
     token_stride,
     channel_stride,
     conv_dim,
-    state_size,
     WIDTH: tl.constexpr,
     WIDTH_POWER_OF_2: tl.constexpr,
     CHANNELS: tl.constexpr,
-    TILE: tl.constexpr,
+    SLOT_ALIGNMENT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ) -> None:
     num_window_tiles = tl.cdiv(conv_dim, CHANNELS)
@@ -106,7 +130,7 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + entry).to(tl.int64)
         if (slot >= 0) & (tile < num_window_tiles):
             row = tl.load(rows + entry).to(tl.int64)
-            write_window_tile(
+            _write_window_tile(
                 slot_conv + slot * slot_conv_stride,
                 live_conv + row * live_conv_stride,
                 conv_input,
@@ -122,19 +146,56 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
             )
         elif slot >= 0:
             chunk = tl.load(chunks + entry).to(tl.int64)
-            _copy_state_tile(
-                slot_ssm + slot * slot_ssm_stride,
-                chunk_states + chunk * chunk_stride,
-                tile - num_window_tiles,
-                state_size,
-                TILE,
-            )
+            chunk_state = chunk_states + chunk * chunk_stride
+            slot_state = tl.multiple_of(slot_ssm + slot * slot_ssm_stride, SLOT_ALIGNMENT)
+            state_tile = tile - num_window_tiles
+            if slot_scales is None:
+                _copy_state_tile(chunk_state, slot_state, state_tile, STATE_DIM, COLUMNS)
+            else:
+                quantize_tile(
+                    chunk_state, slot_state, slot_scales + slot * slot_scales_stride,
+                    state_tile, seed, HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC,
+                )  # fmt: skip
+
+
+_launch = Launcher(_extract_kernel)
+
+
+class _StateTiles(NamedTuple):
+    """How the SSM states are cut up.
+
+    Attributes:
+        sizes: Of a tile. A copied state is one long row.
+        num_tiles: Of one state.
+        widest: Bytes that a thread writes at a time where slots are aligned for it.
+        options: How to compile the kernel.
+    """
+
+    sizes: TileSizes
+    num_tiles: int
+    widest: int
+    options: Mapping[str, Any]
+
+
+def _copied_tiles(states: torch.Tensor) -> _StateTiles:
+    size, tile = states.shape[1:].numel(), _COPIED_BYTES // states.element_size()
+    return _StateTiles(
+        TileSizes(1, size, 1, tile), triton.cdiv(size, tile), WIDE_BYTES, _COPY_OPTIONS
+    )
+
+
+def _quantized_tiles(states: torch.Tensor) -> _StateTiles:
+    heads, head_dim, state_dim = states.shape[1:]
+    sizes = stored_tile_sizes(head_dim, state_dim)
+    num_tiles = heads * triton.cdiv(state_dim, sizes.columns)
+    return _StateTiles(sizes, num_tiles, STORED_CODES, STORE_OPTIONS)
 
 
 # Long: it names what the kernel takes, one a line.
 def extract_states(
     slot_conv: torch.Tensor,
     slot_ssm: torch.Tensor,
+    slot_scales: torch.Tensor | None,
     live_conv: torch.Tensor,
     chunk_states: torch.Tensor,
     conv_input: torch.Tensor,
@@ -143,40 +204,41 @@ def extract_states(
     seq_starts: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
+    hash_seed: int | None,
 ) -> None:
-    """Writes checked tensors as ``extract_checkpoint_states`` describes."""
+    """Writes checked tensors as ``extract_checkpoint_states`` describes.
+
+    Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
+    """
     if not len(slots):
         return
+    tiles = _copied_tiles(chunk_states) if slot_scales is None else _quantized_tiles(chunk_states)
+    device = slots.get_device()
+    entries = entries_per_program(len(slots), on_gpu=device >= 0, captured=_ENTRIES_IN_GRAPH)
+    tensors = (slot_conv, slot_ssm, slot_scales, live_conv, chunk_states, conv_input)
+    fields = (chunks, conv_ends, seq_starts, rows, slots)
     conv_dim, width = slot_conv.shape[1:]
-    state_size = slot_ssm.shape[1:].numel()
-    tile = _TILE_BYTES // slot_ssm.element_size()
-    num_tiles = triton.cdiv(conv_dim, CHANNELS) + triton.cdiv(state_size, tile)
-    entries = entries_per_program(len(slots), on_gpu=slots.is_cuda, captured=ENTRIES_IN_GRAPH)
-    with torch.cuda.device(slots.get_device()):
-        _extract_kernel[num_tiles, triton.cdiv(len(slots), entries)](
-            slot_conv,
-            slot_ssm,
-            live_conv,
-            chunk_states,
-            conv_input,
-            chunks,
-            conv_ends,
-            seq_starts,
-            rows,
-            slots,
-            len(slots),
-            slot_conv.stride(0),
-            slot_ssm.stride(0),
-            live_conv.stride(0),
-            chunk_states.stride(0),
-            conv_input.stride(0),
-            conv_input.stride(1),
-            conv_dim,
-            state_size,
-            WIDTH=width,
-            WIDTH_POWER_OF_2=triton.next_power_of_2(width),
-            CHANNELS=CHANNELS,
-            TILE=tile,
-            ENTRIES=entries,
-            num_warps=_NUM_WARPS,
-        )
+    strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors)
+    sizes = (*strides, conv_input.stride(1), conv_dim)
+    slot_bytes = strides[1] * slot_ssm.element_size()
+    constants = (
+        width,
+        triton.next_power_of_2(width),
+        _CHANNELS,
+        math.gcd(tiles.widest, slot_ssm.data_ptr(), slot_bytes),
+        hash_seed is not None,
+        *tiles.sizes,
+        entries,
+    )
+    _launch(
+        device,
+        (layout_of(*tensors, *fields), sizes, constants),
+        (triton.cdiv(conv_dim, _CHANNELS) + tiles.num_tiles, triton.cdiv(len(slots), entries), 1),
+        *tensors,
+        *fields,
+        len(slots),
+        hash_seed or 0,
+        *sizes,
+        *constants,
+        **tiles.options,
+    )

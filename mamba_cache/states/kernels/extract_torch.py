@@ -5,43 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from mamba_cache.states.kernels.quantize_torch import quantize
 
-__all__ = ["extract_quantized_states", "extract_states"]
+__all__ = ["extract_states"]
 
 
 def extract_states(
     slot_conv: torch.Tensor,
     slot_ssm: torch.Tensor,
-    live_conv: torch.Tensor,
-    chunk_states: torch.Tensor,
-    conv_input: torch.Tensor,
-    chunks: torch.Tensor,
-    conv_ends: torch.Tensor,
-    seq_starts: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Writes checked tensors as ``extract_checkpoint_states`` describes.
-
-    It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
-    """
-    _extract(
-        (slot_conv, slot_ssm),
-        lambda states: (states,),
-        (live_conv, chunk_states, conv_input),
-        (chunks, conv_ends, seq_starts, rows, slots),
-    )
-
-
-def extract_quantized_states(
-    slot_conv: torch.Tensor,
-    slot_ssm: torch.Tensor,
-    slot_scales: torch.Tensor,
+    slot_scales: torch.Tensor | None,
     live_conv: torch.Tensor,
     chunk_states: torch.Tensor,
     conv_input: torch.Tensor,
@@ -52,25 +26,13 @@ def extract_quantized_states(
     slots: torch.Tensor,
     hash_seed: int | None,
 ) -> None:
-    """Does the same for quantised slots, whose scales stand beside their codes."""
-    _extract(
-        (slot_conv, slot_ssm, slot_scales),
-        lambda states: quantize(states, hash_seed),
-        (live_conv, chunk_states, conv_input),
-        (chunks, conv_ends, seq_starts, rows, slots),
-    )
+    """Writes checked tensors as ``extract_checkpoint_states`` describes.
 
-
-def _extract(
-    targets: tuple[torch.Tensor, ...],
-    as_stored: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
-    read: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    fields: tuple[torch.Tensor, ...],
-) -> None:
-    live_conv, chunk_states, conv_input = read
-    chunks, conv_ends, seq_starts, rows, slots = fields
+    Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
+    It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
+    """
     # Nothing to read or nowhere to write: all entries must be padding.
-    if not all(map(len, (slots, targets[0], conv_input, chunk_states))):
+    if not all(map(len, (slots, slot_conv, conv_input, chunk_states))):
         return
     # Padded entries repeat the first real one, so that a slot is only ever written with its state.
     is_real = slots >= 0
@@ -84,9 +46,13 @@ def _extract(
         conv_ends[entries].long(),
     )
     states = chunk_states[chunks[entries].long().clamp(min=0)]
+    written = [(slot_conv, windows), (slot_ssm, states)]
+    if slot_scales is not None:
+        codes, scales = quantize(states, hash_seed)
+        written[1:] = [(slot_ssm, codes), (slot_scales, scales)]
     # If no entry is real, slot 0 is written with what it holds.
     any_real = is_real.any()
-    for target, stored in zip(targets, (windows, *as_stored(states)), strict=True):
+    for target, stored in written:
         target[target_slots] = torch.where(any_real, stored, target[target_slots])
 
 

@@ -9,51 +9,93 @@ else is copied as it is.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache.states.kernels._launch import Launcher, layout_of
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.copy import WORDS, copy_tile
 from mamba_cache.states.kernels.plan import WIDE_BYTES
-from mamba_cache.states.kernels.quantized_plan import LARGEST_CODE, LEAST_MAGNITUDE, QuantizedPlan
+from mamba_cache.states.kernels.quantized_plan import (
+    CHANCE_BASE,
+    CHANCE_BITS,
+    INFINITY_BITS,
+    LARGEST_CODE,
+    LEAST_MAGNITUDE_BITS,
+    MAGNITUDE_MASK,
+    ONE_OVER_LARGEST_CODE,
+    QuantizedPlan,
+)
 
-__all__ = ["dequantize_states", "quantize_states", "quantize_tile", "tile_sizes"]
+__all__ = [
+    "STORED_CODES",
+    "STORE_OPTIONS",
+    "TileSizes",
+    "dequantize_states",
+    "quantize_states",
+    "quantize_tile",
+    "stored_tile_sizes",
+]
 
-# A store finds the largest magnitude of each column, and warps that share columns wait for each
-# other. Share of a flat copy's GB/s (one NVIDIA H200, 16 slots of 24 layers, conv [10240, 4] bf16
-# and SSM [128, 64, 128], to nearest):     store, fp32   store, bf16   restore, fp32, bf16
-#   4096 elements, 2 warps                 0.91          0.66          0.92  0.93
-#   8192 elements, 4 warps                 0.81          0.59          0.91  0.92
-#   4096 elements, 4 warps                 0.67          0.47          0.92  0.93
-#   2048 elements, 2 warps                 0.71          0.48          0.92  0.94
-_NUM_WARPS = 2
-_TILE_ELEMENTS = 4096
+# A store finds the largest magnitude of each column. One warp does so without waiting for others,
+# and with few columns a thread it has few scales to work out. Share of a flat copy's GB/s (one
+# NVIDIA H200, 16 slots of 24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]):
+#                                        fp32, nearest, stochastic    bf16, nearest, stochastic
+#   2048 elements, 1 warp,  8 codes      0.99  0.99                   0.85  0.82
+#   2048 elements, 1 warp,  4 codes      0.99  0.99                   0.87  0.72
+#   4096 elements, 1 warp,  8 codes      0.99  0.99                   0.79  0.70
+#   1024 elements, 1 warp,  8 codes      0.59  0.61                   0.45  0.46
+# Two and four warps that share columns wait for each other. A restore has 0.92 to 0.93 with
+# any number of warps up to four.
+_STORED_ELEMENTS = 2048
+_RESTORED_ELEMENTS = 4096
 _MOST_RESTORED_COLUMNS = 128
+_RESTORED_CODES = 16
+
+STORED_CODES = 8
+"""Codes that a thread writes at a time, where they are aligned for it."""
+
+# The twin rounds after every operation.
+STORE_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+"""How to compile a kernel that quantises."""
+
+_RESTORE_OPTIONS: dict[str, Any] = {"num_warps": 2, "enable_fp_fusion": False}
 _PAIRS_IN_GRAPH = 64
 
 _WIDE_BYTES = tl.constexpr(WIDE_BYTES)
 _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
-_LEAST_MAGNITUDE = tl.constexpr(LEAST_MAGNITUDE)
-_INFINITY = tl.constexpr(float("inf"))
+_ONE_OVER_LARGEST_CODE = tl.constexpr(ONE_OVER_LARGEST_CODE)
+_MAGNITUDE_MASK = tl.constexpr(MAGNITUDE_MASK)
+_INFINITY_BITS = tl.constexpr(INFINITY_BITS)
+_LEAST_MAGNITUDE_BITS = tl.constexpr(LEAST_MAGNITUDE_BITS)
+_CHANCE_BASE = tl.constexpr(CHANCE_BASE)
+_CHANCE_BITS = tl.constexpr(CHANCE_BITS)
 _NAN_BITS = tl.constexpr(0x7FC00000)
-# Added and taken away again, it leaves a float32 below 2**22 rounded, halves to even.
+# Added to a code that is not rounded yet, it leaves a float32 whose last bits are the code, rounded
+# to nearest, halves to even: no conversion, of which a GPU makes few at a time.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def _chances(values, places, seed):  # type: ignore[no-untyped-def]
-    """Hashes values and places to numbers in [0, 1), as the twin does."""
-    keys = places.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
-    keys = keys ^ values.to(tl.uint32, bitcast=True)
+def _mixed(keys):  # type: ignore[no-untyped-def]
     keys = (keys ^ (keys >> 16)) * 0x7FEB352D
     keys = (keys ^ (keys >> 15)) * 0x846CA68B
-    # 24 bits: a float32 holds them all.
-    return ((keys ^ (keys >> 16)) >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
+    return keys ^ (keys >> 16)
+
+
+@triton.jit
+def _chances(bits, rows, columns, seed):  # type: ignore[no-untyped-def]
+    """Hashes values, given in bits, and their places to ``CHANCE_BITS`` bits, as the twin does."""
+    # Few columns are mixed well, and their hashes spread over all rows at one operation a value.
+    keys = _mixed(columns.to(tl.uint32) * 0x85EBCA77 + seed.to(tl.uint32))
+    keys = keys ^ (rows.to(tl.uint32) * 0x9E3779B1) ^ bits.to(tl.uint32, bitcast=True)
+    return ((keys * 0x7FEB352D) >> (32 - _CHANCE_BITS)).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,7 +103,6 @@ def quantize_tile(  # type: ignore[no-untyped-def]
     states,
     codes,
     scales,
-    source_row,
     tile,
     seed,
     HEAD_DIM: tl.constexpr,
@@ -70,33 +111,54 @@ def quantize_tile(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ) -> None:
-    """Quantises some whole columns of one head's state; zeros if ``source_row`` is negative."""
+    """Quantises some whole columns of one head's state."""
+    tiles_per_head: tl.constexpr = (STATE_DIM + COLUMNS - 1) // COLUMNS
+    head = tile // tiles_per_head
+    columns = tile % tiles_per_head * COLUMNS + tl.arange(0, COLUMNS)
+    head_rows = tl.arange(0, ROWS)[:, None]
+    rows = head * HEAD_DIM + head_rows
+    places = rows * STATE_DIM + columns[None, :]
+    mask = (head_rows < HEAD_DIM) & (columns[None, :] < STATE_DIM)
+    values = tl.load(states + places, mask=mask, other=0).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True)
+    largest_bits = tl.maximum(tl.max(bits & _MAGNITUDE_MASK, axis=0), _LEAST_MAGNITUDE_BITS)
+    largest = largest_bits.to(tl.float32, bitcast=True)
+    # In bits: Triton compares the constants of a kernel before each launch, and NaN is not NaN.
+    nan = tl.full([COLUMNS], _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    scale = tl.where(largest_bits < _INFINITY_BITS, largest * _ONE_OVER_LARGEST_CODE, nan)
+    tl.store(scales + head * STATE_DIM + columns, scale, mask=columns < STATE_DIM)
+    exact = values * tl.div_rn(tl.full([COLUMNS], _LARGEST_CODE, tl.float32), largest)[None, :]
+    if STOCHASTIC:
+        with_fraction = (exact + _CHANCE_BASE).to(tl.int32, bitcast=True)
+        code = (with_fraction + _chances(bits, rows, columns[None, :], seed)) >> _CHANCE_BITS
+    else:
+        code = (exact + _ROUNDER).to(tl.int32, bitcast=True)
+    # All ones where the column is finite, else zeros: registers hold bits, but few conditions.
+    kept = (largest_bits - _INFINITY_BITS) >> 31
+    tl.store(codes + places, (code & kept[None, :]).to(tl.int8), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _clear_tile(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    tile,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes what columns of zeros become."""
     tiles_per_head: tl.constexpr = (STATE_DIM + COLUMNS - 1) // COLUMNS
     head = tile // tiles_per_head
     columns = tile % tiles_per_head * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)[:, None]
     places = (head * HEAD_DIM + rows) * STATE_DIM + columns[None, :]
     mask = (rows < HEAD_DIM) & (columns[None, :] < STATE_DIM)
-    rows_read = tl.where(source_row >= 0, HEAD_DIM, 0)
-    values = tl.load(states + places, mask=mask & (rows < rows_read), other=0).to(tl.float32)
-    magnitudes = tl.abs(values)
-    largest = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, _INFINITY), axis=0)
-    is_usable = (largest >= _LEAST_MAGNITUDE) & (largest < _INFINITY)
-    code = tl.full([COLUMNS], _LARGEST_CODE, tl.float32)
-    scale = tl.where(is_usable, tl.div_rn(largest, code), 0.0)
-    # In bits: Triton compares the constants of a kernel before each launch, and NaN is not NaN.
-    nan = tl.full([COLUMNS], _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
-    scale = tl.where(largest < _INFINITY, scale, nan)
+    tl.store(codes + places, tl.zeros([ROWS, COLUMNS], tl.int8), mask=mask)
+    least = tl.full([COLUMNS], _LEAST_MAGNITUDE_BITS, tl.int32).to(tl.float32, bitcast=True)
+    scale = least * _ONE_OVER_LARGEST_CODE
     tl.store(scales + head * STATE_DIM + columns, scale, mask=columns < STATE_DIM)
-    values = tl.where(is_usable[None, :], values, 0.0)
-    exact = values * tl.div_rn(code, tl.where(is_usable, largest, 1.0))[None, :]
-    if STOCHASTIC:
-        floor = tl.floor(exact)
-        rounded = floor + (_chances(values, places, seed) < exact - floor).to(tl.float32)
-    else:
-        rounded = (exact + _ROUNDER) - _ROUNDER
-    rounded = tl.minimum(tl.maximum(rounded, -_LARGEST_CODE), _LARGEST_CODE)
-    tl.store(codes + places, rounded.to(tl.int8), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,18 +185,19 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     # Without a source nothing is read, and nothing times nothing is the zero that is wanted.
     columns_read = tl.where(source_row >= 0, STATE_DIM, 0)
     scale = tl.load(scales + head * STATE_DIM + columns, mask=columns < columns_read, other=0.0)
-    values = tl.load(codes + places, mask=mask & (columns[None, :] < columns_read), other=0).to(
-        tl.float32
-    )
-    values = values * scale[None, :]
+    code = tl.load(codes + places, mask=mask & (columns[None, :] < columns_read), other=0)
+    values = code.to(tl.float32) * scale[None, :]
     tl.store(states + places, values.to(states.dtype.element_ty), mask=mask)
 
 
 # Rows come at any address and in any number, as in the plain copy.
 # Long: a kernel takes its tensors apart, so it has many arguments.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["source_rows", "destination_rows", "num_pairs", "num_wide", "seed"]
-)
+    do_not_specialize=[
+        "source_rows", "destination_rows", "num_pairs", "num_wide", "seed",
+        "codes", "codes_layer_stride", "codes_row_stride",
+    ]
+)  # fmt: skip
 def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
     chunks,
     states,
@@ -144,6 +207,7 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
     destination_rows,
     num_pairs,
     num_wide,
+    seed,
     num_state_tiles,
     tiles_per_layer,
     states_layer_stride,
@@ -152,13 +216,13 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
     codes_row_stride,
     scales_layer_stride,
     scales_row_stride,
-    seed,
     IS_STORE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CODES_ALIGNMENT: tl.constexpr,
     NARROW_WORD: tl.constexpr,
     TILES_PER_CHUNK: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -180,15 +244,18 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
                 row, slot = source_row, destination_row
             state = states + layer * states_layer_stride + row * states_row_stride
             code = codes + layer * codes_layer_stride + slot * codes_row_stride
+            code = tl.multiple_of(code, CODES_ALIGNMENT)
+            code = tl.multiple_of(code, CODES_ALIGNMENT)
             scale = scales + layer * scales_layer_stride + slot * scales_row_stride
-            if IS_STORE:
-                quantize_tile(
-                    state, code, scale, source_row, tile, seed,
-                    HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC,
-                )  # fmt: skip
-            else:
+            if not IS_STORE:
                 _dequantize_tile(
                     state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
+                )
+            elif source_row == _ZERO_SOURCE:
+                _clear_tile(code, scale, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS)
+            else:
+                quantize_tile(
+                    state, code, scale, tile, seed, HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC
                 )
         elif is_real:
             index = (program - num_state_tiles) // TILES_PER_CHUNK
@@ -198,6 +265,25 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
             else:
                 alignment: tl.constexpr = NARROW_WORD.primitive_bitwidth // 8
                 copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
+
+
+_launch = Launcher(_quantized_copy_kernel)
+
+
+class TileSizes(NamedTuple):
+    """Sizes of a head's state and of the tiles that it is cut into, as kernels take them.
+
+    Attributes:
+        head_dim: Rows of a head's state.
+        state_dim: Columns of it.
+        rows: Rows of a tile, a power of two.
+        columns: Columns of a tile, a power of two.
+    """
+
+    head_dim: int
+    state_dim: int
+    rows: int
+    columns: int
 
 
 def quantize_states(
@@ -228,15 +314,16 @@ def dequantize_states(
     _copy(plan, slots, live_rows, num_pairs, is_store=False)
 
 
-def tile_sizes(head_dim: int, state_dim: int, *, is_store: bool) -> dict[str, int]:
-    """Returns the constants of a tile: a scale needs whole columns, a restore only long rows."""
+def stored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
+    """Returns the sizes of tiles that are quantised: a scale needs whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
-    if is_store:
-        columns = min(columns, max(1, _TILE_ELEMENTS // rows))
-    else:
-        columns = min(columns, _MOST_RESTORED_COLUMNS)
-        rows = min(rows, _TILE_ELEMENTS // columns)
-    return {"HEAD_DIM": head_dim, "STATE_DIM": state_dim, "ROWS": rows, "COLUMNS": columns}
+    return TileSizes(head_dim, state_dim, rows, min(columns, max(1, _STORED_ELEMENTS // rows)))
+
+
+def _restored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
+    rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
+    columns = min(columns, _MOST_RESTORED_COLUMNS)
+    return TileSizes(head_dim, state_dim, min(rows, _RESTORED_ELEMENTS // columns), columns)
 
 
 # Long: it names what the kernel takes, one a line.
@@ -249,8 +336,8 @@ def _copy(
     is_store: bool,
 ) -> None:
     num_layers, _, heads, head_dim, state_dim = plan.states.shape
-    sizes: dict[str, Any] = tile_sizes(head_dim, state_dim, is_store=is_store)
-    tiles_per_head = triton.cdiv(head_dim, sizes["ROWS"]) * triton.cdiv(state_dim, sizes["COLUMNS"])
+    sizes = (stored_tile_sizes if is_store else _restored_tile_sizes)(head_dim, state_dim)
+    tiles_per_head = triton.cdiv(head_dim, sizes.rows) * triton.cdiv(state_dim, sizes.columns)
     tiles_per_layer = heads * tiles_per_head
     num_state_tiles = num_layers * tiles_per_layer
     unchanged, tensors = plan.unchanged, (plan.states, plan.codes, plan.scales)
@@ -259,26 +346,31 @@ def _copy(
         return
     device = source_rows.get_device()
     pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
-    # Triton launches on the current device; -1, for the CPU, changes nothing.
-    with torch.cuda.device(device):
-        _quantized_copy_kernel[num_programs, triton.cdiv(num_pairs, pairs)](
-            unchanged.chunks,
-            *tensors,
-            source_rows,
-            destination_rows,
-            num_pairs,
-            unchanged.num_wide,
-            num_state_tiles,
-            tiles_per_layer,
-            *(stride for tensor in tensors for stride in tensor.stride()[:2]),
-            plan.hash_seed or 0,
-            IS_STORE=is_store,
-            STOCHASTIC=plan.hash_seed is not None,
-            NARROW_WORD=WORDS[unchanged.narrow_bytes],
-            TILES_PER_CHUNK=unchanged.tiles_per_chunk,
-            PAIRS=pairs,
-            num_warps=_NUM_WARPS,
-            # The twin rounds after every operation.
-            enable_fp_fusion=False,
-            **sizes,
-        )
+    strides = tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+    widest = STORED_CODES if is_store else _RESTORED_CODES
+    counts = (num_state_tiles, tiles_per_layer, *strides)
+    constants = (
+        is_store,
+        plan.hash_seed is not None,
+        *sizes,
+        math.gcd(widest, plan.codes.data_ptr(), *plan.codes.stride()[:2]),
+        WORDS[unchanged.narrow_bytes],
+        unchanged.tiles_per_chunk,
+        pairs,
+    )
+    options = STORE_OPTIONS if is_store else _RESTORE_OPTIONS
+    _launch(
+        device,
+        (layout_of(*tensors, source_rows, destination_rows), counts, constants),
+        (num_programs, -(-num_pairs // pairs), 1),
+        unchanged.chunks,
+        *tensors,
+        source_rows,
+        destination_rows,
+        num_pairs,
+        unchanged.num_wide,
+        plan.hash_seed or 0,
+        *counts,
+        *constants,
+        **options,
+    )

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.quantized_plan import LARGEST_CODE, LEAST_MAGNITUDE, QuantizedPlan
+from mamba_cache.states.kernels.quantized_plan import (
+    CHANCE_BASE,
+    CHANCE_BITS,
+    INFINITY_BITS,
+    LARGEST_CODE,
+    LEAST_MAGNITUDE_BITS,
+    MAGNITUDE_MASK,
+    ONE_OVER_LARGEST_CODE,
+    QuantizedPlan,
+)
 
 __all__ = ["dequantize", "dequantize_states", "quantize", "quantize_states"]
 
@@ -64,21 +73,19 @@ def quantize(states: torch.Tensor, hash_seed: int | None) -> tuple[torch.Tensor,
         Codes of the same shape, int8, and scales [..., heads, state_dim], float32.
     """
     values = states.float()
-    magnitudes = values.abs()
-    largest = torch.where(magnitudes < torch.inf, magnitudes, torch.inf).amax(-2, keepdim=True)
-    is_usable = (largest >= LEAST_MAGNITUDE) & (largest < torch.inf)
-    # By a tensor: to divide by a number, or a number, PyTorch may multiply by a rounded inverse.
-    code = torch.full_like(largest, LARGEST_CODE)
-    scales = torch.where(is_usable, largest / code, 0.0)
-    scales = torch.where(largest < torch.inf, scales, torch.nan)
-    values = torch.where(is_usable, values, 0.0)
-    exact = values * (code / torch.where(is_usable, largest, 1.0))
+    magnitudes = values.view(torch.int32) & MAGNITUDE_MASK
+    largest_bits = magnitudes.amax(-2, keepdim=True).clamp(min=LEAST_MAGNITUDE_BITS)
+    is_finite = largest_bits < INFINITY_BITS
+    largest = largest_bits.view(torch.float32)
+    scales = torch.where(is_finite, largest * ONE_OVER_LARGEST_CODE, torch.nan)
+    # By a tensor: a number PyTorch may divide by another way.
+    exact = values * (torch.full_like(largest, LARGEST_CODE) / largest)
     if hash_seed is None:
-        rounded = exact.round()
+        codes = exact.round()
     else:
-        floor = exact.floor()
-        rounded = floor + (_chances(values, hash_seed) < exact - floor)
-    return rounded.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.int8), scales.squeeze(-2)
+        with_fraction = (exact + CHANCE_BASE).view(torch.int32) + _chances(values, hash_seed)
+        codes = with_fraction >> CHANCE_BITS
+    return torch.where(is_finite, codes, 0).to(torch.int8), scales.squeeze(-2)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -87,13 +94,21 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _chances(values: torch.Tensor, hash_seed: int) -> torch.Tensor:
-    """Hashes each value and its place in its layer to a number in [0, 1), in unsigned 32 bits.
+    """Hashes each value and its place in its layer to ``CHANCE_BITS`` bits, in unsigned 32 bits.
 
-    Source: the 32-bit mixer "lowbias32" by Wellons, 2018 (public domain).
+    Returns:
+        int32, of the values' shape.
     """
-    places = torch.arange(values.shape[-3:].numel(), device=values.device)
-    keys = (places.view(values.shape[-3:]) * 0x9E3779B1 + hash_seed) & _UINT32
-    keys = keys ^ (values.contiguous().view(torch.int32).long() & _UINT32)
+    heads, head_dim, state_dim = values.shape[-3:]
+    rows = torch.arange(heads * head_dim, device=values.device).view(heads, head_dim, 1)
+    columns = torch.arange(state_dim, device=values.device)
+    keys = _mixed((columns * 0x85EBCA77 + hash_seed) & _UINT32) ^ (rows * 0x9E3779B1 & _UINT32)
+    keys = keys ^ (values.view(torch.int32).long() & _UINT32)
+    return (((keys * 0x7FEB352D) & _UINT32) >> (32 - CHANCE_BITS)).int()
+
+
+def _mixed(keys: torch.Tensor) -> torch.Tensor:
+    """The 32-bit mixer "lowbias32" by Wellons, 2018 (public domain)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         keys = ((keys ^ (keys >> shift)) * factor) & _UINT32
-    return ((keys ^ (keys >> 16)) >> 8) * 2.0**-24
+    return keys ^ (keys >> 16)
