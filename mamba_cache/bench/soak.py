@@ -201,8 +201,10 @@ class Soak:
         begin = time.perf_counter()
         while (start := time.perf_counter()) - begin < seconds:
             before, cpu = self.counts["finished"], time.process_time()
-            while (now := time.perf_counter()) - start < seconds / _WINDOWS:
+            now = start
+            while now - start < seconds / _WINDOWS:
                 self.step()
+                now = time.perf_counter()
                 show(now - begin, f"{self.counts['finished']:,} requests")
             cpu_seconds = time.process_time() - cpu
             self._check()
