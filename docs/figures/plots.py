@@ -83,6 +83,31 @@ def draw_ttft() -> None:
     _finish(axes, "ttft", paths)
 
 
+def draw_hits() -> None:
+    """Draw the share of tokens skipped by the number of slots, for each drawn workload."""
+    paths = sorted(RESULTS.glob("replay-*.json"))
+    figure = Figure(figsize=(7.8, 3.4), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
+    for path, axes in zip(paths, figure.subplots(1, len(paths), squeeze=False)[0], strict=True):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        records = [one for one in result["records"] if one["placement"] == "megatron"]
+        curves: dict[str, Points] = defaultdict(dict)
+        for record in records:
+            slots = record["slots"] or record["kept_states"]  # without a limit: what was kept
+            curves[record["policy"]][slots] = 100 * record["token_hit_rate"]
+        for policy, colour in (("score", "blue"), ("consumed", "purple"), ("lru", "orange")):
+            _curve(axes, curves[policy], policy, colour)
+        found = 100 * max(record["kv_hit_rate"] for record in records)
+        axes.axhline(found, color=LIGHT["muted"], linestyle=":", label="keys and values")
+        axes.set_title(f"Tokens skipped, %: {result['workload']['source']}", pad=10)
+        axes.set_xlabel("slots; the last is all that were saved")
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        _ticks(axes, sorted({x for points in curves.values() for x in points}))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    save(figure, "hits", paths)
+
+
 def _newest(prefix: str) -> Path:
     return max(RESULTS.glob(f"{prefix}-*.json"))
 

@@ -1,6 +1,7 @@
 """Examples print what the documentation shows of them, and do what they are there for."""
 
 import importlib.util
+import json
 import re
 
 import numpy as np
@@ -80,3 +81,28 @@ def test_the_own_placement_doubles():
         prompt_tokens=700, block_size_tokens=64, num_matched_blocks=0, num_required_blocks=11
     )
     assert sorted(placement.positions(facts)) == [64, 128, 256, 512, 640]
+
+
+def test_a_trace_is_replayed_at_every_budget(tmp_path, capsys):
+    line = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps(line | {"timestamp": n}) for n in range(4)))
+    example = load("replay_trace")
+    assert example.main([str(trace), "--limit", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 requests, 1,100 prompt tokens each." in printed
+    share = 2 * 1024 / 3300  # two of three skip two blocks each
+    for policy in example.POLICIES:
+        assert f"{policy:>8}: 10 slots, {share:.1%} of {share:.1%}" in printed
+
+
+def test_the_smallest_budget_that_is_near_enough_is_named():
+    example = load("replay_trace")
+    records = [
+        {"slots": slots, "token_hit_rate": rate}
+        for slots, rate in ((10, 0.5), (20, 0.885), (40, 0.89), (None, 0.9))
+    ]
+    assert example.smallest_budget(records, "lru") == "     lru: 20 slots, 88.5% of 90.0%"
+    assert example.smallest_budget(records[:1] + records[-1:], "lru").startswith(
+        "     lru: no limit"
+    )
