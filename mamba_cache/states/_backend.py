@@ -10,7 +10,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states.kernels import copy_torch, extract_torch, quantize_torch
-from mamba_cache.states.kernels.plan import CopyPlan
+from mamba_cache.states.kernels.plan import CopyPlan, RowCopy
 from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
 
 __all__ = ["CopyBackend", "StateKernels", "kernels_for"]
@@ -23,16 +23,16 @@ class StateKernels(NamedTuple):
     """What moves states, on one device.
 
     Attributes:
-        copy_states: Copies whole rows.
+        copy_states: Returns what copies whole rows by a plan.
         extract_states: Writes one layer's checkpoint states, into slots of either kind.
-        quantize_states: Stores whole rows in quantised slots.
-        dequantize_states: Restores whole rows from them.
+        quantize_states: Returns what stores whole rows in quantised slots by a plan.
+        dequantize_states: Returns what restores whole rows from them by a plan.
     """
 
-    copy_states: Callable[[CopyPlan, torch.Tensor, torch.Tensor, int], None]
+    copy_states: Callable[[CopyPlan], RowCopy]
     extract_states: Callable[..., None]
-    quantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
-    dequantize_states: Callable[[QuantizedPlan, torch.Tensor, torch.Tensor, int], None]
+    quantize_states: Callable[[QuantizedPlan], RowCopy]
+    dequantize_states: Callable[[QuantizedPlan], RowCopy]
 
 
 _TWINS = StateKernels(

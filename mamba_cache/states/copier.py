@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -42,6 +41,6 @@ class StateCopier(RowMover):
         backend: CopyBackend = "auto",
     ) -> None:
         check_tensors(sources, destinations)
-        copy_states = kernels_for(backend, sources[0].device).copy_states
-        launch = partial(copy_states, plan_copy(sources, destinations))
-        super().__init__(sources, destinations, launch)
+        kernels = kernels_for(backend, sources[0].device)
+        copy_rows = kernels.copy_states(plan_copy(sources, destinations))
+        super().__init__(sources, destinations, copy_rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -50,7 +49,7 @@ class StateQuantizer(RowMover):
         unchanged = plan_copy(live[:1], slots[:1])
         plan = QuantizedPlan(unchanged, live[1], slots[1], slots[2], quantization.hash_seed)
         kernels = kernels_for(backend, live[0].device)
-        super().__init__(live, slots, partial(kernels.quantize_states, plan))
+        super().__init__(live, slots, kernels.quantize_states(plan))
 
 
 class StateDequantizer(RowMover):
@@ -78,7 +77,7 @@ class StateDequantizer(RowMover):
         unchanged = plan_copy(slots[:1], live[:1])
         plan = QuantizedPlan(unchanged, live[1], slots[1], slots[2], hash_seed=None)
         kernels = kernels_for(backend, live[0].device)
-        super().__init__(slots, live, partial(kernels.dequantize_states, plan))
+        super().__init__(slots, live, kernels.dequantize_states(plan))
 
 
 def _check_states(live: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:

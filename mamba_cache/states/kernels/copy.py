@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ import triton.language as tl
 from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.states.kernels._launch import Launcher
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
-from mamba_cache.states.kernels.plan import TILE_WORDS, WIDE_BYTES, CopyPlan
+from mamba_cache.states.kernels.plan import TILE_WORDS, WIDE_BYTES, CopyPlan, RowCopy
 
 __all__ = ["WORDS", "copy_states", "copy_tile"]
 
@@ -93,17 +95,18 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 _launch = Launcher(_copy_kernel)
 
 
-def copy_states(
-    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
-) -> None:
-    """Copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+def copy_states(plan: CopyPlan) -> RowCopy:
+    """Returns what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     Args:
         plan: Where to read and write.
-        source_rows: [at least num_pairs] int32 or int64, contiguous, on the plan's device.
-        destination_rows: The same.
-        num_pairs: How many of them to copy.
     """
+    return partial(_copy, plan)
+
+
+def _copy(
+    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
+) -> None:
     if not plan.num_tiles or not num_pairs:
         return
     device = source_rows.get_device()

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.states.kernels.plan import CopyPlan
+from mamba_cache.states.kernels.plan import CopyPlan, RowCopy
 
 __all__ = ["copy_states", "is_padding"]
 
 
-def copy_states(
-    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
-) -> None:
-    """Copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+def copy_states(plan: CopyPlan) -> RowCopy:
+    """Returns what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
     Args:
         plan: Where to read and write.
-        source_rows: [at least num_pairs] int32 or int64, on the plan's device.
-        destination_rows: The same.
-        num_pairs: How many of them to copy.
     """
+    return partial(_copy, plan)
+
+
+def _copy(
+    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
+) -> None:
     sources, destinations = source_rows[:num_pairs], destination_rows[:num_pairs]
     for source_row, destination_row in zip(sources.tolist(), destinations.tolist(), strict=True):
         if is_padding(source_row, destination_row):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-__all__ = ["TILE_WORDS", "WIDE_BYTES", "CopyPlan", "plan_copy"]
+__all__ = ["TILE_WORDS", "WIDE_BYTES", "CopyPlan", "RowCopy", "plan_copy"]
+
+RowCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Copies n rows, given the sources, the destinations, and n.
+
+Rows are [at least n] int32 or int64, contiguous, on the device of what is copied.
+"""
 
 TILE_WORDS = 512
 """Words that one program of the kernel moves at a time. A power of two."""
@@ -96,13 +102,6 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
         tiles_per_chunk=tiles_per_chunk,
         num_tiles=len(table) * tiles_per_chunk,
     )
-
-
-def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        # From pageable memory the transfer would wait for the work queued before it.
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

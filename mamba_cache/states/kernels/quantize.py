@@ -10,6 +10,8 @@ else is copied as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.states.kernels._launch import Launcher, layout_of
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.copy import WORDS, copy_tile
-from mamba_cache.states.kernels.plan import WIDE_BYTES
+from mamba_cache.states.kernels.plan import WIDE_BYTES, RowCopy
 from mamba_cache.states.kernels.quantized_plan import (
     CHANCE_BASE,
     CHANCE_BITS,
@@ -286,32 +288,29 @@ class TileSizes(NamedTuple):
     columns: int
 
 
-def quantize_states(
-    plan: QuantizedPlan, live_rows: torch.Tensor, slots: torch.Tensor, num_pairs: int
-) -> None:
-    """Stores live states in slots, as ``StateQuantizer.copy`` describes.
+def quantize_states(plan: QuantizedPlan) -> RowCopy:
+    """Returns what stores live states in slots, as ``StateQuantizer.copy`` describes.
 
     Args:
         plan: Where to read and write.
-        live_rows: [at least num_pairs] int32 or int64, contiguous, on the plan's device.
-        slots: The same.
-        num_pairs: How many of them to store.
     """
-    _copy(plan, live_rows, slots, num_pairs, is_store=True)
+    head_dim, state_dim = plan.states.shape[3:]
+    sizes = stored_tile_sizes(head_dim, state_dim)
+    return partial(_copy, _prepare(plan, sizes, STORED_CODES, is_store=True))
 
 
-def dequantize_states(
-    plan: QuantizedPlan, slots: torch.Tensor, live_rows: torch.Tensor, num_pairs: int
-) -> None:
-    """Restores live states from slots, as ``StateDequantizer.copy`` describes.
+def dequantize_states(plan: QuantizedPlan) -> RowCopy:
+    """Returns what restores live states from slots, as ``StateDequantizer.copy`` describes.
 
     Args:
         plan: Where to read and write.
-        slots: [at least num_pairs] int32 or int64, contiguous, on the plan's device.
-        live_rows: The same.
-        num_pairs: How many of them to restore.
     """
-    _copy(plan, slots, live_rows, num_pairs, is_store=False)
+    head_dim, state_dim = plan.states.shape[3:]
+    rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
+    # A restore needs no whole columns, only long rows.
+    columns = min(columns, _MOST_RESTORED_COLUMNS)
+    sizes = TileSizes(head_dim, state_dim, min(rows, _RESTORED_ELEMENTS // columns), columns)
+    return partial(_copy, _prepare(plan, sizes, _RESTORED_CODES, is_store=False))
 
 
 def stored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
@@ -320,57 +319,71 @@ def stored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
     return TileSizes(head_dim, state_dim, rows, min(columns, max(1, _STORED_ELEMENTS // rows)))
 
 
-def _restored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
-    rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
-    columns = min(columns, _MOST_RESTORED_COLUMNS)
-    return TileSizes(head_dim, state_dim, min(rows, _RESTORED_ELEMENTS // columns), columns)
+class _Prepared(NamedTuple):
+    """What is the same in every launch of a plan.
+
+    Attributes:
+        key: What the kernel is specialised for beside the rows.
+        num_programs: For each group of pairs.
+        tensors: Arguments of the kernel before the rows.
+        sizes: Arguments after the number of pairs.
+        constants: Constants, all but the last.
+        options: How to compile the kernel.
+    """
+
+    key: Hashable
+    num_programs: int
+    tensors: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
+    constants: tuple[object, ...]
+    options: Mapping[str, Any]
 
 
-# Long: it names what the kernel takes, one a line.
-def _copy(
-    plan: QuantizedPlan,
-    source_rows: torch.Tensor,
-    destination_rows: torch.Tensor,
-    num_pairs: int,
-    *,
-    is_store: bool,
-) -> None:
+def _prepare(plan: QuantizedPlan, tile: TileSizes, widest: int, *, is_store: bool) -> _Prepared:
     num_layers, _, heads, head_dim, state_dim = plan.states.shape
-    sizes = (stored_tile_sizes if is_store else _restored_tile_sizes)(head_dim, state_dim)
-    tiles_per_head = triton.cdiv(head_dim, sizes.rows) * triton.cdiv(state_dim, sizes.columns)
-    tiles_per_layer = heads * tiles_per_head
-    num_state_tiles = num_layers * tiles_per_layer
+    tiles_per_head = triton.cdiv(head_dim, tile.rows) * triton.cdiv(state_dim, tile.columns)
+    num_state_tiles = num_layers * heads * tiles_per_head
     unchanged, tensors = plan.unchanged, (plan.states, plan.codes, plan.scales)
-    num_programs = num_state_tiles + unchanged.num_tiles
-    if not num_programs or not num_pairs:
-        return
-    device = source_rows.get_device()
-    pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
     strides = tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
-    widest = STORED_CODES if is_store else _RESTORED_CODES
-    counts = (num_state_tiles, tiles_per_layer, *strides)
     constants = (
         is_store,
         plan.hash_seed is not None,
-        *sizes,
+        *tile,
         math.gcd(widest, plan.codes.data_ptr(), *plan.codes.stride()[:2]),
         WORDS[unchanged.narrow_bytes],
         unchanged.tiles_per_chunk,
-        pairs,
     )
-    options = STORE_OPTIONS if is_store else _RESTORE_OPTIONS
+    sizes = (unchanged.num_wide, plan.hash_seed or 0, num_state_tiles, heads * tiles_per_head)
+    return _Prepared(
+        key=(layout_of(*tensors), *sizes, *strides, *constants),
+        num_programs=num_state_tiles + unchanged.num_tiles,
+        tensors=(unchanged.chunks, *tensors),
+        sizes=(*sizes, *strides),
+        constants=constants,
+        options=STORE_OPTIONS if is_store else _RESTORE_OPTIONS,
+    )
+
+
+def _copy(
+    prepared: _Prepared,
+    source_rows: torch.Tensor,
+    destination_rows: torch.Tensor,
+    num_pairs: int,
+) -> None:
+    if not prepared.num_programs or not num_pairs:
+        return
+    device = source_rows.get_device()
+    pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
     _launch(
         device,
-        (layout_of(*tensors, source_rows, destination_rows), counts, constants),
-        (num_programs, -(-num_pairs // pairs), 1),
-        unchanged.chunks,
-        *tensors,
+        (prepared.key, source_rows.dtype, destination_rows.dtype, pairs),
+        (prepared.num_programs, -(-num_pairs // pairs), 1),
+        *prepared.tensors,
         source_rows,
         destination_rows,
         num_pairs,
-        unchanged.num_wide,
-        plan.hash_seed or 0,
-        *counts,
-        *constants,
-        **options,
+        *prepared.sizes,
+        *prepared.constants,
+        pairs,
+        **prepared.options,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mamba_cache.states.kernels import copy_torch
+from mamba_cache.states.kernels.plan import RowCopy
 from mamba_cache.states.kernels.quantized_plan import (
     CHANCE_BASE,
     CHANCE_BITS,
@@ -21,20 +24,36 @@ __all__ = ["dequantize", "dequantize_states", "quantize", "quantize_states"]
 _UINT32 = 0xFFFFFFFF
 
 
-def quantize_states(
-    plan: QuantizedPlan, live_rows: torch.Tensor, slots: torch.Tensor, num_pairs: int
-) -> None:
-    """Stores live states in slots, as ``StateQuantizer.copy`` describes.
+def quantize_states(plan: QuantizedPlan) -> RowCopy:
+    """Returns what stores live states in slots, as ``StateQuantizer.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
     Args:
         plan: Where to read and write.
-        live_rows: [at least num_pairs] int32 or int64, on the plan's device.
-        slots: The same.
-        num_pairs: How many of them to store.
     """
-    copy_torch.copy_states(plan.unchanged, live_rows, slots, num_pairs)
+    return partial(_quantize_rows, plan, copy_torch.copy_states(plan.unchanged))
+
+
+def dequantize_states(plan: QuantizedPlan) -> RowCopy:
+    """Returns what restores live states from slots, as ``StateDequantizer.copy`` describes.
+
+    It waits for the device if the rows are on one, so it serves the CPU and as a reference.
+
+    Args:
+        plan: Where to read and write.
+    """
+    return partial(_dequantize_rows, plan, copy_torch.copy_states(plan.unchanged))
+
+
+def _quantize_rows(
+    plan: QuantizedPlan,
+    copy_unchanged: RowCopy,
+    live_rows: torch.Tensor,
+    slots: torch.Tensor,
+    num_pairs: int,
+) -> None:
+    copy_unchanged(live_rows, slots, num_pairs)
     pairs = zip(live_rows[:num_pairs].tolist(), slots[:num_pairs].tolist(), strict=True)
     for row, slot in pairs:
         if copy_torch.is_padding(row, slot):
@@ -43,18 +62,14 @@ def quantize_states(
         plan.codes[:, slot], plan.scales[:, slot] = quantize(states, plan.hash_seed)
 
 
-def dequantize_states(
-    plan: QuantizedPlan, slots: torch.Tensor, live_rows: torch.Tensor, num_pairs: int
+def _dequantize_rows(
+    plan: QuantizedPlan,
+    copy_unchanged: RowCopy,
+    slots: torch.Tensor,
+    live_rows: torch.Tensor,
+    num_pairs: int,
 ) -> None:
-    """Restores live states from slots, as ``StateDequantizer.copy`` describes.
-
-    Args:
-        plan: Where to read and write.
-        slots: [at least num_pairs] int32 or int64, on the plan's device.
-        live_rows: The same.
-        num_pairs: How many of them to restore.
-    """
-    copy_torch.copy_states(plan.unchanged, slots, live_rows, num_pairs)
+    copy_unchanged(slots, live_rows, num_pairs)
     pairs = zip(slots[:num_pairs].tolist(), live_rows[:num_pairs].tolist(), strict=True)
     for slot, row in pairs:
         if copy_torch.is_padding(slot, row):
