@@ -1,0 +1,33 @@
+"""`python docs/figures` draws what the documentation shows; needs the extra `docs`."""
+
+import importlib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+pytest.importorskip("matplotlib", reason="needs the extra docs")
+
+FIGURES = ROOT / "docs" / "figures"
+
+
+def content(path: Path) -> tuple[list[str], list[str]]:
+    """What a figure says, and the data it was drawn from; other versions set it otherwise."""
+    svg = path.read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", svg, flags=re.DOTALL)
+    return texts, re.findall(r"[\w.-]+ sha256:\w+", svg)
+
+
+def test_every_figure_is_drawn_as_it_is_shown(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FIGURES))
+    style = importlib.import_module("style")
+    monkeypatch.setattr(style, "FOLDER", tmp_path)
+    runpy.run_path(str(FIGURES / "__main__.py"))
+    drawn = {path.name: content(path) for path in tmp_path.glob("*.svg")}
+    for name in ("style", "plots", "pictures"):
+        monkeypatch.delitem(sys.modules, name)
+    assert drawn == {path.name: content(path) for path in FIGURES.glob("*.svg")}
+    assert all(texts for texts, _ in drawn.values())
