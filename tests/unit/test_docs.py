@@ -5,6 +5,7 @@ other sites are not fetched.
 """
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -78,3 +79,21 @@ def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
         assert re.search(r"-\d{4}-\d{2}-\d{2}$", path.stem), f"{path.name} bears no date"
         assert '"machine": "' in text_of(path), f"{path.name} names no hardware"
         assert '"benchmark": "' in text_of(path), f"{path.name} names no benchmark"
+
+
+def ttft_row(path: Path) -> tuple[str, ...]:
+    """A run's row in the guide: family, tokens, and the four times."""
+    found = {one["name"]: one["value"] for one in json.loads(text_of(path))["measurements"]}
+    [hit] = filter(None, (re.fullmatch(r"hit, (.* \+ (\d+)) tokens", name) for name in found))
+    names = [f"{what}, {hit[1]} tokens" for what in ("plain transformers", "miss", "hit")]
+    times = [found.get(name) for name in (*names, f"forward of {hit[2]} tokens alone")]
+    [family] = re.findall(r"^ttft-(.*?)(?:-\d+k)?-h200-", path.stem)
+    return family, hit[1], *("out of memory" if ms is None else f"{ms:,.0f} ms" for ms in times)
+
+
+def test_times_to_first_token_are_those_measured() -> None:
+    """Each run is a row of the table in the guide for transformers, and there are no others."""
+    page = text_of(DOCS / "how-to" / "transformers.md")
+    rows = re.findall(r"^\| (.* \| [\d,]+ \+ \d+ \| .*) \|$", page, flags=re.MULTILINE)
+    measured = {ttft_row(path) for path in (DOCS / "benchmarks").glob("ttft-*.json")}
+    assert {tuple(row.split(" | ")) for row in rows} == measured
