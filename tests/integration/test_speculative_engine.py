@@ -10,6 +10,7 @@ from engine_rig import (
     MODEL,
     FailingModel,
     alone,
+    cache_config,
     draw_prompt,
     greedy,
     make_engine,
@@ -20,7 +21,9 @@ from engine_rig import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mamba_cache.context import Request, ScheduledRequest
 from mamba_cache.engine import DecodingStats, FinishReason, NgramDrafter, SamplingParams
+from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.errors import InvalidArgumentError
 
 
@@ -108,7 +111,10 @@ def test_right_drafts_save_steps(rng):
 
 
 def test_without_drafts_a_step_brings_a_token(rng):
-    engine = make_engine(drafter=None)  # nobody asks it for one
+    def never():
+        raise AssertionError("nobody can use drafts")
+
+    engine = make_engine(drafter=never)
     completions = run_together(engine, [draw_prompt(rng, 9), draw_prompt(rng, 3)], greedy(5))
     assert [c.decoding for c in completions] == [DecodingStats(steps=4, tokens=4)] * 2
     assert (engine.decoding.steps, engine.decoding.tokens_per_step) == (8, 1.0)
@@ -164,9 +170,11 @@ def test_the_next_turn_resumes_from_states_saved_inside_drafts(rng, kind):
     """A boundary crossed by accepted drafts has the state of just that boundary."""
     model, history, reusable = LogitsKeeper(), draw_prompt(rng, 3 * BLOCK), 0
     sampling = greedy(2 * BLOCK + 3)
-    engine = make_engine(model, num_speculative_tokens=3)
+    known = []
+    drafter = Wild if kind == "wild" else partial(Oracle, known, 0.3 * (kind == "mixed"))
+    engine = make_engine(model, num_speculative_tokens=3, drafter=drafter)
     for _ in range(3):
-        engine._make_drafter = drafter_for(kind, [history], sampling)
+        known[:] = [[*history, *alone(history, sampling)]]
         [completion] = run_together(engine, [history], sampling)
         assert completion.skipped_tokens == reusable
         history = [*history, *completion.tokens]
@@ -189,18 +197,37 @@ def test_more_drafts_than_a_step_holds_are_left_out(rng):
 
 
 def test_drafts_take_no_block_from_another_request(rng):
-    """Both would fit to their ends without drafts, so nobody is preempted, and nobody fails."""
+    """Each stops within its block, so nobody is preempted for a draft that lies behind it."""
     prompts = [draw_prompt(rng, BLOCK - 3) for _ in range(2)]
-    engine = make_engine(num_speculative_tokens=3, drafter=Wild, num_kv_blocks=2)
-    run_together(engine, prompts, greedy(4))
+    stops = [alone(prompt, greedy(3))[-1] for prompt in prompts]
+    sampling = SamplingParams(max_new_tokens=12, stop_tokens=stops)
+    drafter = oracle_for(prompts, greedy(12))
+    engine = make_engine(num_speculative_tokens=3, drafter=drafter, num_kv_blocks=2)
+    completions = run_together(engine, prompts, sampling)
+    assert {c.finish_reason for c in completions} == {FinishReason.STOP}
     assert engine.context.stats().preemptions == 0
-    engine = make_engine(
-        num_speculative_tokens=3, drafter=oracle_for(prompts, greedy(12)), num_kv_blocks=2
-    )
-    stopping = alone(prompts[0], greedy(3))[-1]
-    sampling = SamplingParams(max_new_tokens=12, stop_tokens=(stopping,))
-    [completion] = run_together(engine, prompts[:1], sampling)
-    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_a_prompt_is_computed_beside_requests_with_drafts(rng):
+    """Its chunks take what the drafts leave of the step's tokens."""
+    engine = make_engine(num_speculative_tokens=3, drafter=Wild, max_tokens=10)
+    engine.submit(draw_prompt(rng, 3), greedy(40), request_id="decoding")
+    engine.step()
+    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="prompt")
+    finished = [event.request_id for event in engine.stream() if event.finished]
+    assert finished == ["prompt", "decoding"]
+
+
+def test_a_request_is_as_far_as_its_accepted_tokens():
+    prepared = make_engine().context.prepare(Request(request_id=0, prompt_tokens=[1] * 9))
+    request = EngineRequest.make(prepared, greedy(20), cache_config(), None, 0.0)
+    scheduled = ScheduledRequest(
+        request_id=0, row=0, start=11, num_tokens=4, skip_tokens=0, is_prefill=False, samples=True,
+        drafts=(5, 6, 7),
+    )  # fmt: skip
+    brought = request.note_computed(scheduled, [5, 9])
+    assert brought == DecodingStats(steps=1, tokens=2, drafted_tokens=3, accepted_tokens=1)
+    assert (request.num_computed, request.tokens_left) == (13, 16)
 
 
 def test_a_draft_outside_the_vocabulary_is_refused_before_the_step(rng):
