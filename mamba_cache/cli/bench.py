@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -11,22 +11,56 @@ import typer
 from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
+from mamba_cache.bench.extraction import run_extraction
 from mamba_cache.bench.measure import Measurement, print_json, print_table
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
+from mamba_cache.bench.replay import PLACEMENTS, POLICIES, print_replay, run_replay
+from mamba_cache.bench.soak import MODELS, print_soak, run_soak
 from mamba_cache.bench.ttft import FAMILIES, run_ttft
-from mamba_cache.cli.output import AsJson, one_of
+from mamba_cache.bench.workload import WORKLOADS
+from mamba_cache.cli import output
+from mamba_cache.cli.output import AsJson, each_of, one_of
 
-__all__ = ["align", "bench", "control", "copy", "quantization", "ttft"]
+__all__ = ["align", "bench", "control", "copy", "quantization", "replay", "soak", "ttft"]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine; 1 if a limit is missed.")
 """The commands below ``bench``."""
+
+_UNLIMITED = "unlimited"
+_SLOTS = ["50", "200", _UNLIMITED]
+_POLICIES = list(POLICIES)
+_PLACEMENTS = ["megatron", "last"]
+
+_Trace = Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: drawn.")]
+_Workload = Annotated[
+    str,
+    typer.Option(callback=one_of(WORKLOADS), help=f"What is drawn: {', '.join(WORKLOADS)}."),
+]
+_Limit = Annotated[int | None, typer.Option(min=1, help="Requests to replay, from the first.")]
+_Slots = Annotated[
+    list[str], typer.Option(metavar="N", help="A number, or unlimited; may be repeated.")
+]
+_Blocks = Annotated[str, typer.Option(metavar="N", help="A number, or unlimited.")]
+_Policies = Annotated[
+    list[str],
+    typer.Option(
+        callback=each_of(POLICIES), help=f"Eviction: {', '.join(POLICIES)}; may be repeated."
+    ),
+]
+_Placements = Annotated[
+    list[str],
+    typer.Option(
+        callback=each_of(PLACEMENTS),
+        help=f"Where states are saved: {', '.join(PLACEMENTS)}; may be repeated.",
+    ),
+]
 
 
 @bench.command()
 def copy(as_json: AsJson = False) -> None:
     """Time state copies on a GPU, beside other ways to copy."""
-    _report("copy", [*run_copy(), *run_quantized_copies()], as_json)
+    _report("copy", [*run_copy(), *run_extraction(), *run_quantized_copies()], as_json)
 
 
 @bench.command()
@@ -58,6 +92,68 @@ def ttft(
 ) -> None:
     """Time the first token of a transformers model, with the cache and without."""
     _report("ttft", run_ttft(family=family, prefix=prefix, suffix=suffix), as_json)
+
+
+@bench.command()
+def replay(
+    *,
+    trace: _Trace = None,
+    workload: _Workload = "conversations",
+    limit: _Limit = None,
+    slots: _Slots = _SLOTS,
+    kv_blocks: _Blocks = _UNLIMITED,
+    policy: _Policies = _POLICIES,
+    placement: _Placements = _PLACEMENTS,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace of requests under budgets, policies and placements."""
+    result = run_replay(
+        trace=trace,
+        workload=workload,
+        limit=limit,
+        slots=[_budget("--slots", number) for number in slots],
+        kv_blocks=_budget("--kv-blocks", kv_blocks),
+        policies=policy,
+        placements=placement,
+        max_tokens=max_tokens,
+    )
+    _conclude(result, print_replay, as_json)
+
+
+@bench.command()
+def soak(
+    *,
+    minutes: Annotated[float, typer.Option(help="How long, checks included.")] = 10.0,
+    model: Annotated[
+        str, typer.Option(callback=one_of(MODELS), help=f"What computes: {', '.join(MODELS)}.")
+    ] = "none",
+    device: Annotated[str, typer.Option(help="Where the tiny model runs.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Serve requests for minutes or hours: what leaks, slows down or goes wrong?"""
+    result = run_soak(minutes=minutes, model=model, device=device, seed=seed)
+    _conclude(result, print_soak, as_json)
+
+
+def _budget(option: str, text: str) -> int | None:
+    """Return a budget; None if it never runs out."""
+    if text == _UNLIMITED:
+        return None
+    if not text.isdecimal():
+        message = f"must be a number or {_UNLIMITED!r}, got {text!r}"
+        raise typer.BadParameter(message, param_hint=option)
+    return int(text)
+
+
+def _conclude(
+    result: dict[str, Any], show: Callable[[dict[str, Any]], None], as_json: bool
+) -> None:
+    """Show a benchmark's own kind of result; exit with 1 if something went wrong."""
+    (output.print_json if as_json else show)(result)
+    if not result["passed"]:
+        raise typer.Exit(1)
 
 
 def _report(benchmark: str, measurements: Sequence[Measurement], as_json: bool) -> None:

@@ -35,8 +35,8 @@ _CHUNK = 8
 _SOURCES = (3, 0, ZERO_SOURCE, PAD_SLOT_ID)
 _TARGETS = (1, 4, 2, 0)
 
-Tensors = list[torch.Tensor]
-Run = Callable[[torch.device, CopyBackend], Tensors]
+_Tensors = list[torch.Tensor]
+_Run = Callable[[torch.device, CopyBackend], _Tensors]
 
 
 def check_kernels() -> dict[str, str]:
@@ -49,7 +49,7 @@ def check_kernels() -> dict[str, str]:
     return {name: _fault(run, device) for name, run in KERNELS.items()}
 
 
-def _fault(run: Run, device: torch.device) -> str:
+def _fault(run: _Run, device: torch.device) -> str:
     try:
         kernel, twin = run(device, "triton"), run(device, "torch")
     except Exception as error:  # whatever it is, it is what the user must learn
@@ -62,7 +62,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).cpu()
 
 
-def _pool(device: torch.device, *, seed: int, quantized: bool = False) -> Tensors:
+def _pool(device: torch.device, *, seed: int, quantized: bool = False) -> _Tensors:
     """Make states of normal values, the same for each seed; where nothing is written they stay."""
     spec = StateSpec.mamba(_LAYERS, _CONV, _SSM, torch.bfloat16, torch.float32)
     if quantized:
@@ -74,7 +74,7 @@ def _pool(device: torch.device, *, seed: int, quantized: bool = False) -> Tensor
     return tensors
 
 
-def _copy(device: torch.device, backend: CopyBackend) -> Tensors:
+def _copy(device: torch.device, backend: CopyBackend) -> _Tensors:
     targets = _pool(device, seed=1)
     StateCopier(_pool(device, seed=2), targets, backend=backend).copy(_SOURCES, _TARGETS)
     return targets
@@ -82,14 +82,14 @@ def _copy(device: torch.device, backend: CopyBackend) -> Tensors:
 
 def _quantize(
     quantization: SlotQuantization, device: torch.device, backend: CopyBackend
-) -> Tensors:
+) -> _Tensors:
     slots = _pool(device, seed=3, quantized=True)
     live = _pool(device, seed=4)
     StateQuantizer(live, slots, quantization, backend=backend).copy(_SOURCES, _TARGETS)
     return slots
 
 
-def _dequantize(device: torch.device, backend: CopyBackend) -> Tensors:
+def _dequantize(device: torch.device, backend: CopyBackend) -> _Tensors:
     slots, live = _pool(device, seed=5, quantized=True), _pool(device, seed=6)
     StateDequantizer(slots, live, backend=backend).copy(_SOURCES, _TARGETS)
     return live
@@ -97,7 +97,7 @@ def _dequantize(device: torch.device, backend: CopyBackend) -> Tensors:
 
 def _extract(
     quantization: SlotQuantization | None, device: torch.device, backend: CopyBackend
-) -> Tensors:
+) -> _Tensors:
     """Save two states of one layer: one that reaches back before its chunk, and one inside."""
     slots = [tensor[0] for tensor in _pool(device, seed=7, quantized=quantization is not None)]
     live, chunk_states = (tensor[0] for tensor in _pool(device, seed=8))
@@ -126,7 +126,7 @@ def _extract(
 
 _STOCHASTIC = SlotQuantization("stochastic", seed=11)
 
-KERNELS: dict[str, Run] = {
+KERNELS: dict[str, _Run] = {
     "copy": _copy,
     "int8 store": partial(_quantize, SlotQuantization()),
     "int8 store, stochastic": partial(_quantize, _STOCHASTIC),

@@ -21,7 +21,7 @@ from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["ModelShape", "load_shape", "shape_of"]
 
-Config = Mapping[str, Any]
+_Config = Mapping[str, Any]
 
 _MAMBA, _ATTENTION, _NEITHER, _BOTH = (True, False), (False, True), (False, False), (True, True)
 _LAYER_KINDS = {
@@ -99,7 +99,9 @@ def load_shape(model: str) -> ModelShape:
     return shape_of(config, name=str(path), weight_bytes=_checkpoint_bytes(path.parent))
 
 
-def shape_of(config: Config, *, name: str, weight_bytes: int | None = None) -> ModelShape:
+def shape_of(
+    config: Mapping[str, Any], *, name: str, weight_bytes: int | None = None
+) -> ModelShape:
     """Read a model's shape from its configuration.
 
     Args:
@@ -132,7 +134,7 @@ def shape_of(config: Config, *, name: str, weight_bytes: int | None = None) -> M
     )
 
 
-def _layer_kinds(config: Config) -> list[tuple[bool, bool]]:
+def _layer_kinds(config: _Config) -> list[tuple[bool, bool]]:
     """Return of each layer whether it keeps a state, and whether keys and values."""
     listed = next((config[name] for name in _LAYER_LISTS if config.get(name)), None)
     if listed is not None:
@@ -149,7 +151,7 @@ def _layer_kinds(config: Config) -> list[tuple[bool, bool]]:
     return [_ATTENTION if layer in attention else _MAMBA for layer in range(num_layers)]
 
 
-def _attention_layers(config: Config, num_layers: int) -> set[int]:
+def _attention_layers(config: _Config, num_layers: int) -> set[int]:
     if "attn_layer_indices" in config:
         return set(config["attn_layer_indices"] or ())
     if "attn_layer_period" in config:
@@ -165,7 +167,7 @@ def _attention_layers(config: Config, num_layers: int) -> set[int]:
     )
 
 
-def _state_shapes(config: Config) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _state_shapes(config: _Config) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the shapes of one layer's conv window and SSM state, and the chunk of its kernel."""
     window = _int(config, _CONV_WINDOW)
     if "linear_num_value_heads" in config:
@@ -180,7 +182,7 @@ def _state_shapes(config: Config) -> tuple[tuple[int, ...], tuple[int, ...], int
     return (conv_dim, window), (heads, head_dim, state_dim), _int(config, _CHUNK)
 
 
-def _linear_attention(config: Config, window: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _linear_attention(config: _Config, window: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     heads = _int(config, ("linear_num_value_heads",))
     key_dim = _int(config, ("linear_key_head_dim",))
     value_dim = _int(config, ("linear_value_head_dim",))
@@ -189,7 +191,7 @@ def _linear_attention(config: Config, window: int) -> tuple[tuple[int, ...], tup
     return (conv_dim, window), (heads, key_dim, value_dim), chunk
 
 
-def _mamba_heads(config: Config) -> tuple[int, int]:
+def _mamba_heads(config: _Config) -> tuple[int, int]:
     heads = _int(config, _MAMBA_HEADS)
     if _has(config, _MAMBA_HEAD_DIM) and _first(config, _MAMBA_HEAD_DIM) != "auto":
         return heads, _int(config, _MAMBA_HEAD_DIM)
@@ -197,7 +199,7 @@ def _mamba_heads(config: Config) -> tuple[int, int]:
     return heads, inner // heads
 
 
-def _kv_shape(config: Config) -> tuple[int, int]:
+def _kv_shape(config: _Config) -> tuple[int, int]:
     """Return the key and value heads of an attention layer, and the size of one."""
     num_heads = _int(config, ("num_attention_heads",))
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -206,15 +208,15 @@ def _kv_shape(config: Config) -> tuple[int, int]:
     return num_kv_heads, _int(config, ("hidden_size",)) // num_heads
 
 
-def _has(config: Config, names: tuple[str, ...]) -> bool:
+def _has(config: _Config, names: tuple[str, ...]) -> bool:
     return any(config.get(name) is not None for name in names)
 
 
-def _first(config: Config, names: tuple[str, ...]) -> Any:
+def _first(config: _Config, names: tuple[str, ...]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _int(config: Config, names: tuple[str, ...]) -> int:
+def _int(config: _Config, names: tuple[str, ...]) -> int:
     """Return a size, whatever it is called.
 
     Raises:
@@ -223,7 +225,7 @@ def _int(config: Config, names: tuple[str, ...]) -> int:
     return check_int(f"the configuration's {' or '.join(names)}", _first(config, names), minimum=1)
 
 
-def _dtype(config: Config, names: tuple[str, ...], default: torch.dtype) -> torch.dtype:
+def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> torch.dtype:
     name = _first(config, names)
     if name is None:
         return default

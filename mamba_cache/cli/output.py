@@ -17,7 +17,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["AsJson", "console", "make_table", "one_of", "print_json", "size_text"]
+__all__ = [
+    "AsJson",
+    "console",
+    "each_of",
+    "make_table",
+    "one_of",
+    "print_json",
+    "size_text",
+]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 """The option that every command has."""
@@ -67,3 +75,9 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
         raise typer.BadParameter(f"must be one of {', '.join(names)}, got {value!r}{hint}")
 
     return check
+
+
+def each_of(names: Collection[str]) -> Callable[[list[str]], list[str]]:
+    """Return the callback of an option that may be repeated, each time with one of ``names``."""
+    check = one_of(names)
+    return lambda values: [check(value) for value in values]

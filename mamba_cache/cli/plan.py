@@ -19,45 +19,45 @@ __all__ = ["plan", "plan_report"]
 
 _GIB = 2**30
 
-Model = Annotated[
+_Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help=f"A Hugging Face config.json, or one of {', '.join(BUILT_IN)}."
     ),
 ]
-Gib = partial(typer.Option, min=0, metavar="GIB")
-Memory = Annotated[float | None, Gib(help="GPU memory. Default: that of this machine's GPU.")]
-Weights = Annotated[
+_Gib = partial(typer.Option, min=0, metavar="GIB")
+_Memory = Annotated[float | None, _Gib(help="GPU memory. Default: that of this machine's GPU.")]
+_Weights = Annotated[
     float | None,
-    Gib(
+    _Gib(
         help="The model's weights. Default: those beside the config.json, or for a built-in model "
         "two bytes for each parameter."
     ),
 ]
-Reserve = Annotated[
+_Reserve = Annotated[
     float, typer.Option(min=0, max=1, help="Share of the memory for activations and all else.")
 ]
-Count = partial(typer.Option, min=1)
-Prompt = Annotated[int, Count(help="Tokens of a prompt, on average.")]
-Output = Annotated[int, Count(help="Tokens of an answer, on average.")]
-Concurrency = Annotated[int, Count(help="Requests that run at once.")]
-Shared = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")]
-BlockSize = Annotated[int | None, Count(help="Tokens of a block. Default: suggested.")]
-Int8 = Annotated[bool, typer.Option("--int8", help="Keep saved states in 8 bits.")]
+_Count = partial(typer.Option, min=1)
+_Prompt = Annotated[int, _Count(help="Tokens of a prompt, on average.")]
+_Output = Annotated[int, _Count(help="Tokens of an answer, on average.")]
+_Concurrency = Annotated[int, _Count(help="Requests that run at once.")]
+_Shared = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")]
+_BlockSize = Annotated[int | None, _Count(help="Tokens of a block. Default: suggested.")]
+_Int8 = Annotated[bool, typer.Option("--int8", help="Keep saved states in 8 bits.")]
 
 
 def plan(
-    model: Model,
+    model: _Model,
     *,
-    memory: Memory = None,
-    weights: Weights = None,
-    reserve: Reserve = 0.1,
-    prompt: Prompt = 4096,
-    output: Output = 512,
-    concurrency: Concurrency = 32,
-    shared: Shared = 0,
-    block_size: BlockSize = None,
-    int8: Int8 = False,
+    memory: _Memory = None,
+    weights: _Weights = None,
+    reserve: _Reserve = 0.1,
+    prompt: _Prompt = 4096,
+    output: _Output = 512,
+    concurrency: _Concurrency = 32,
+    shared: _Shared = 0,
+    block_size: _BlockSize = None,
+    int8: _Int8 = False,
     as_json: AsJson = False,
 ) -> None:
     """Suggest budgets: how many slots and KV blocks, and how large a block.

@@ -158,9 +158,8 @@ def make_plan(
         BudgetError: The memory does not hold the workload; the message says how many requests fit.
     """
     block = block_size_tokens or suggest_block_size(shape.ssm_chunk_size, workload)
-    state_spec = shape.state_spec
-    slot_spec = SlotQuantization().slot_spec(state_spec) if int8_slots else state_spec
-    slot, kv_block = slot_spec.bytes_per_slot, shape.kv_spec.bytes_per_block(block)
+    slot = _slot_bytes(shape, int8_slots)
+    kv_block = shape.kv_spec.bytes_per_block(block)
     shared = workload.shared_tokens // block
     own_blocks = -(-workload.sequence_tokens // block) - shared
     later = _mean_checkpoints(workload, block, matched_blocks=shared)
@@ -169,28 +168,32 @@ def make_plan(
         memory,
         # The dummy block takes room too, and so does the state at the shared prefix's end.
         fixed_bytes=(shared + 1) * kv_block + (shared > 0) * slot,
-        live_bytes=state_spec.bytes_per_slot,
+        live_bytes=shape.state_spec.bytes_per_slot,
         cached_bytes=own_blocks * kv_block + math.ceil(later * slot),
     )
-    config = CacheConfig(
-        block_size_tokens=block,
-        max_requests=workload.concurrency,
-        max_sequence_length=max(_USUAL_LENGTH, workload.sequence_tokens),
-        num_kv_blocks=shared + num_sequences * own_blocks,
-        max_slots=(shared > 0) + int(num_sequences * later),
-        ssm_chunk_size=shape.ssm_chunk_size,
-        slot_quantization="int8" if int8_slots else None,
-    )
     return Plan(
-        config=config,
+        config=CacheConfig(
+            block_size_tokens=block,
+            max_requests=workload.concurrency,
+            max_sequence_length=max(_USUAL_LENGTH, workload.sequence_tokens),
+            num_kv_blocks=shared + num_sequences * own_blocks,
+            max_slots=(shared > 0) + int(num_sequences * later),
+            ssm_chunk_size=shape.ssm_chunk_size,
+            slot_quantization="int8" if int8_slots else None,
+        ),
         memory=memory,
         bytes_per_slot=slot,
-        bytes_per_state=state_spec.bytes_per_slot,
+        bytes_per_state=shape.state_spec.bytes_per_slot,
         bytes_per_block=kv_block,
         num_sequences=num_sequences,
         first_checkpoints=_mean_checkpoints(workload, block, matched_blocks=0),
         later_checkpoints=later,
     )
+
+
+def _slot_bytes(shape: ModelShape, int8_slots: bool) -> int:
+    spec = SlotQuantization().slot_spec(shape.state_spec) if int8_slots else shape.state_spec
+    return spec.bytes_per_slot
 
 
 def _count_sequences(

@@ -111,6 +111,10 @@ def test_a_plan_takes_every_option(call):
         (["bench", "cpy"], 2, "copy"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
+        (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
+        (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
+        (["bench", "replay", "--trace", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+        (["bench", "soak", "--minutes", "0"], 2, "minutes must be > 0"),
     ],
 )
 def test_an_error_says_what_was_wrong_and_sets_the_exit_code(call, arguments, code, said):
@@ -188,6 +192,35 @@ def test_options_of_a_benchmark_reach_it(call, monkeypatch):
     monkeypatch.setattr(bench_commands, "run_ttft", lambda **options: seen.update(options) or [])
     assert call("bench", "ttft", "--family", "tiny", "--prefix", "64", "--suffix", "5")[0] == 0
     assert seen == {"family": "tiny", "prefix": 64, "suffix": 5}
+
+
+def test_a_trace_is_replayed_under_every_setting_asked_for(call):
+    code, out, _ = call(
+        "bench", "replay", "--limit", "20", "--slots", "5", "--slots", "unlimited",
+        "--policy", "lru", "--placement", "last", "--placement", "every",
+        "--kv-blocks", "unlimited", "--json",
+    )  # fmt: skip
+    records = json.loads(out)["records"]
+    assert code == 0
+    assert [(one["placement"], one["policy"], one["slots"]) for one in records] == [
+        ("last", "lru", 5), ("last", "lru", None), ("every", "lru", 5), ("every", "lru", None),
+    ]  # fmt: skip
+    assert all(one["requests"] == 20 and one["kv_blocks"] is None for one in records)
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_a_soak_that_fails_exits_with_1(call, monkeypatch, passed, code):
+    seen = {}
+
+    def run_soak(**options):
+        seen.update(options)
+        return {"passed": passed, "broken": None, "measurements": [], "counts": {"finished": 7}}
+
+    monkeypatch.setattr(bench_commands, "run_soak", run_soak)
+    given, out, _ = call("bench", "soak", "--minutes", "0.5", "--model", "tiny", "--seed", "3")
+    assert (given, "finished 7" in out) == (code, True)
+    assert seen == {"minutes": 0.5, "model": "tiny", "device": "cpu", "seed": 3}
+    assert json.loads(call("bench", "soak", "--json")[1])["passed"] is passed
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from sources import PACKAGE, Source, sources
 # A room is a module or package right below `mamba_cache`. docs/explanation/architecture.md says
 # what each holds; `mamba_cache/__init__.py` is the front door on top, which no room goes through.
 FLOORS = {
-    "__init__": 7,
-    "cli": 6,
+    "__init__": 8,
+    "cli": 7,
     "__main__": 6,
     "bench": 6,
     "engine": 5,
@@ -39,7 +39,7 @@ EXTRAS = {"rich", "typer", "prometheus_client", "transformers", "megatron"}
 UPPER_FLOORS = {"numpy", "torch", *EXTRAS}
 THIRD_PARTY = {
     **dict.fromkeys(("bench", "cli", "__main__", "engine", "models", "integrations"), UPPER_FLOORS),
-    "context": {"numpy", "torch"},
+    "context": {"numpy", "torch", "triton"},
     "align": {"numpy", "torch", "triton"},
     "slots": {"numpy", "torch"},
     "states": {"numpy", "torch", "triton"},
