@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Real
 from typing import Any, Final
 
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["INT32_MAX", "as_ints", "check_int", "check_number"]
+__all__ = [
+    "INT32_MAX",
+    "as_ints",
+    "as_items",
+    "check_choice",
+    "check_int",
+    "check_number",
+    "is_unreadable",
+]
 
 INT32_MAX: Final = 2**31 - 1
 """The most of anything that is numbered: blocks, slots, rows, tokens. Tables of them are int32."""
 
+_UNREADABLE: Final = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
-def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
+
+def check_int(
+    name: str, value: object, *, minimum: int | None = None, maximum: int | None = None
+) -> int:
     """Return ``value`` as a plain int.
 
     Args:
         name: What the caller calls the argument.
         value: An int, or what stands for one, such as a numpy integer; a bool does not.
-        minimum: The least that is allowed.
+        minimum: The least that is allowed; None: no bound.
         maximum: The most; None: no bound.
 
     Raises:
         InvalidArgumentError: It is no int, or out of range.
     """
-    allowed = f"an int >= {minimum}" if maximum is None else f"an int in [{minimum}, {maximum}]"
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or number < minimum or (maximum is not None and number > maximum):
+    number = _as_int(value)
+    too_low = number is not None and minimum is not None and number < minimum
+    too_high = number is not None and maximum is not None and number > maximum
+    if number is None or too_low or too_high:
+        allowed = _range_of_ints(minimum, maximum)
         raise InvalidArgumentError(f"{name} must be {allowed}, got {value!r}")
     return number
 
@@ -55,6 +66,42 @@ def check_number(name: str, value: Any, *, maximum: float) -> float:
     return float(value)
 
 
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Check that ``value`` is one of ``choices``.
+
+    Args:
+        name: What the caller calls the argument.
+        value: A string, if it is right.
+        choices: What is allowed.
+
+    Raises:
+        InvalidArgumentError: It is no string, or another one.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def as_items(name: str, values: Any, what: str) -> list[Any]:
+    """Return the items of a collection of any kind.
+
+    Args:
+        name: What the caller calls the argument.
+        values: The collection.
+        what: What its items are, for the message.
+
+    Raises:
+        InvalidArgumentError: It is no collection.
+    """
+    try:
+        return list(values)
+    except Exception as error:
+        if is_unreadable(error):
+            raise InvalidArgumentError(
+                f"{name} must be a collection of {what}, got {values!r}"
+            ) from error
+        raise
+
+
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:
     """Return ints of any kind as a list of plain ints.
 
@@ -65,20 +112,44 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
     Raises:
         InvalidArgumentError: ``values`` has not one dimension, or an item is no int; a bool is not.
     """
-    items = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(items, Iterable) or isinstance(items, str):
-        raise InvalidArgumentError(f"{name} must be ints in one dimension, got {values!r}")
-    ints = list(items)
+    try:
+        ints = list(values.tolist() if hasattr(values, "tolist") else values)
+    except Exception as error:
+        if is_unreadable(error):
+            raise InvalidArgumentError(
+                f"{name} must be ints in one dimension, got {values!r}"
+            ) from error
+        raise
     for position, item in enumerate(ints):
         if type(item) is not int:
-            ints[position] = _as_int(name, item)
+            number = ints[position] = _as_int(item)
+            if number is None:
+                raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
     return ints
 
 
-def _as_int(name: str, item: Any) -> int:
-    if not isinstance(item, bool):
-        try:
-            return operator.index(item)
-        except TypeError:
-            pass
-    raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
+def is_unreadable(error: Exception) -> bool:
+    """Say whether it is how arrays and tensors refuse to be read as what they are not.
+
+    They have too many values for it, none, or no data. Errors of a kind of their own, such as that
+    memory is short, say nothing about the value.
+    """
+    return type(error) in _UNREADABLE
+
+
+def _range_of_ints(minimum: int | None, maximum: int | None) -> str:
+    if minimum is None:
+        return "an int" if maximum is None else f"an int <= {maximum}"
+    return f"an int >= {minimum}" if maximum is None else f"an int in [{minimum}, {maximum}]"
+
+
+def _as_int(value: Any) -> int | None:
+    """Return a plain int, or None if ``value`` does not stand for one."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except Exception as error:
+        if is_unreadable(error):
+            return None
+        raise

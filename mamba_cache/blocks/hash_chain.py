@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from mamba_cache._checks import INT32_MAX, check_int
+from mamba_cache._checks import INT32_MAX, as_items, check_int
 from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.errors import InvalidArgumentError
@@ -169,7 +169,7 @@ def _keys_by_block(
 
 
 def _as_pairs(keys: Any) -> list[tuple[Any, Any]]:
-    pairs = list(keys) if isinstance(keys, Iterable) else [keys]
+    pairs = as_items("multimodal_keys", keys, "(position, key) pairs")
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise InvalidArgumentError(

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias, overload
 import numpy as np
 import xxhash
 
+from mamba_cache._checks import as_items, check_choice
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError
 
@@ -41,7 +42,7 @@ class BlockHashes(Sequence[int]):
     __slots__ = ("_digests", "_length")
 
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
-        self._digests = list(digests)
+        self._digests: list[bytes] = as_items("digests", digests, "bytes")
         self._length = len(self._digests)
         for digest in self._digests:
             if not isinstance(digest, bytes) or len(digest) not in _DIGEST_SIZES:
@@ -132,10 +133,7 @@ class BlockHasher:
     __slots__ = ("_secret", "algorithm", "digest", "digest_size_bytes")
 
     def __init__(self, algorithm: HashAlgorithm = "xxh3_128", secret: bytes | None = None) -> None:
-        if algorithm not in ("xxh3_128", "sha256"):
-            raise InvalidArgumentError(
-                f"algorithm must be 'xxh3_128' or 'sha256', got {algorithm!r}"
-            )
+        check_choice("algorithm", algorithm, ("xxh3_128", "sha256"))
         if secret is not None and not isinstance(secret, bytes):
             raise InvalidArgumentError(f"secret must be bytes or None, got {type(secret).__name__}")
         self._secret = _PROCESS_SECRET if secret is None else secret

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_int
+from mamba_cache._checks import INT32_MAX, as_ints, check_choice, check_int
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.invariants import find_breaches
@@ -75,11 +75,7 @@ class KVBlockAllocator:
         enable_prefix_caching: bool = True,
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
-        policies = [policy.value for policy in EvictionPolicy]
-        if eviction_policy not in policies:
-            raise InvalidArgumentError(
-                f"eviction_policy must be one of {policies}, got {eviction_policy!r}"
-            )
+        check_choice("eviction_policy", eviction_policy, [p.value for p in EvictionPolicy])
         self.pool_size = check_int("pool_size", pool_size, minimum=2, maximum=INT32_MAX)
         self.dummy_block_id = self.pool_size - 1
         self.eviction_policy = EvictionPolicy(eviction_policy)
@@ -252,11 +248,11 @@ class KVBlockAllocator:
         """Return the block registered under ``hash_id``, or None.
 
         With a ``digest``, only if it was registered with the same one.
+
+        Raises:
+            InvalidArgumentError: The id is no int, or the digest is not ``bytes``.
         """
-        block = self._tree.find(hash_id)
-        if block is None or (digest is not None and block.digest != digest):
-            return None
-        return block.block_id
+        return self._tree.find_block(hash_id, digest)
 
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable: cached ones become free, used ones merely lose their hash.
@@ -276,7 +272,12 @@ class KVBlockAllocator:
         By then the allocator's own bookkeeping is done: the blocks are not findable, and those
         that nobody refers to are free. An observer must not call back into the allocator's
         commands. If one raises, the others still run and the error goes on to the caller.
+
+        Raises:
+            InvalidArgumentError: It cannot be called.
         """
+        if not callable(observer):
+            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
         self._observers.append(observer)
 
     def reset(self) -> None:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mamba_cache._checks import check_int
 from mamba_cache.blocks.hashing import BlockHashes
+from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["PrefixTree", "RegisteredBlock"]
 
@@ -48,6 +50,19 @@ class PrefixTree:
     def find(self, hash_id: int | None) -> RegisteredBlock | None:
         """Return the block behind a hash id, verified by nothing but the id."""
         return None if hash_id is None else self._blocks.get(hash_id)
+
+    def find_block(self, hash_id: int, digest: bytes | None) -> int | None:
+        """Return the block behind a hash id, if its digest agrees with the one that is given.
+
+        Raises:
+            InvalidArgumentError: The id is no int, or the digest is not ``bytes``.
+        """
+        if digest is not None and not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
+        block = self._blocks.get(check_int("a hash id", hash_id))
+        if block is None or (digest is not None and block.digest != digest):
+            return None
+        return block.block_id
 
     def match(self, hashes: BlockHashes) -> list[int]:
         """Return the blocks of the longest run from the start whose full digests agree."""

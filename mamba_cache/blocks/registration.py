@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import as_ints, as_items, check_int
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["NO_HASH", "plan_registration"]
+__all__ = ["MAX_HASH_ID", "NO_HASH", "plan_registration"]
 
 NO_HASH = -1
 """What stands in ``block_hashes`` for a block that is not registered."""
 
-_MAX_HASH_ID = 2**63 - 1
+MAX_HASH_ID = 2**63 - 1
+"""Hash ids are positive and fit an int64."""
 
 
 def plan_registration(
@@ -33,19 +34,18 @@ def plan_registration(
     hash_ids = as_ints("block_hashes", block_hashes)
     if digests is None and isinstance(block_hashes, BlockHashes):
         digests = block_hashes.digests
-    if digests is not None and not isinstance(digests, Iterable):
-        raise InvalidArgumentError(f"digests must be bytes, one for each block, got {digests!r}")
-    all_digests = [None] * len(block_ids) if digests is None else list(digests)
+    given = [] if digests is None else as_items("digests", digests, "bytes")
+    all_digests = [None] * len(block_ids) if digests is None else given
     if not len(block_ids) == len(hash_ids) == len(all_digests):
         raise InvalidArgumentError(
             "block_ids, block_hashes and digests must be of one length, "
             f"got {len(block_ids)}, {len(hash_ids)} and {len(all_digests)}"
         )
     if parent_hash is not None:
-        parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=_MAX_HASH_ID)
+        parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=MAX_HASH_ID)
     for hash_id in hash_ids:
-        check_int("a hash id", hash_id, minimum=1, maximum=_MAX_HASH_ID)
-    for digest in digests or ():
+        check_int("a hash id", hash_id, minimum=1, maximum=MAX_HASH_ID)
+    for digest in given:
         if not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
     parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from mamba_cache._checks import as_items
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -122,11 +123,8 @@ class RequestTable:
         return chosen
 
     def _find_decoding(self, request_ids: Iterable[Hashable]) -> list[ActiveRequest]:
-        if not isinstance(request_ids, Iterable):
-            raise InvalidArgumentError(
-                f"decode_ids must be a collection of request ids, got {request_ids!r}"
-            )
-        found = [self.find(request_id, RequestStatus.DECODING) for request_id in request_ids]
+        ids = as_items("decode_ids", request_ids, "request ids")
+        found = [self.find(request_id, RequestStatus.DECODING) for request_id in ids]
         return list(dict.fromkeys(found))
 
     def holding_memory(self) -> list[ActiveRequest]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_int
+from mamba_cache._checks import INT32_MAX, as_ints, as_items, check_int
 from mamba_cache.errors import MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
@@ -193,11 +193,13 @@ class SlotControl:
         """
         if self._is_over(epoch):
             return self.pool.slots_of(block_ids)
+        slots = as_slots(slots, self.max_slots)
         saved = [1] * len(slots)
         if saved_tokens is not None:
+            given = as_items("saved_tokens", saved_tokens, "ints")
             bounds = {"minimum": 0, "maximum": INT32_MAX}
-            saved = [check_int("saved_tokens", number, **bounds) for number in saved_tokens]
-            check_same_length(slots=list(slots), saved_tokens=saved)
+            saved = [check_int("saved_tokens", number, **bounds) for number in given]
+            check_same_length(slots=slots, saved_tokens=saved)
         housing = self.pool.commit(slots, block_ids, hashes)
         kept = [i for i, (new, slot) in enumerate(zip(slots, housing, strict=True)) if new == slot]
         self.policy.on_stored([slots[i] for i in kept], [saved[i] for i in kept])
@@ -370,7 +372,7 @@ class SlotControl:
         return self.policy.choose(num_slots, slots, blocks, kv_blocks)
 
     def _is_over(self, epoch: int | None) -> bool:
-        return epoch is not None and epoch != self.epoch
+        return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
     def _block_hashes(self) -> npt.NDArray[Any]:
         return np.asarray(self.context.kv_block_allocator.block_hashes)

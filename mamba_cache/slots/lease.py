@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SlotLease"]
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["SlotLease", "check_lease"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +22,13 @@ class SlotLease:
     slot: int
     block_id: int
     generation: int
+
+
+def check_lease(lease: object) -> None:
+    """Checks that a caller gives a lease.
+
+    Raises:
+        InvalidArgumentError: It is something else.
+    """
+    if not isinstance(lease, SlotLease):
+        raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")

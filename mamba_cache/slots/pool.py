@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, check_int
+from mamba_cache._checks import INT32_MAX, as_items, check_int
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
 from mamba_cache.slots._hashes import StateHashes
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
 from mamba_cache.slots._invariants import check_slot_pool
-from mamba_cache.slots.lease import SlotLease
+from mamba_cache.slots.lease import SlotLease, check_lease
 
 __all__ = ["SlotPool"]
 
@@ -298,9 +298,9 @@ class SlotPool:
 
         Raises:
             DoubleFreeError: A lease was given back more often than it was taken.
-            InvalidArgumentError: A lease's slot is outside the pool.
+            InvalidArgumentError: One is no lease, or its slot is outside the pool.
         """
-        current = [lease.slot for lease in leases if self.is_current(lease)]
+        current = [x.slot for x in as_items("leases", leases, "leases") if self.is_current(x)]
         for slot in set(current):
             if current.count(slot) > self.pin_counts[slot]:
                 raise DoubleFreeError(
@@ -314,8 +314,9 @@ class SlotPool:
         """Says whether the lease's slot still holds what it held when it was pinned.
 
         Raises:
-            InvalidArgumentError: The slot is outside the pool.
+            InvalidArgumentError: It is no lease, or its slot is outside the pool.
         """
+        check_lease(lease)
         [slot] = as_slots([lease.slot], self.max_slots)
         return bool(
             self.slot_to_block[slot] == lease.block_id
@@ -353,6 +354,7 @@ class SlotPool:
     def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
         """Takes slots off the free stack and, if it is empty then, from the victims' blocks."""
         short = max(num_slots - self.free_count, 0)
+        victims = as_slots(victims, self.max_slots)
         if len(victims) != short:
             raise InvalidArgumentError(
                 f"{num_slots} slots are needed and {self.free_count} are free, so there must be "

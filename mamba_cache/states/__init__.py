@@ -5,7 +5,7 @@ from mamba_cache.states._backend import CopyBackend
 from mamba_cache.states._rows import RowIndices
 from mamba_cache.states.copier import StateCopier
 from mamba_cache.states.extraction import extract_checkpoint_states
-from mamba_cache.states.pool import StatePool
+from mamba_cache.states.pool import StatePool, as_device
 from mamba_cache.states.quantization import (
     SlotQuantization,
     SlotRounding,
@@ -36,6 +36,7 @@ __all__ = [
     "StateQuantizer",
     "StateSpec",
     "StateTensorSpec",
+    "as_device",
     "blocks_in_budget",
     "dequantize_states",
     "extract_checkpoint_states",

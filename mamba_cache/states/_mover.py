@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._row_ring import RowRing
 from mamba_cache.states._rows import RowIndices, check_device_rows, check_host_rows, is_on_host
 
-__all__ = ["RowMover", "check_devices", "check_side", "check_tensors"]
+__all__ = ["RowMover", "check_are_tensors", "check_devices", "check_side", "check_tensors"]
 
 _MOST_PAIRS_SENT = 1024
 """Longer lists of rows on the host take a launch for each so many pairs."""
@@ -104,6 +105,8 @@ def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.
     Raises:
         InvalidArgumentError: As in ``StateCopier``.
     """
+    check_are_tensors("sources", sources)
+    check_are_tensors("destinations", destinations)
     if not sources or len(sources) != len(destinations):
         raise InvalidArgumentError(
             f"give at least one source, and as many destinations, "
@@ -118,6 +121,17 @@ def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.
                 f"paired tensors must agree in dtype, layers and inner shape, "
                 f"got {_kind(source)} and {_kind(destination)}"
             )
+
+
+def check_are_tensors(name: str, tensors: Any) -> None:
+    """Checks that ``tensors`` is a list or tuple of tensors.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    is_sequence = isinstance(tensors, (list, tuple))
+    if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise InvalidArgumentError(f"{name} must be tensors in a list or tuple, got {tensors!r}")
 
 
 def check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:

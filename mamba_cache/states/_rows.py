@@ -86,7 +86,12 @@ def check_host_rows(
 def _as_list(name: str, rows: RowIndices) -> list[int]:
     if isinstance(rows, list) and set(map(type, rows)) == {int}:
         return rows
-    array = np.asarray(rows)
+    try:
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{name} must be 1-D and int32 or int64, got {rows!r}"
+        ) from error
     is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
     if array.ndim != 1 or (array.size and not is_int):
         raise InvalidArgumentError(

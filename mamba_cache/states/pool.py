@@ -6,10 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from mamba_cache._checks import INT32_MAX, as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
 
-__all__ = ["StatePool"]
+__all__ = ["StatePool", "as_device"]
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """Returns the device of a name.
+
+    Raises:
+        InvalidArgumentError: PyTorch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"device must name a PyTorch device, got {device!r}") from error
 
 
 class StatePool:
@@ -26,17 +39,19 @@ class StatePool:
             addresses for the pool's life.
 
     Raises:
-        InvalidArgumentError: ``num_rows`` is not an int >= 0.
+        InvalidArgumentError: ``num_rows`` is not an int >= 0, ``spec`` is none, or PyTorch knows no
+            such device.
     """
 
     def __init__(self, spec: StateSpec, num_rows: int, *, device: torch.device | str) -> None:
-        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0:
-            raise InvalidArgumentError(f"num_rows must be an int >= 0, got {num_rows!r}")
+        if not isinstance(spec, StateSpec):
+            raise InvalidArgumentError(f"spec must be a StateSpec, got {spec!r}")
         self.spec = spec
-        self.num_rows = num_rows
+        self.num_rows = check_int("num_rows", num_rows, minimum=0, maximum=INT32_MAX)
+        device = as_device(device)
         self.tensors: dict[str, torch.Tensor] = {
             tensor.name: torch.zeros(
-                (tensor.num_layers, num_rows, *tensor.shape), dtype=tensor.dtype, device=device
+                (tensor.num_layers, self.num_rows, *tensor.shape), dtype=tensor.dtype, device=device
             )
             for tensor in spec.tensors
         }
@@ -62,8 +77,9 @@ class StatePool:
             for tensor in self.tensors.values():
                 tensor.zero_()
             return
-        outside = [row for row in rows if not 0 <= row < self.num_rows]
+        chosen = as_ints("rows", rows)
+        outside = [row for row in chosen if not 0 <= row < self.num_rows]
         if outside:
             raise InvalidArgumentError(f"rows must be in [0, {self.num_rows}), got {outside}")
         for tensor in self.tensors.values():
-            tensor[:, list(rows)] = 0
+            tensor[:, chosen] = 0

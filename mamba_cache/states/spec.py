@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mamba_cache._checks import as_items
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -48,7 +49,7 @@ class StateTensorSpec:
         if not isinstance(self.name, str) or not self.name:
             raise InvalidArgumentError(f"name must be a string that is not empty: {self.name!r}")
         _check_int("num_layers", self.num_layers, minimum=0)
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", _as_shape(self.name, self.shape))
         for size in self.shape:
             _check_int(f"each size in the shape of {self.name!r}", size, minimum=1)
         _check_dtype(self.dtype)
@@ -99,8 +100,8 @@ class StateSpec:
         Raises:
             InvalidArgumentError: As in ``StateTensorSpec``.
         """
-        conv = StateTensorSpec("conv", num_layers, tuple(conv_shape), conv_dtype)
-        ssm = StateTensorSpec("ssm", num_layers, tuple(ssm_shape), ssm_dtype)
+        conv = StateTensorSpec("conv", num_layers, _as_shape("conv", conv_shape), conv_dtype)
+        ssm = StateTensorSpec("ssm", num_layers, _as_shape("ssm", ssm_shape), ssm_dtype)
         return cls((conv, ssm))
 
     @property
@@ -229,6 +230,10 @@ def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: 
             f"{least * unit_bytes / _GIB} GiB to hold {needed_for} of {unit_bytes} bytes each"
         )
     return num_units
+
+
+def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(as_items(f"the shape of {name!r}", shape, "sizes"))
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:
