@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
+from mamba_cache.bench.extraction import run_extraction
 from mamba_cache.bench.measure import Measurement, print_json, print_table
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
@@ -27,7 +28,7 @@ _BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
     "control": ("time of the decisions: blocks, slots, hashes, admission", run_control),
     "copy": (
         "time of state copies on a GPU, beside other ways to copy",
-        lambda: [*run_copy(), *run_quantized_copies()],
+        lambda: [*run_copy(), *run_extraction(), *run_quantized_copies()],
     ),
     "quantization": (
         "errors of int8 slots: of states, and of logits after a hit",

@@ -6,25 +6,26 @@ the device never waits for the host. No time is taken before the bits have been 
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, device_us, progress
-from mamba_cache.states import StateCopier, StatePool, StateSpec, extract_checkpoint_states
+from mamba_cache.bench.measure import Measurement, device_us, host_us, progress
+from mamba_cache.states import StateCopier, StatePool, StateSpec
 
 __all__ = [
     "RUNS",
     "SHAPES",
     "SLOT_COUNTS",
     "CopyShape",
+    "flat_copy",
+    "gb_per_s",
     "measure_copies",
-    "measure_extraction",
     "measure_tiny_copy",
+    "random_",
+    "random_pool",
     "run_copy",
     "spec_of",
 ]
@@ -34,7 +35,6 @@ RUNS = 15
 
 _ROW_SETS = 5
 _SPARE_ROWS = 8
-_CALLS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ SHAPES = (
         spec_of(24, 10240, (128, 64, 128), torch.bfloat16),
         is_reference=True,
         over_indexing=9.0,
+        over_loop=2.8,
     ),
     CopyShape("Nemotron-Nano-9B-v2", spec_of(27, 12288, (128, 80, 128), torch.float32)),
     CopyShape("Granite-4.0-H-Tiny", spec_of(36, 3328, (48, 64, 128), torch.float32)),
@@ -100,8 +101,6 @@ def run_copy() -> list[Measurement]:
         raise SystemExit("the copy benchmark times a GPU, and PyTorch finds none")
     results = [one for shape in SHAPES for one in measure_copies(shape)]
     results += measure_tiny_copy()
-    for dtype in (torch.float32, torch.bfloat16):
-        results += measure_extraction(dtype)
     return results
 
 
@@ -128,42 +127,9 @@ def measure_tiny_copy() -> Iterator[Measurement]:
         rows = pools.random_rows(num_slots)
         lists = [tensor.tolist() for tensor in rows]
         for where, given in (("in lists on the host", lists), ("on the device", rows)):
-            host = _host_us(partial(pools.copier.copy, *given))
+            host = host_us(partial(pools.copier.copy, *given))
             name = f"small state, {num_slots} slots: host time of a call, rows {where}"
             yield Measurement(name, host, "us", limit=25, runs=RUNS)
-
-
-def measure_extraction(
-    ssm_dtype: torch.dtype, *, num_checkpoints: int = 64, num_tokens: int = 16384
-) -> Iterator[Measurement]:
-    """Time taking one layer's checkpoints of a prefill step, against a flat copy."""
-    name = f"extract {num_checkpoints} checkpoints of {num_tokens:,} tokens, {ssm_dtype}"
-    progress(name)
-    spec = spec_of(1, 10240, (128, 64, 128), ssm_dtype)
-    layer = _Layer(spec, num_checkpoints, num_tokens)
-    layer.check_bits()
-    num_bytes = num_checkpoints * spec.bytes_per_slot
-    flat = device_us([partial(_flat_copy, layer.slots["ssm"], layer.states, num_bytes)])
-    own = device_us([layer.extract])
-    detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}, flat copy {flat:,.1f} us"
-    share = f"{name}: share of the flat copy's GB/s"
-    yield Measurement(share, flat / own, "x", 0.9, at_least=True, runs=RUNS, detail=detail)
-
-
-def _host_us(call: Callable[[], object], *, runs: int = 20) -> float:
-    """Return the median time that ``call`` takes on the host, in microseconds.
-
-    Calls are queued a few at a time: as many as never wait for the device.
-    """
-    call()
-    seconds = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(_CALLS_AHEAD):
-            call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / _CALLS_AHEAD * 1e6
 
 
 class _Pools:
@@ -171,7 +137,7 @@ class _Pools:
 
     def __init__(self, spec: StateSpec, num_rows: int) -> None:
         self.spec, self.num_rows = spec, num_rows
-        pools = [_random_pool(spec, num_rows) for _ in range(2)]
+        pools = [random_pool(spec, num_rows) for _ in range(2)]
         self.sources, self.destinations = (list(pool.tensors.values()) for pool in pools)
         self.copier = StateCopier(self.sources, self.destinations)
 
@@ -194,7 +160,7 @@ class _Pools:
 
     def flat(self, num_slots: int, turn: int) -> None:
         num_bytes = num_slots * self.spec.bytes_per_slot
-        _flat_copy(self.destinations[1], self.sources[1], num_bytes, turn)
+        flat_copy(self.destinations[1], self.sources[1], num_bytes, turn)
 
     def check_bits(self) -> None:
         """Compare one copy of this package with the sources."""
@@ -205,54 +171,6 @@ class _Pools:
             assert torch.equal(copied, read[:, sources].view(torch.uint8))
 
 
-class _Layer:
-    """One layer's part of a prefill step, with random states and inputs."""
-
-    def __init__(self, spec: StateSpec, num_checkpoints: int, num_tokens: int) -> None:
-        self.slots = {
-            name: tensor[0]
-            for name, tensor in _random_pool(spec, num_checkpoints + _SPARE_ROWS).tensors.items()
-        }
-        self.live = torch.empty_like(self.slots["conv"][:1])
-        self.states = _random_(torch.empty_like(self.slots["ssm"]))
-        conv_dim = self.slots["conv"].shape[1]
-        self.inputs = torch.empty(num_tokens, conv_dim, dtype=self.live.dtype, device="cuda")
-        _random_(self.inputs)
-        chunk = num_tokens // num_checkpoints
-        self.order = torch.randperm(num_checkpoints).int().cuda()
-        self.entries = torch.arange(num_checkpoints, dtype=torch.int32, device="cuda")
-        self.ends = (self.entries + 1) * chunk
-        self.zeros = torch.zeros_like(self.entries)
-
-    def extract(self) -> None:
-        extract_checkpoint_states(
-            self.slots["conv"],
-            self.slots["ssm"],
-            self.live,
-            self.states,
-            self.inputs,
-            checkpoint_chunks=self.entries,
-            checkpoint_conv_ends=self.ends,
-            checkpoint_seq_starts=self.zeros,
-            checkpoint_rows=self.zeros,
-            checkpoint_slots=self.order,
-        )
-
-    def check_bits(self) -> None:
-        """Compare one extraction with what a loop would have taken."""
-        self.extract()
-        width = self.live.shape[2]
-        for entry, (slot, end) in enumerate(
-            zip(self.order.tolist(), self.ends.tolist(), strict=True)
-        ):
-            pairs = (
-                (self.slots["ssm"][slot], self.states[entry]),
-                (self.slots["conv"][slot], self.inputs[end - width : end].T.contiguous()),
-            )
-            for saved, wanted in pairs:
-                assert torch.equal(saved.view(torch.uint8), wanted.view(torch.uint8))
-
-
 def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measurement]:
     rows = [pools.random_rows(num_slots) for _ in range(_ROW_SETS)]
     lists = [(sources.tolist(), destinations.tolist()) for sources, destinations in rows]
@@ -260,12 +178,12 @@ def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measur
     flat = device_us([partial(pools.flat, num_slots, turn) for turn in range(_ROW_SETS)])
     index = device_us([partial(pools.index, *pair) for pair in rows])
     loop = device_us([partial(pools.loop, *pair) for pair in lists])
-    host = _host_us(partial(pools.copier.copy, *lists[0]))
+    host = host_us(partial(pools.copier.copy, *lists[0]))
     num_bytes = num_slots * shape.spec.bytes_per_slot
     name = f"{shape.name}, {num_slots} slots"
     measured = partial(Measurement, runs=RUNS)
     limit = (1.08 if num_slots == 1 else 1.04) if shape.is_reference else None
-    detail = f"{own:,.1f} us, {_gb_per_s(num_bytes, own)}; flat copy {flat:,.1f} us"
+    detail = f"{own:,.1f} us, {gb_per_s(num_bytes, own)}; flat copy {flat:,.1f} us"
     yield measured(f"{name}: time over a flat copy's", own / flat, "x", limit, detail=detail)
     for other, time_us, least in (
         ("indexing", index, shape.over_indexing),
@@ -273,13 +191,15 @@ def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measur
     ):
         # Stated where copies are large enough to compare; what launches cost is another question.
         limit = least if num_slots in (4, 16) else None
-        speedup, detail = time_us / own, f"{time_us:,.1f} us"
+        speedup = time_us / own
+        # What no copy can do, this one cannot: how much faster a flat copy is.
+        detail = f"{time_us:,.1f} us; a flat copy is {time_us / flat:.2f}x faster"
         yield measured(f"{name}: faster than {other}", speedup, "x", limit, True, detail=detail)
     detail = "rows in lists on the host, large copies queued before"
     yield measured(f"{name}: host time of a call", host, "us", detail=detail)
 
 
-def _flat_copy(
+def flat_copy(
     destination: torch.Tensor, source: torch.Tensor, num_bytes: int, turn: int = 0
 ) -> None:
     """Copy as many bytes in one piece, another piece each turn if there is room."""
@@ -288,17 +208,20 @@ def _flat_copy(
     destination.view(-1)[start : start + count].copy_(source.view(-1)[start : start + count])
 
 
-def _gb_per_s(num_bytes: int, time_us: float) -> str:
+def gb_per_s(num_bytes: int, time_us: float) -> str:
+    """Say how fast a copy of ``num_bytes`` was, each read once and written once."""
     return f"{2 * num_bytes / time_us / 1e3:,.0f} GB/s read and written"
 
 
-def _random_pool(spec: StateSpec, num_rows: int) -> StatePool:
+def random_pool(spec: StateSpec, num_rows: int) -> StatePool:
+    """Make a pool of random bits on the GPU."""
     pool = StatePool(spec, num_rows, device="cuda")
     for tensor in pool.tensors.values():
-        _random_(tensor)
+        random_(tensor)
     return pool
 
 
-def _random_(tensor: torch.Tensor) -> torch.Tensor:
+def random_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a contiguous tensor with random bits, and return it."""
     tensor.view(torch.uint8).random_(0, 256)
     return tensor

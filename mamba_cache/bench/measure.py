@@ -19,6 +19,7 @@ __all__ = [
     "Measurement",
     "describe_run",
     "device_us",
+    "host_us",
     "median_us",
     "print_json",
     "print_rows",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _BUSY_CYCLES = 20_000_000  # about ten milliseconds: time to queue the runs
+_CALLS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Measurement:
     Attributes:
         name: What was measured.
         value: The figure: a median, or a ratio of medians.
-        unit: "us", "ms", "/s", "GB/s", "GiB", "%" or "x" (a ratio).
+        unit: "us", "ms", "/s", "GB/s", "GiB", "bytes", "%" or "x" (a ratio).
         limit: The least or most that ``value`` may be; None: it is there to compare with.
         at_least: Whether ``limit`` is a minimum rather than a maximum.
         runs: How many runs the median is over.
@@ -93,6 +95,22 @@ def device_us(calls: Sequence[Callable[[], object]], *, runs: int = 15) -> float
     torch.cuda.synchronize()
     milliseconds: list[float] = [start.elapsed_time(end) for start, end in events]
     return statistics.median(milliseconds) * 1e3
+
+
+def host_us(call: Callable[[], object], *, runs: int = 20) -> float:
+    """Return the median time that ``call`` takes on the host, in microseconds.
+
+    Calls are queued a few at a time: as many as never wait for the device.
+    """
+    call()
+    seconds = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_CALLS_AHEAD):
+            call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / _CALLS_AHEAD * 1e6
 
 
 def progress(message: str) -> None:

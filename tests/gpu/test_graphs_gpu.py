@@ -6,7 +6,14 @@ from gpu_rig import assert_same_bits, random_bits_, waiting_raises
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE, StateSpec
+from mamba_cache.states import (
+    PAD_SLOT_ID,
+    ZERO_SOURCE,
+    SlotQuantization,
+    StateSpec,
+    dequantize_states,
+    quantize_states,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -16,11 +23,15 @@ BLOCK, CHUNK, LAYERS, CONV, SSM = 8, 4, 3, (6, 4), (2, 4, 5)
 class CapturedStep:
     """Restores, extraction in every layer, and boundary copies of a context, in one CUDA graph."""
 
-    def __init__(self):
+    def __init__(self, quantization):
+        self.quantization = quantization
         self.context = DynamicInferenceContext(
             CacheConfig(
                 block_size_tokens=BLOCK, ssm_chunk_size=CHUNK, max_requests=4, max_tokens=256,
                 max_sequence_length=128, num_kv_blocks=100, max_slots=30,
+                slot_quantization=quantization and "int8",
+                slot_rounding=quantization.rounding if quantization else "nearest",
+                slot_rounding_seed=quantization.seed if quantization else 0,
             ),
             StateSpec.mamba(LAYERS, CONV, SSM, torch.bfloat16, torch.float32),
             device="cuda",
@@ -28,6 +39,8 @@ class CapturedStep:
         self.slots = self.context.slot_allocator
         self.live = [self.context.live_states["conv"], self.context.live_states["ssm"]]
         self.saved = [self.slots.conv_states, self.slots.ssm_states]
+        if quantization:
+            self.saved.append(self.slots.ssm_scales)
         self.chunk_states = torch.empty(LAYERS, 64 + 8, *SSM, device="cuda")
         self.conv_input = torch.empty(LAYERS, 256, CONV[0], dtype=torch.bfloat16, device="cuda")
         self.graph = torch.cuda.CUDAGraph()
@@ -52,14 +65,21 @@ class CapturedStep:
         self.context.abort_step()
         self.context.finish("captured")
 
+    def as_saved(self, conv, ssm):
+        return [conv, *(quantize_states(ssm, self.quantization) if self.quantization else [ssm])]
+
+    def as_live(self, conv, ssm, *scales):
+        return [conv, dequantize_states(ssm, *scales, torch.float32) if scales else ssm]
+
     def expected(self, metadata):
         """Live states and slots after the step, from the metadata by plain loops."""
         live = [tensor.clone() for tensor in self.live]
         saved = [tensor.clone() for tensor in self.saved]
         for source, row in pairs(metadata.restore_sources, metadata.restore_rows):
             self.used["cleared" if source == ZERO_SOURCE else "restored"] += 1
-            for to, from_ in zip(live, saved, strict=True):
-                to[:, row] = 0 if source == ZERO_SOURCE else from_[:, source]
+            restored = self.as_live(*(tensor[:, source] for tensor in saved))
+            for to, from_ in zip(live, restored, strict=True):
+                to[:, row] = 0 if source == ZERO_SOURCE else from_
         entries = (
             metadata.checkpoint_slots, metadata.checkpoint_chunks, metadata.checkpoint_seq_starts,
             metadata.checkpoint_conv_ends, metadata.checkpoint_rows,
@@ -67,20 +87,26 @@ class CapturedStep:
         for slot, chunk, start, end, row in pairs(*entries):
             self.used["extracted"] += 1
             inputs = self.conv_input[:, start:end].transpose(1, 2)
-            saved[0][:, slot] = torch.cat([live[0][:, row], inputs], dim=2)[:, :, -CONV[1] :]
-            saved[1][:, slot] = self.chunk_states[:, chunk]
+            window = torch.cat([live[0][:, row], inputs], dim=2)[:, :, -CONV[1] :]
+            for to, from_ in zip(
+                saved, self.as_saved(window, self.chunk_states[:, chunk]), strict=True
+            ):
+                to[:, slot] = from_
         for row, slot in pairs(metadata.boundary_rows, metadata.boundary_slots):
             self.used["at boundaries"] += 1
-            for to, from_ in zip(saved, live, strict=True):
-                to[:, slot] = from_[:, row]
+            for to, from_ in zip(saved, self.as_saved(*(t[:, row] for t in live)), strict=True):
+                to[:, slot] = from_
         return live, saved
 
     def check_step(self):
         """Runs one step of the context with the graph in place of the model."""
         with waiting_raises():
             step = self.context.begin_step()
-        for tensor in (*self.live, self.chunk_states, self.conv_input):
+        for tensor in (self.live[0], self.conv_input):
             random_bits_(tensor)
+        for tensor in (self.live[1], self.chunk_states):
+            # Arithmetic keeps no payload of a NaN.
+            tensor.normal_() if self.quantization else random_bits_(tensor)
         live, saved = self.expected(step.metadata)
         with waiting_raises():
             self.graph.replay()
@@ -95,8 +121,13 @@ def pairs(*columns):
     return [entry for entry in entries if PAD_SLOT_ID not in entry]
 
 
-def test_graph_replays_with_other_fewer_and_no_requests():
-    captured = CapturedStep()
+@pytest.mark.parametrize(
+    "quantization",
+    [None, SlotQuantization(), SlotQuantization("stochastic", seed=5)],
+    ids=["plain", "nearest", "stochastic"],
+)
+def test_graph_replays_with_other_fewer_and_no_requests(quantization):
+    captured = CapturedStep(quantization)
     captured.capture()
     context = captured.context
     for name, length in (("a", 30), ("b", 41), ("c", 64)):
