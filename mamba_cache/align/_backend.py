@@ -20,31 +20,31 @@ class AlignKernels(NamedTuple):
 
     Attributes:
         accept_tokens: Scatters accepted counts to request slots.
-        advance_columns: Moves the running columns of resident requests to this step.
         copy_regions: Copies a list of regions.
         gather_accepted: Gathers accepted counts from request slots.
         postcopy_columns: Decides and copies after a step.
         postcopy_resident: The same for resident requests.
         precopy_columns: Copies between decided columns.
+        precopy_resident: Decides and copies before a step of resident requests.
     """
 
     accept_tokens: Callable[..., None]
-    advance_columns: Callable[..., None]
     copy_regions: Callable[..., None]
     gather_accepted: Callable[..., None]
     postcopy_columns: Callable[..., None]
     postcopy_resident: Callable[..., None]
     precopy_columns: Callable[..., None]
+    precopy_resident: Callable[..., None]
 
 
 _PLAIN = AlignKernels(
     plain.accept_tokens,
-    plain.advance_columns,
     plain.copy_regions,
     plain.gather_accepted,
     plain.postcopy_columns,
     plain.postcopy_resident,
     plain.precopy_columns,
+    plain.precopy_resident,
 )
 
 
@@ -76,10 +76,10 @@ def kernels_for(backend: CopyBackend, device: torch.device) -> AlignKernels:
         ) from error
     return AlignKernels(
         fused.accept_tokens,
-        fused.advance_columns,
         regions.copy_regions,
         fused.gather_accepted,
         fused.postcopy_columns,
         fused.postcopy_resident,
         fused.precopy_columns,
+        fused.precopy_resident,
     )

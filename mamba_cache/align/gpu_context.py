@@ -17,8 +17,9 @@ from mamba_cache.align.engine import HostDeviceBuffer, KVCacheConfig, MakeBuffer
 from mamba_cache.align.kernels.plain import (
     check_moves,
     decide_postcopy,
+    decide_postcopy_resident,
     decide_precopy,
-    decide_resident,
+    decide_precopy_resident,
 )
 from mamba_cache.align.memory import describe_states
 from mamba_cache.align.spec import get_mamba_groups
@@ -31,6 +32,8 @@ __all__ = ["MambaBuffers", "MambaSpecDecodeGPUContext"]
 @dataclass(slots=True)
 class MambaSpecDecodeGPUContext:
     """Copies states between columns of block tables; what is copied is decided on the device.
+
+    All calls that copy belong on one stream.
 
     Attributes:
         table: Where every state and block table lies.
@@ -196,6 +199,51 @@ class MambaSpecDecodeGPUContext:
             check_moves(self.table, decide_precopy(*inputs))
         kernels_for(self.backend, self.table.device).precopy_columns(self.table, *inputs)
 
+    def run_resident_precopy(
+        self,
+        num_reqs: int,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        num_computed_tokens_gpu: torch.Tensor,
+        num_accepted_tokens_gpu: torch.Tensor,
+        state_idx_gpu: torch.Tensor,
+        src_col_gpu: torch.Tensor,
+        token_bias_gpu: torch.Tensor,
+        accepted_by_row: torch.Tensor,
+    ) -> None:
+        """Moves the running columns to a step, and copies states there, in one launch.
+
+        Args:
+            num_reqs: Requests, in the order of the block tables' rows.
+            idx_mapping: [num_reqs] int: the slot of each row, -1 to skip it.
+            query_start_loc: [num_reqs + 1] int: the first token of each row, then their number.
+            num_computed_tokens_gpu: [slots] int: tokens before the step.
+            num_accepted_tokens_gpu: [slots] int, written: 1 where a state changes its column.
+            state_idx_gpu: [slots] int, written: the running column.
+            src_col_gpu: [slots] int, written: that of the last step.
+            token_bias_gpu: [slots] int, written: drafts accepted in the last step.
+            accepted_by_row: [num_reqs or more] int, written: accepted tokens of each row, and 1
+                where there is no request.
+
+        Raises:
+            InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
+        """
+        if not num_reqs or not self.is_initialized:
+            return
+        inputs = (
+            num_reqs,
+            idx_mapping,
+            query_start_loc,
+            num_computed_tokens_gpu,
+            num_accepted_tokens_gpu,
+            state_idx_gpu,
+        )
+        if self.check_columns:
+            check_moves(self.table, decide_precopy_resident(*inputs, self.table.block_size))
+        kernels_for(self.backend, self.table.device).precopy_resident(
+            self.table, *inputs, src_col_gpu, token_bias_gpu, accepted_by_row
+        )
+
     def run_resident_postprocess(
         self,
         idx_mapping: torch.Tensor,
@@ -220,7 +268,7 @@ class MambaSpecDecodeGPUContext:
         if not len(idx_mapping) or not self.is_initialized:
             return
         if self.check_columns:
-            moves = decide_resident(
+            moves = decide_postcopy_resident(
                 idx_mapping,
                 num_sampled,
                 state_idx_gpu,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +57,16 @@ class MambaHybridAttnMetadata:
     num_decode_draft_tokens_cpu: torch.Tensor | None
 
 
+class _Prepared(NamedTuple):
+    """What ``preprocess_state`` leaves for ``prepare_attn`` of the same batch."""
+
+    input_batch: ResidentBatch
+    accepted_by_row: torch.Tensor
+
+    def fits(self, input_batch: ResidentBatch, num_reqs: int) -> bool:
+        return self.input_batch is input_batch and num_reqs <= len(self.accepted_by_row)
+
+
 class MambaHybridModelState:
     """The states of all running requests, by request slot.
 
@@ -103,6 +113,7 @@ class MambaHybridModelState:
         self._kernels = kernels_for(backend, self.device)
         self._check_columns = check_columns
         self.num_accepted_tokens_gpu = self._per_slot(1)
+        self._prepared: _Prepared | None = None
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         if self._is_aligned:
             self._block_size = _column_tokens(vllm_config, kv_cache_config)
@@ -125,6 +136,7 @@ class MambaHybridModelState:
             raise InvalidArgumentError(
                 f"req_index must be in [0, {self.max_num_reqs}), got {req_index}"
             )
+        self._prepared = None
         self.num_accepted_tokens_gpu[req_index].fill_(1)
         if self._is_aligned:
             # By the tokens of a Mamba column, which are not those of an attention block.
@@ -157,7 +169,9 @@ class MambaHybridModelState:
         if not self._is_aligned or not input_batch.num_reqs:
             return
         context = self._bind(block_tables, kv_cache_config)
-        self._kernels.advance_columns(
+        num_rows = getattr(input_batch, "num_reqs_after_padding", input_batch.num_reqs)
+        accepted_by_row = torch.empty(num_rows, dtype=torch.int32, device=self.device)
+        context.run_resident_precopy(
             input_batch.num_reqs,
             input_batch.idx_mapping,
             input_batch.query_start_loc,
@@ -166,15 +180,9 @@ class MambaHybridModelState:
             self._mamba_state_idx_gpu,
             self._mamba_src_col_gpu,
             self._mamba_src_off_gpu,
-            self._block_size,
+            accepted_by_row,
         )
-        context.run_fused_precopy(
-            input_batch.num_reqs,
-            self._mamba_state_idx_gpu,
-            self._mamba_src_col_gpu,
-            self._mamba_src_off_gpu,
-            input_batch.idx_mapping,
-        )
+        self._prepared = _Prepared(input_batch, accepted_by_row)
 
     def prepare_attn(
         self,
@@ -237,6 +245,7 @@ class MambaHybridModelState:
         """
         if not len(idx_mapping):
             return
+        self._prepared = None
         if isinstance(num_sampled, int):
             num_sampled = torch.full_like(idx_mapping, num_sampled)
         accepted = self.num_accepted_tokens_gpu
@@ -282,6 +291,10 @@ class MambaHybridModelState:
         return context
 
     def _accepted_by_row(self, input_batch: ResidentBatch, num_reqs: int) -> torch.Tensor:
+        # Most often ``preprocess_state`` has gathered them already, which saves a launch.
+        prepared, self._prepared = self._prepared, None
+        if prepared and prepared.fits(input_batch, num_reqs):
+            return prepared.accepted_by_row[:num_reqs]
         by_row = torch.empty(num_reqs, dtype=torch.int32, device=self.device)
         slots = input_batch.idx_mapping[: input_batch.num_reqs]
         self._kernels.gather_accepted(slots, self.num_accepted_tokens_gpu, by_row)

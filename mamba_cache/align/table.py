@@ -11,29 +11,38 @@ import torch
 from mamba_cache.align.memory import StateMemory
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["STATE_FIELDS", "TILE_BYTES", "StateTable", "to_device"]
+__all__ = ["CHUNK_FIELDS", "NUM_COUNTERS", "TILE_BYTES", "StateTable", "to_device"]
 
-TILE_BYTES = 8192
+TILE_BYTES = 4096
 """Bytes of a state that a program of the fused kernels copies at a time. A power of two."""
 
-STATE_FIELDS = (
+CHUNK_FIELDS = (
     "base_address",
     "block_stride",
-    "element_size",
-    "inner_size",
-    "conv_width",
-    "group",
     "block_bytes",
     "token_bytes",
-    "num_parts",
+    "conv_width",
+    "group",
+    "first_tile",
+    "num_tiles",
 )
-"""What is known of each state, in the order of a row of ``StateTable.states``."""
+"""What a row of ``StateTable.chunks`` tells: of the chunk's state the address in block 0, the bytes
+from block to block, of a block, and of one token in one row, the tokens of a conv window (0 for a
+temporal state) and the Mamba group; then the chunk's first tile, and the tiles of a block."""
 
+NUM_COUNTERS = 17
+"""Counters by which the programs of a fused kernel share their work; each has a line of its own."""
+
+_LINE_INTS = 32  # 128 bytes: atomics on neighbours would wait for each other
+_MOST_TILES_PER_CHUNK = 16
 _WIDEST_WORD_BYTES = 8
 
 
 class StateTable:
     """Where every state of a model lies, and the block tables that say which block is meant.
+
+    A block of each state is cut into *chunks* of ``tiles_per_chunk`` tiles: so the table is small
+    although the tiles are.
 
     Args:
         num_states: State tensors, over all layers and kinds.
@@ -42,9 +51,11 @@ class StateTable:
         device: Where the states and block tables live.
 
     Attributes:
-        states: [num_states, len(STATE_FIELDS)] int64 on the device.
-        tiles: [num_tiles, 2] int32 on the device: state and part of each tile of one request.
+        chunks: [num_chunks, len(CHUNK_FIELDS)] int64 on the device; an empty one if there are none.
+        tiles_per_chunk: Tiles of a chunk, a power of two; some are empty at the end of a state.
         word_bytes: The widest word, up to 8 bytes, that fits all addresses and sizes.
+        counters: [NUM_COUNTERS, ...] int32 on the device. Zeros between launches, so launches that
+            use one table belong on one stream.
         block_table_ptrs: [num_groups] int64 on the device.
         block_table_stride: Elements from row to row of every block table.
         block_size: Tokens of one column.
@@ -55,10 +66,11 @@ class StateTable:
     def __init__(
         self, num_states: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:
-        shape = num_states, len(STATE_FIELDS)
-        self.states = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.tiles = torch.zeros((0, 2), dtype=torch.int32, device=device)
+        self._num_states = num_states
+        self.chunks = torch.zeros((1, len(CHUNK_FIELDS)), dtype=torch.int64, device=device)
+        self.tiles_per_chunk = 1
         self.word_bytes = 1
+        self.counters = torch.zeros((NUM_COUNTERS, _LINE_INTS), dtype=torch.int32, device=device)
         self.block_table_ptrs = torch.zeros(num_groups, dtype=torch.int64, device=device)
         self.block_table_stride = 0
         self.block_size = block_size
@@ -68,11 +80,12 @@ class StateTable:
     @property
     def device(self) -> torch.device:
         """Where the states live."""
-        return self.states.device
+        return self.chunks.device
 
-    def field(self, name: str) -> torch.Tensor:
-        """Returns one of ``STATE_FIELDS`` of every state: [num_states] int64, a view."""
-        return self.states[:, STATE_FIELDS.index(name)]
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all states of one request, empty ones included."""
+        return len(self.chunks) * self.tiles_per_chunk
 
     def bind(self, memories: Sequence[StateMemory], block_tables: Sequence[torch.Tensor]) -> None:
         """Fills the table, without waiting for the device.
@@ -85,19 +98,17 @@ class StateTable:
             InvalidArgumentError: The number of states is not that of the table, or the block tables
                 do not fit. Nothing was changed.
         """
-        if len(memories) != len(self.states):
+        if len(memories) != self._num_states:
             raise InvalidArgumentError(
-                f"the table has {len(self.states)} states, one for each layer and kind, "
+                f"the table has {self._num_states} states, one for each layer and kind, "
                 f"got {len(memories)}"
             )
         self.bind_block_tables(block_tables)
-        rows = [_fields(memory) for memory in memories]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), len(STATE_FIELDS))
-        parts = table[:, STATE_FIELDS.index("num_parts")]
-        state = np.repeat(np.arange(len(rows)), parts)
-        part = np.arange(len(state)) - np.repeat(np.cumsum(parts) - parts, parts)
-        self.tiles = to_device(np.stack([state, part], axis=1).astype(np.int32), self.device)
-        self.states.copy_(to_device(table, self.device))
+        most_tiles = max((_num_tiles(memory) for memory in memories), default=1)
+        self.tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, 1 << max(most_tiles - 1, 0).bit_length())
+        rows = [row for memory in memories for row in _chunks(memory, self.tiles_per_chunk)]
+        if rows:
+            self.chunks = to_device(np.array(rows, dtype=np.int64), self.device)
         self.word_bytes = math.gcd(_WIDEST_WORD_BYTES, *map(_alignment, memories))
         self.memories = memories
 
@@ -130,18 +141,22 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _fields(memory: StateMemory) -> tuple[int, ...]:
-    return (
+def _num_tiles(memory: StateMemory) -> int:
+    return -(-memory.block_bytes // TILE_BYTES)
+
+
+def _chunks(memory: StateMemory, tiles_per_chunk: int) -> list[tuple[int, ...]]:
+    """Returns the rows of ``StateTable.chunks`` of one state."""
+    num_tiles = _num_tiles(memory)
+    state = (
         memory.blocks.data_ptr(),
         memory.blocks.stride(0),
-        memory.element_size,
-        memory.inner_size,
-        memory.conv_width,
-        memory.group,
         memory.block_bytes,
         memory.token_bytes,
-        -(-memory.block_bytes // TILE_BYTES),
+        memory.conv_width,
+        memory.group,
     )
+    return [(*state, first, num_tiles) for first in range(0, num_tiles, tiles_per_chunk)]
 
 
 def _alignment(memory: StateMemory) -> int:

@@ -1,15 +1,18 @@
 """How long states in block tables take to follow a step on a GPU, beside a flat copy.
 
-No time is taken before the bits have been compared.
+No time is taken before the bits have been compared. Copies and flat copies are timed in turn, and
+other blocks are copied each time.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from mamba_cache.align import (
@@ -17,6 +20,7 @@ from mamba_cache.align import (
     MambaSpec,
     MambaSpecDecodeGPUContext,
     get_conv_copy_spec,
+    get_conv_copy_spec_ds,
     get_temporal_copy_spec,
 )
 from mamba_cache.bench.measure import Measurement, device_us, progress
@@ -26,10 +30,14 @@ __all__ = ["REQUEST_COUNTS", "measure_copies", "measure_idle_step", "run_align"]
 REQUEST_COUNTS = (1, 4, 16)
 """Requests that cross a boundary in one step."""
 
-_LAYERS, _COLUMNS, _COLUMN_TOKENS = 24, 5, 512
+_LAYERS, _COLUMNS, _COLUMN_TOKENS = 24, 12, 512
 _CONV, _SSM = (4, 10240), (128, 64, 128)
-_COPY_FUNCS = (get_conv_copy_spec, get_temporal_copy_spec)
-_RUNS = 15
+_FLAT_BYTES = 2 * 10**9
+_ROUNDS, _RUNS = 5, 9
+_NUM_RUNS = _ROUNDS * _RUNS
+_QUEUED_STEPS = 4  # as many as the host can queue ahead of the device
+
+_Call = Callable[[], object]
 
 
 def run_align() -> list[Measurement]:
@@ -40,49 +48,69 @@ def run_align() -> list[Measurement]:
     """
     if not torch.cuda.is_available():
         raise SystemExit("the align benchmark times a GPU, and PyTorch finds none")
-    engine = _Engine(max(REQUEST_COUNTS))
-    engine.check_bits()
-    return [*measure_copies(engine), *measure_idle_step(engine)]
+    results: list[Measurement] = []
+    for layout in ("SD", "DS"):
+        engine = _Engine(layout, max(REQUEST_COUNTS))
+        engine.check_bits()
+        results += measure_copies(engine)
+    return [*results, *measure_idle_step(engine)]
 
 
 def measure_copies(engine: _Engine) -> Iterator[Measurement]:
     """Time the copies before and after a step in which every request crosses a boundary."""
     for num_reqs in REQUEST_COUNTS:
         for bias in (0, 1):
-            progress(f"copy the states of {num_reqs} requests, {bias} drafts accepted")
+            title = f"{engine.layout}, {num_reqs} requests, {bias} drafts accepted"
+            progress(f"copy states, {title}")
             num_bytes = num_reqs * engine.moved_bytes(bias)
-            flat = device_us([partial(engine.flat_copy, num_bytes)], runs=_RUNS)
-            limit = {1: 1.08, 16: 1.04}.get(num_reqs)
-            for name, calls in (
-                ("pre-copy", engine.precopies(num_reqs, bias)),
-                ("post-copy", engine.postcopies(num_reqs, bias)),
-            ):
-                own = device_us(calls, runs=_RUNS)
+            flat, before, after = _in_turn_us(
+                engine.flat_copies(num_bytes),
+                engine.precopies(num_reqs, bias),
+                engine.postcopies(num_reqs, bias),
+            )
+            for name, own in (("pre-copy", before), ("post-copy", after)):
                 yield Measurement(
-                    f"{name}, {num_reqs} requests, {bias} drafts accepted: over a flat copy's time",
+                    f"{name}, {title}: over a flat copy's time",
                     own / flat,
                     "x",
-                    limit,
-                    runs=_RUNS,
+                    {1: 1.08, 16: 1.04}.get(num_reqs),
+                    runs=_NUM_RUNS,
                     detail=f"{own:,.1f} us, {num_bytes / 1e6:,.1f} MB, flat copy {flat:,.1f} us",
                 )
 
 
 def measure_idle_step(engine: _Engine) -> Iterator[Measurement]:
-    """Time all that a step costs in which no request crosses a boundary."""
+    """Time all calls of a step in which no request crosses a boundary."""
     for num_reqs in REQUEST_COUNTS:
         progress(f"a step of {num_reqs} requests in which nothing is copied")
-        time_us = device_us([engine.idle_step(num_reqs)], runs=_RUNS)
-        name = f"{num_reqs} requests, no boundary crossed: before and after the forward"
-        yield Measurement(name, time_us, "us", 8, runs=_RUNS)
+        step = engine.idle_step(num_reqs)
+        queue = [partial(_repeat, step, _QUEUED_STEPS)]
+        queued, alone, nothing = _in_turn_us(queue, [step], [lambda: None])
+        name = f"{num_reqs} requests, no boundary crossed: all calls of a step"
+        detail = f"{_QUEUED_STEPS} steps behind one another; one alone {alone:,.1f} us, of which "
+        detail += f"{nothing:,.1f} us are the clock's"
+        yield Measurement(name, queued / _QUEUED_STEPS, "us", 8, runs=_NUM_RUNS, detail=detail)
+
+
+def _repeat(call: _Call, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _in_turn_us(*groups: Sequence[_Call]) -> list[float]:
+    """Return the median time of one of the calls of each group, the groups taking turns."""
+    rounds = [[device_us(group, runs=_RUNS) for group in groups] for _ in range(_ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 class _Engine:
     """States of random bits, and requests whose columns are blocks of their own."""
 
-    def __init__(self, max_num_reqs: int) -> None:
+    def __init__(self, layout: str, max_num_reqs: int) -> None:
         num_blocks = max_num_reqs * _COLUMNS
-        self.convs = [_random(torch.bfloat16, num_blocks, *_CONV) for _ in range(_LAYERS)]
+        self.layout = layout
+        window = _CONV if layout == "SD" else _CONV[::-1]
+        self.convs = [_random(torch.bfloat16, num_blocks, *window) for _ in range(_LAYERS)]
         self.ssms = [_random(torch.float32, num_blocks, *_SSM) for _ in range(_LAYERS)]
         names = [f"mamba.{layer}" for layer in range(_LAYERS)]
         states = zip(names, self.convs, self.ssms, strict=True)
@@ -90,7 +118,7 @@ class _Engine:
         spec = MambaSpec(
             block_size=_COLUMN_TOKENS,
             num_speculative_blocks=1,
-            shapes=(_CONV, _SSM),
+            shapes=(window, _SSM),
             dtypes=(torch.bfloat16, torch.float32),
             mamba_cache_mode="align",
         )
@@ -102,30 +130,40 @@ class _Engine:
         self.context = MambaSpecDecodeGPUContext.create(
             max_num_reqs, self.config, 2, "cuda", lambda n, *, dtype: None
         )
-        self.context.initialize_from_forward_context(self.config, layers, _COPY_FUNCS, [self.table])
-        self.state = _resident_state(max_num_reqs, layers)
-        self.flat = [torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        conv_func = get_conv_copy_spec if layout == "SD" else get_conv_copy_spec_ds
+        copy_funcs = (conv_func, get_temporal_copy_spec)
+        self.context.initialize_from_forward_context(self.config, layers, copy_funcs, [self.table])
+        self.state = _resident_state(max_num_reqs, layers, copy_funcs)
+        self.flat = [_random(torch.uint8, _FLAT_BYTES) for _ in range(2)]
 
     def moved_bytes(self, bias: int) -> int:
         """Return the bytes of one request that a copy must read."""
-        conv, ssm = self.convs[0][0], self.ssms[0][0]
-        return _LAYERS * (conv[bias:].numel() * conv.itemsize + ssm.numel() * ssm.itemsize)
+        window, ssm = self.windows(0)[0], self.ssms[0][0]
+        kept = window[bias:]
+        return _LAYERS * (kept.numel() * kept.itemsize + ssm.numel() * ssm.itemsize)
 
-    def flat_copy(self, num_bytes: int) -> None:
-        """Copy as many bytes in one piece."""
-        self.flat[1][:num_bytes].copy_(self.flat[0][:num_bytes])
+    def windows(self, layer: int) -> torch.Tensor:
+        """Return a layer's conv states as [blocks, W, dim]."""
+        conv = self.convs[layer]
+        return conv if self.layout == "SD" else conv.transpose(1, 2)
 
-    def precopies(self, num_reqs: int, bias: int) -> list[Callable[[], None]]:
+    def flat_copies(self, num_bytes: int) -> list[_Call]:
+        """Return copies of as many bytes in one piece each."""
+        starts = range(0, _FLAT_BYTES - num_bytes + 1, num_bytes)
+        pieces = [[flat[start : start + num_bytes] for flat in self.flat] for start in starts]
+        return [partial(destination.copy_, source) for source, destination in pieces[:4]]
+
+    def precopies(self, num_reqs: int, bias: int) -> list[_Call]:
         """Return copies between other columns each."""
         return [
             partial(self._precopy, num_reqs, *(_full(num_reqs, n) for n in (*columns, bias)))
-            for columns in ((2, 0), (3, 1), (0, 2), (1, 3))
+            for columns in ((0, 6), (2, 8), (4, 10), (7, 1))
         ]
 
-    def postcopies(self, num_reqs: int, bias: int) -> list[Callable[[], None]]:
+    def postcopies(self, num_reqs: int, bias: int) -> list[_Call]:
         """Return copies to the column before the running one."""
-        calls: list[Callable[[], None]] = []
-        for column in (1, 2, 3):
+        calls: list[_Call] = []
+        for column in (1, 4, 7, 10):
             # The accepted drafts end at the boundary where the running column begins.
             num_computed = column * _COLUMN_TOKENS - bias - 1
             values = (bias + 1, column, 1 + bias, num_computed, bias)
@@ -133,13 +171,23 @@ class _Engine:
             calls.append(partial(self.context.run_fused_postprocess, num_reqs, *inputs))
         return calls
 
-    def idle_step(self, num_reqs: int) -> Callable[[], None]:
+    def idle_step(self, num_reqs: int) -> _Call:
         """Return a step of all requests in the middle of a column."""
         slots = torch.arange(num_reqs, dtype=torch.int32, device="cuda")
         lengths = torch.arange(num_reqs + 1, dtype=torch.int32, device="cuda") * 2
         # Any: just the fields that are read.
         batch = cast(
-            Any, SimpleNamespace(num_reqs=num_reqs, idx_mapping=slots, query_start_loc=lengths)
+            Any,
+            SimpleNamespace(
+                num_reqs=num_reqs,
+                num_tokens=2 * num_reqs,
+                idx_mapping=slots,
+                query_start_loc=lengths,
+                num_scheduled_tokens=np.full(num_reqs, 2),
+                num_draft_tokens_per_req=np.full(num_reqs, 1),
+                is_prefilling_np=np.zeros(num_reqs, dtype=bool),
+                seq_lens_cpu_upper_bound=torch.full((num_reqs,), _COLUMN_TOKENS),
+            ),
         )
         num_computed = _full(len(self.table), _COLUMN_TOKENS // 2)
         sampled = _full(num_reqs, 2)
@@ -149,6 +197,7 @@ class _Engine:
 
         def step() -> None:
             self.state.preprocess_state(batch, [self.table], self.config, num_computed)
+            self.state.prepare_attn(batch)
             self.state.postprocess_state(slots, sampled, num_computed)
 
         return step
@@ -158,33 +207,35 @@ class _Engine:
         num_reqs = len(self.table)
         columns = [self.table[:, column].long() for column in range(_COLUMNS)]
         for call, source, destination in (
-            (self.precopies(num_reqs, 1)[2], 0, 2),
-            (self.postcopies(num_reqs, 1)[1], 2, 1),
+            (self.precopies(num_reqs, 1)[2], 4, 10),
+            (self.postcopies(num_reqs, 1)[1], 4, 3),
         ):
             wanted = [
-                (conv[columns[source]][:, 1:], ssm[columns[source + 1]])
-                for conv, ssm in zip(self.convs, self.ssms, strict=True)
+                (self.windows(layer)[columns[source]][:, 1:], ssm[columns[source + 1]])
+                for layer, ssm in enumerate(self.ssms)
             ]
             call()
-            for (conv, ssm), now in zip(
-                wanted, zip(self.convs, self.ssms, strict=True), strict=True
-            ):
+            for layer, (window, ssm) in enumerate(wanted):
                 blocks = columns[destination]
-                _assert_same_bits(now[0][blocks][:, :-1], conv)
-                _assert_same_bits(now[1][blocks], ssm)
+                _assert_same_bits(self.windows(layer)[blocks][:, :-1], window)
+                _assert_same_bits(self.ssms[layer][blocks], ssm)
 
     def _precopy(self, num_reqs: int, *columns: torch.Tensor) -> None:
         source, destination, bias = columns
         self.context.run_fused_precopy(num_reqs, destination, source, bias)
 
 
-def _resident_state(max_num_reqs: int, layers: dict[str, Any]) -> MambaHybridModelState:
+def _resident_state(
+    max_num_reqs: int, layers: dict[str, Any], copy_funcs: tuple[Any, ...]
+) -> MambaHybridModelState:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(mamba_cache_mode="align", mamba_block_size=_COLUMN_TOKENS),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs),
         compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(max_model_len=_COLUMNS * _COLUMN_TOKENS),
+        num_speculative_tokens=1,
     )
-    model = SimpleNamespace(get_mamba_state_copy_func=lambda: _COPY_FUNCS)
+    model = SimpleNamespace(get_mamba_state_copy_func=lambda: copy_funcs)
     # Any: just the fields that are read.
     return MambaHybridModelState(cast(Any, config), cast(Any, model), None, "cuda")
 

@@ -15,6 +15,7 @@ from mamba_cache.align import (
     get_temporal_copy_spec,
 )
 from mamba_cache.align.memory import describe_states
+from mamba_cache.align.table import CHUNK_FIELDS
 from mamba_cache.errors import InvalidArgumentError
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
@@ -134,19 +135,19 @@ def test_what_does_not_fit_leaves_the_context_as_it_was(bindings, changed, messa
     with pytest.raises(InvalidArgumentError, match=message):
         context.initialize_from_forward_context(**{**bindings, **changed})
     assert not context.is_initialized
-    assert not context.table.states.any()
+    assert not context.table.chunks.any()
     assert context.table.block_tables == ()
 
 
 def test_only_the_first_initialisation_counts(bindings, rng):
     context = make_context(Model(groups=(Group(), Group(num_layers=1))))
     context.initialize_from_forward_context(**bindings)
-    facts = context.table.states.clone()
+    facts = context.table.chunks.clone()
     assert facts.any(dim=1).all()
     context.initialize_from_forward_context(**{**bindings, "block_tables": []})
-    assert torch.equal(context.table.states, facts)
-    assert context.table.field("conv_width").tolist() == [5, 0] * 3
-    assert context.table.field("group").tolist() == [0, 0, 0, 0, 1, 1]
+    assert torch.equal(context.table.chunks, facts)
+    assert facts[:, CHUNK_FIELDS.index("conv_width")].tolist() == [5, 0] * 3
+    assert facts[:, CHUNK_FIELDS.index("group")].tolist() == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "TRITON"])

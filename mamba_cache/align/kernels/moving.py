@@ -1,36 +1,42 @@
-"""How programs of a kernel copy bytes, and one state of one request: what the kernels share."""
+"""How programs of a kernel share out and copy the states of all requests that move."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
-# ruff: noqa: ANN001, N803, PLR0917
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from mamba_cache.align.table import STATE_FIELDS, TILE_BYTES
+from mamba_cache.align.table import CHUNK_FIELDS, NUM_COUNTERS, TILE_BYTES
 
-__all__ = ["NUM_WARPS", "WORDS", "copy_bytes", "copy_moves", "shift_rows"]
+__all__ = ["NUM_TURNS", "WORDS", "copy_bytes", "copy_moves", "shift_rows"]
 
-NUM_WARPS = 4
-"""Warps of a program that copies."""
+NUM_TURNS = NUM_COUNTERS - 1
+"""Counters that tickets are drawn from. One alone serves 400 tickets in a microsecond, too few."""
 
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of the words that are moved, by bytes."""
 
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 _WIDE_BYTES = tl.constexpr(16)
-_STEP_WORDS = tl.constexpr(1024)
-_LANES = tl.constexpr(256)
+_STEP_WORDS = tl.constexpr(512)
+_LANES = tl.constexpr(128)
+_PIECES = tl.constexpr(4)
+_LINE_INTS = tl.constexpr(32)
+_COUNTERS = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
+_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
+_ENDED = tl.constexpr(NUM_TURNS)
 
-_NUM_FIELDS = tl.constexpr(len(STATE_FIELDS))
-_BASE_ADDRESS = tl.constexpr(STATE_FIELDS.index("base_address"))
-_BLOCK_STRIDE = tl.constexpr(STATE_FIELDS.index("block_stride"))
-_CONV_WIDTH = tl.constexpr(STATE_FIELDS.index("conv_width"))
-_GROUP = tl.constexpr(STATE_FIELDS.index("group"))
-_BLOCK_BYTES = tl.constexpr(STATE_FIELDS.index("block_bytes"))
-_TOKEN_BYTES = tl.constexpr(STATE_FIELDS.index("token_bytes"))
-_NUM_PARTS = tl.constexpr(STATE_FIELDS.index("num_parts"))
+_NUM_FIELDS = tl.constexpr(len(CHUNK_FIELDS))
+_BASE_ADDRESS = tl.constexpr(CHUNK_FIELDS.index("base_address"))
+_BLOCK_STRIDE = tl.constexpr(CHUNK_FIELDS.index("block_stride"))
+_BLOCK_BYTES = tl.constexpr(CHUNK_FIELDS.index("block_bytes"))
+_TOKEN_BYTES = tl.constexpr(CHUNK_FIELDS.index("token_bytes"))
+_CONV_WIDTH = tl.constexpr(CHUNK_FIELDS.index("conv_width"))
+_GROUP = tl.constexpr(CHUNK_FIELDS.index("group"))
+_FIRST_TILE = tl.constexpr(CHUNK_FIELDS.index("first_tile"))
+_NUM_TILES = tl.constexpr(CHUNK_FIELDS.index("num_tiles"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -76,63 +82,115 @@ def shift_rows(  # type: ignore[no-untyped-def]
 ) -> None:
     """Moves one part of rows to the left, onto themselves or elsewhere.
 
-    A lane is one word of a piece in one row. It walks through the pieces from first to last, and no
-    other lane touches its words: so nothing is overwritten before it is read.
+    A lane is one word of a piece in one row. The program walks through the pieces from first to
+    last, a few at a time, and no other program touches its lanes: so nothing is overwritten before
+    it is read.
     """
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     source = source.to(tl.pointer_type(WORD))
     destination = destination.to(tl.pointer_type(WORD))
-    piece = piece_bytes // word_bytes
+    piece, num_pieces = piece_bytes // word_bytes, size // piece_bytes
     num_lanes = num_rows * piece
-    lanes_per_part = tl.cdiv(num_lanes, num_parts)
-    end = tl.minimum((part + 1) * lanes_per_part, num_lanes)
-    for first in range(part * lanes_per_part, end, _LANES):
+    for first in range(part * _LANES, num_lanes, num_parts * _LANES):
         lanes = first + tl.arange(0, _LANES)
         words = lanes // piece * (row_stride // word_bytes) + lanes % piece
-        for index in range(size // piece_bytes):
-            moved = tl.load(source + words + index * piece, mask=lanes < end)
-            tl.store(destination + words + index * piece, moved, mask=lanes < end)
+        for index in range(0, num_pieces, _PIECES):
+            pieces = index + tl.arange(0, _PIECES)
+            offsets = words[:, None] + pieces[None, :] * piece
+            mask = (lanes < num_lanes)[:, None] & (pieces < num_pieces)[None, :]
+            moved = tl.load(source + offsets, mask=mask)
+            # Other threads of the program store where these loads read.
+            tl.debug_barrier()
+            tl.store(destination + offsets, moved, mask=mask)
+
+
+@triton.jit
+def _copy_wide_and_draw(source, destination, size, tile, counter):  # type: ignore[no-untyped-def]
+    """Copies a tile by accesses of 16 bytes, and draws a ticket while they are on their way."""
+    tile_words: tl.constexpr = _TILE_BYTES // 8
+    source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
+    destination = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
+    words = tile * tile_words + tl.arange(0, tile_words)
+    mask = words < tl.multiple_of(size // 8, _WIDE_BYTES // 8)
+    moved = tl.load(source + words, mask=mask)
+    ticket = tl.atomic_add(counter, 1, sem="relaxed")
+    tl.store(destination + words, moved, mask=mask)
+    return ticket
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_part(  # type: ignore[no-untyped-def]
-    state,
-    part,
-    row,
-    source_column,
-    destination_column,
-    bias,
-    block_tables,
-    table_stride,
+def _copy_and_draw(  # type: ignore[no-untyped-def]
+    source, destination, size, tile, counter, WORD: tl.constexpr
+):
+    """As ``copy_bytes``; also draws a ticket."""
+    if ((source | destination | size) & (_WIDE_BYTES - 1)) == 0:
+        ticket = _copy_wide_and_draw(source, destination, size, tile, counter)
+    else:
+        _copy_tile(source, destination, size, tile, WORD, WORD.primitive_bitwidth // 8)
+        ticket = tl.atomic_add(counter, 1, sem="relaxed")
+    return ticket
+
+
+@triton.jit
+def _load_chunk(chunks, index):  # type: ignore[no-untyped-def]
+    """Returns the fields of a chunk, in their order."""
+    chunk = chunks + index.to(tl.int64) * _NUM_FIELDS
+    return (
+        tl.load(chunk + _BASE_ADDRESS),
+        tl.load(chunk + _BLOCK_STRIDE),
+        tl.load(chunk + _BLOCK_BYTES),
+        tl.load(chunk + _TOKEN_BYTES),
+        tl.load(chunk + _CONV_WIDTH),
+        tl.load(chunk + _GROUP),
+        tl.load(chunk + _FIRST_TILE),
+        tl.load(chunk + _NUM_TILES),
+    )
+
+
+@triton.jit
+def _is_last(counters):  # type: ignore[no-untyped-def]
+    """Returns whether all other programs have come here, and if so clears the counters."""
+    # Relaxed, because what comes before it are this program's reads, whose values led here.
+    ended = tl.atomic_add(counters + _ENDED * _LINE_INTS, 1, sem="relaxed")
+    is_last = ended == tl.num_programs(0) - 1
+    if is_last:
+        indices = tl.arange(0, _COUNTERS)
+        tl.store(counters + indices * _LINE_INTS, 0, mask=indices < _NUM_COUNTERS)
+    return is_last
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_tile(  # type: ignore[no-untyped-def]
+    source_block,
+    destination_block,
+    shift,
+    base,
+    stride,
+    block_bytes,
+    token_bytes,
+    row_bytes,
+    tile,
+    num_tiles,
+    counter,
     WORD: tl.constexpr,
-) -> None:
-    """Copies one part of one state of the request in one row."""
-    conv_width = tl.load(state + _CONV_WIDTH)
-    block_table = tl.load(block_tables + tl.load(state + _GROUP)).to(tl.pointer_type(tl.int32))
-    block_table += row * table_stride
-    shift = tl.where(conv_width > 0, bias, 0)
-    source_block = tl.load(block_table + source_column + bias - shift).to(tl.int64)
-    destination_block = tl.load(block_table + destination_column).to(tl.int64)
-    if (source_block >= 0) & (destination_block >= 0):
-        base, stride = tl.load(state + _BASE_ADDRESS), tl.load(state + _BLOCK_STRIDE)
-        block_bytes, token_bytes = tl.load(state + _BLOCK_BYTES), tl.load(state + _TOKEN_BYTES)
-        source = base + source_block * stride + shift * token_bytes
-        destination = base + destination_block * stride
-        if shift == 0:
-            copy_bytes(source, destination, block_bytes, part, WORD)
-        else:
-            row_bytes = conv_width * token_bytes
+):
+    """Copies one tile of one state from block to block, and draws a ticket."""
+    source = base + source_block * stride + shift * token_bytes
+    destination = base + destination_block * stride
+    is_real = (source_block >= 0) & (destination_block >= 0)
+    is_one_piece = (row_bytes == block_bytes) & (source_block != destination_block)
+    if (shift == 0) | is_one_piece:
+        size = tl.where(is_real, block_bytes - shift * token_bytes, 0)
+        ticket = _copy_and_draw(source, destination, size, tile, counter, WORD)
+    else:
+        if is_real & (tile < num_tiles):
+            size = row_bytes - shift * token_bytes
+            num_rows = block_bytes // row_bytes
             shift_rows(
-                source,
-                destination,
-                row_bytes - shift * token_bytes,
-                block_bytes // row_bytes,
-                row_bytes,
-                token_bytes,
-                part,
-                tl.load(state + _NUM_PARTS),
-                WORD,
+                source, destination, size, num_rows, row_bytes, token_bytes, tile, num_tiles, WORD
             )
+        ticket = tl.atomic_add(counter, 1, sem="relaxed")
+    return ticket
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -141,33 +199,66 @@ def copy_moves(  # type: ignore[no-untyped-def]
     sources,
     destinations,
     biases,
-    states,
-    tiles,
-    num_tiles,
+    chunks,
+    num_chunks,
+    counters,
     block_tables,
     table_stride,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
-) -> None:
-    """Copies this program's share: the tiles of all moves are dealt out to the programs in turn."""
-    num_moves = tl.sum(moves.to(tl.int32), 0)
-    if num_moves > 0:
-        rows = tl.arange(0, ROWS).to(tl.int64)
-        ordinals = tl.cumsum(moves.to(tl.int32), 0)
-        num_programs = tl.num_programs(0)
-        first = tl.program_id(0)
-        for move in range(num_moves):
-            chosen = moves & (ordinals == move + 1)
-            row = tl.sum(tl.where(chosen, rows, 0), 0)
-            source = tl.sum(tl.where(chosen, sources, 0), 0)
-            destination = tl.sum(tl.where(chosen, destinations, 0), 0)
-            bias = tl.sum(tl.where(chosen, biases, 0), 0)
-            for tile in range(first, num_tiles, num_programs):
-                state = states + tl.load(tiles + 2 * tile).to(tl.int64) * _NUM_FIELDS
-                part = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-                _copy_part(
-                    state, part, row, source, destination, bias, block_tables, table_stride, WORD
+    TILES_PER_CHUNK: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Copies this program's share of the tiles of all moves, numbered through: its tickets.
+
+    The first ticket is the program's number, the others are drawn; so what is in flight stays close
+    together in memory. Programs take turns at ``TURNS`` counters, which divide their number.
+
+    Returns:
+        Whether this program shall write what later steps decide by. Where something is copied, it
+        is the last program, when no other decides any more. Else it is the first, provided that
+        what it writes makes no row move.
+    """
+    program = tl.program_id(0)
+    ticket = program
+    # Before it is known whether anything moves: the first load of a line takes long.
+    base, stride, block_bytes, token_bytes, width, group, first_tile, num_tiles = _load_chunk(
+        chunks, ticket // TILES_PER_CHUNK % num_chunks
+    )
+    rows = tl.arange(0, ROWS)
+    row = tl.min(tl.where(moves, rows, ROWS), 0)
+    is_writer = program == 0
+    if row < ROWS:
+        turn = program % TURNS
+        counter = counters + turn * _LINE_INTS
+        end = 0
+        while row < ROWS:
+            source_column = tl.sum(tl.where(rows == row, sources, 0), 0)
+            destination_column = tl.sum(tl.where(rows == row, destinations, 0), 0)
+            bias = tl.sum(tl.where(rows == row, biases, 0), 0)
+            end += num_chunks * TILES_PER_CHUNK
+            while ticket < end:
+                shift = tl.where(width > 0, bias, 0)
+                block_table = tl.load(block_tables + group).to(tl.pointer_type(tl.int32))
+                block_table += row.to(tl.int64) * table_stride
+                drawn = _move_tile(
+                    tl.load(block_table + source_column + bias - shift).to(tl.int64),
+                    tl.load(block_table + destination_column).to(tl.int64),
+                    shift,
+                    base,
+                    stride,
+                    block_bytes,
+                    token_bytes,
+                    width * token_bytes,
+                    first_tile + ticket % TILES_PER_CHUNK,
+                    num_tiles,
+                    counter,
+                    WORD,
                 )
-            # The turn goes on where this move's tiles end, so that programs are equally busy.
-            taken = tl.maximum(tl.cdiv(num_tiles - first, num_programs), 0)
-            first += taken * num_programs - num_tiles
+                ticket = tl.num_programs(0) + turn + TURNS * drawn
+                base, stride, block_bytes, token_bytes, width, group, first_tile, num_tiles = (
+                    _load_chunk(chunks, ticket // TILES_PER_CHUNK % num_chunks)
+                )
+            row = tl.min(tl.where(moves & (rows > row), rows, ROWS), 0)
+        is_writer = _is_last(counters)
+    return is_writer

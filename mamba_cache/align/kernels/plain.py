@@ -23,16 +23,17 @@ from mamba_cache.errors import InvalidArgumentError
 __all__ = [
     "RowMove",
     "accept_tokens",
-    "advance_columns",
     "check_moves",
     "copy_regions",
     "decide_postcopy",
+    "decide_postcopy_resident",
     "decide_precopy",
-    "decide_resident",
+    "decide_precopy_resident",
     "gather_accepted",
     "postcopy_columns",
     "postcopy_resident",
     "precopy_columns",
+    "precopy_resident",
 ]
 
 
@@ -88,6 +89,48 @@ def precopy_columns(
     _copy(table, moves)
 
 
+def decide_precopy_resident(
+    num_reqs: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    block_size: int,
+) -> list[RowMove]:
+    """Returns the moves of ``precopy_resident``."""
+    inputs = (query_start_loc, num_computed, num_accepted, state_idx, block_size)
+    steps = _steps(num_reqs, idx_mapping, *inputs)
+    return [step for step in steps if step.move.source >= 0 and not step.move.stays]
+
+
+def precopy_resident(
+    table: StateTable,
+    num_reqs: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    source_columns: torch.Tensor,
+    token_bias: torch.Tensor,
+    accepted_by_row: torch.Tensor,
+) -> None:
+    """Copies as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
+    inputs = (query_start_loc, num_computed, num_accepted, state_idx, table.block_size)
+    steps = _steps(num_reqs, idx_mapping, *inputs)
+    moves = decide_precopy_resident(num_reqs, idx_mapping, *inputs)
+    check_moves(table, moves)
+    for _, slot, move in steps:
+        source_columns[slot] = move.source
+        token_bias[slot] = move.bias
+        state_idx[slot] = move.destination
+    for _, slot, _ in moves:
+        num_accepted[slot] = 1
+    gather_accepted(idx_mapping[:num_reqs], num_accepted, accepted_by_row)
+    _copy(table, moves)
+
+
 def decide_postcopy(
     num_reqs: int,
     num_accepted: torch.Tensor,
@@ -127,7 +170,7 @@ def postcopy_columns(
     _copy(table, moves)
 
 
-def decide_resident(
+def decide_postcopy_resident(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     state_idx: torch.Tensor,
@@ -155,7 +198,9 @@ def postcopy_resident(
     num_computed: torch.Tensor,
 ) -> None:
     """Copies as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
-    moves = decide_resident(idx_mapping, num_sampled, state_idx, num_computed, table.block_size)
+    moves = decide_postcopy_resident(
+        idx_mapping, num_sampled, state_idx, num_computed, table.block_size
+    )
     check_moves(table, moves)
     accept_tokens(idx_mapping, num_sampled, num_accepted)
     _accept_one_where_it_stays(num_accepted, moves)
@@ -178,30 +223,6 @@ def gather_accepted(
     num_accepted_by_row.fill_(1)
     for row, slot in _rows(len(idx_mapping), idx_mapping):
         num_accepted_by_row[row] = num_accepted[slot]
-
-
-def advance_columns(
-    num_reqs: int,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    source_columns: torch.Tensor,
-    token_bias: torch.Tensor,
-    block_size: int,
-) -> None:
-    """Moves the running columns to this step, as ``MambaHybridModelState`` describes."""
-    starts, computed = query_start_loc.tolist(), num_computed.tolist()
-    for row, slot in _rows(num_reqs, idx_mapping):
-        previous = int(state_idx[slot])
-        num_scheduled = starts[row + 1] - starts[row]
-        current = running_column(computed[slot], num_scheduled, block_size)
-        source_columns[slot] = previous
-        token_bias[slot] = max(int(num_accepted[slot]) - 1, 0)
-        state_idx[slot] = current
-        if previous >= 0 and previous != current:
-            num_accepted[slot] = 1
 
 
 def check_moves(table: StateTable, moves: Iterable[RowMove]) -> None:
@@ -237,6 +258,25 @@ def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> list[tuple[int, in
     if idx_mapping is not None:
         slots = idx_mapping[:num_reqs].tolist()
     return [(row, slot) for row, slot in enumerate(slots) if slot >= 0]
+
+
+def _steps(
+    num_reqs: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    block_size: int,
+) -> list[RowMove]:
+    """Returns from which column to which each request's state goes, most often the same."""
+    starts, computed = query_start_loc.tolist(), num_computed.tolist()
+    steps = []
+    for row, slot in _rows(num_reqs, idx_mapping):
+        column = running_column(computed[slot], starts[row + 1] - starts[row], block_size)
+        bias = max(int(num_accepted[slot]) - 1, 0)
+        steps.append(RowMove(row, slot, StateMove(int(state_idx[slot]), column, bias)))
+    return steps
 
 
 def _accept_one_where_it_stays(num_accepted: torch.Tensor, moves: Iterable[RowMove]) -> None:

@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from mamba_cache.align.buffers import MambaCopyBuffers
-from mamba_cache.align.kernels.moving import NUM_WARPS, WORDS, copy_bytes, shift_rows
+from mamba_cache.align.kernels.moving import WORDS, copy_bytes, shift_rows
 from mamba_cache.align.table import TILE_BYTES
 
 __all__ = ["copy_regions"]
 
 _PROGRAMS_PER_REGION = 64
+_NUM_WARPS = 4
 _PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 
@@ -48,4 +49,4 @@ def copy_regions(buffers: MambaCopyBuffers) -> None:
     columns = [buffer.copy_to_gpu(count) for buffer in buffers.columns]
     programs = _PROGRAMS_PER_REGION if columns[0].is_cuda else _PROGRAMS_OF_INTERPRETER
     with torch.cuda.device(columns[0].get_device()):
-        _regions_kernel[count, programs](*columns, WORD=WORDS[word_bytes], num_warps=NUM_WARPS)
+        _regions_kernel[count, programs](*columns, WORD=WORDS[word_bytes], num_warps=_NUM_WARPS)
