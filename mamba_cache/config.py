@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from mamba_cache._checks import INT32_MAX, check_int, check_number
+from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_number
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
@@ -59,6 +59,9 @@ class CacheConfig:
             turn of a conversation reuses the answer.
         num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
             0, each request has ``live_rows_per_request`` live states, one for each outcome.
+        restore_on_side_stream: On a GPU, restore states on a stream of their own, beside what is
+            left of the steps before: a restore waits for the last step that used its slot or its
+            row, not for later ones. If False, it waits for all that is enqueued.
         slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
@@ -88,6 +91,7 @@ class CacheConfig:
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
     num_speculative_tokens: int = 0
+    restore_on_side_stream: bool = False
     slot_quantization: Literal["int8"] | None = None
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
@@ -187,24 +191,13 @@ class CacheConfig:
 
     def _check_choices(self) -> None:
         policies = [policy.value for policy in EvictionPolicy]
-        if not isinstance(self.eviction_policy, str) or self.eviction_policy not in policies:
-            raise InvalidArgumentError(
-                f"eviction_policy must be one of {policies}, got {self.eviction_policy!r}"
-            )
+        check_choice("eviction_policy", self.eviction_policy, policies)
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
-        for name, choices in (
-            ("slot_quantization", (None, "int8")),
-            ("slot_rounding", ("nearest", "stochastic")),
-        ):
-            if getattr(self, name) not in choices:
-                raise InvalidArgumentError(
-                    f"{name} must be one of {choices}, got {getattr(self, name)!r}"
-                )
+        if self.slot_quantization is not None:
+            check_choice("slot_quantization", self.slot_quantization, ("int8",))
+        check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
         check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0, maximum=2**31 - 1)
-        if self.hash_algorithm not in ("xxh3_128", "sha256"):
-            raise InvalidArgumentError(
-                f"hash_algorithm must be 'xxh3_128' or 'sha256', got {self.hash_algorithm!r}"
-            )
+        check_choice("hash_algorithm", self.hash_algorithm, ("xxh3_128", "sha256"))
         if self.hash_secret is not None and not isinstance(self.hash_secret, bytes):
             raise InvalidArgumentError(
                 f"hash_secret must be bytes or None, got {type(self.hash_secret).__name__}"

@@ -49,6 +49,14 @@ class TokenExchange:
             [_Buffer(max_requests, max_decode_tokens, device) for _ in range(_PINNED_BUFFERS)]
         )
 
+    def zero_(self) -> None:
+        """Clear all tokens on the host; none may be on its way."""
+        for _ in range(_PINNED_BUFFERS):
+            buffer = next(self._buffers)
+            buffer.wait()
+            buffer.tokens.zero_()
+            buffer.counts.zero_()
+
     def to_device(self, tokens: Sequence[Sequence[int]]) -> DeviceTokens:
         """Enqueue the copy of each request's new tokens to the device.
 

@@ -17,6 +17,7 @@ from mamba_cache.states import (
     SlotQuantization,
     StatePool,
     StateSpec,
+    as_device,
     blocks_in_budget,
     extract_checkpoint_states,
     slots_in_budget,
@@ -97,7 +98,7 @@ class CacheMemory:
     ) -> None:
         _check_tensors(state_spec)
         self.config = config
-        self.device = _as_device(device)
+        self.device = as_device(device)
         self.kv_block_allocator = KVBlockAllocator(
             _kv_pool_size(config, kv_spec),
             eviction_policy=config.eviction_policy,
@@ -114,7 +115,16 @@ class CacheMemory:
             max_blocks=config.max_blocks_per_request,
             block_size_tokens=config.block_size_tokens,
         )
-        self.step_buffers = StepBuffers(
+        self.step_buffers = self._make_step_buffers()
+        self._expose_to_slots()
+        self.bytes_per_slot = _slot_spec(config, state_spec).bytes_per_slot
+        self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
+        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
+        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+
+    def _make_step_buffers(self) -> StepBuffers:
+        config = self.config
+        return StepBuffers(
             self.request_memory.block_tables,
             block_size_tokens=config.block_size_tokens,
             chunk_size=config.ssm_chunk_size,
@@ -124,11 +134,6 @@ class CacheMemory:
             live_rows_per_request=config.live_rows_per_request,
             device=self.device,
         )
-        self._expose_to_slots()
-        self.bytes_per_slot = _slot_spec(config, state_spec).bytes_per_slot
-        self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
-        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
-        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
 
     def _expose_to_slots(self) -> None:
         """Set what ``protocols.SlotContext`` lists beside the attributes above."""
@@ -212,18 +217,6 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
             "block that padding is written to"
         )
     return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    """Return the device of a name.
-
-    Raises:
-        InvalidArgumentError: PyTorch knows no such device.
-    """
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device must name a PyTorch device, got {device!r}") from error
 
 
 def _check_tensors(state_spec: StateSpec) -> None:

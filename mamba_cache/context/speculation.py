@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
@@ -78,6 +78,13 @@ class Speculation:
     def advance(self, metadata: StepMetadata, sampled: DeviceTokens) -> None:
         """Move the step's requests past the tokens that became part of them."""
         self._kernels.advance_rows(self._rows, metadata, sampled.tokens, sampled.counts)
+
+    def scrub(self, rows_in_use: Sequence[int]) -> None:
+        """Clear tokens on the host, and the last tokens of rows that belong to no request."""
+        self._exchange.zero_()
+        kept = self._rows.last_tokens[rows_in_use]
+        self._rows.last_tokens.zero_()
+        self._rows.last_tokens[rows_in_use] = kept
 
     def to_device(self, tokens: Sequence[Sequence[int]]) -> DeviceTokens:
         """Enqueue the copy of each request's new tokens to the device."""
@@ -176,15 +183,22 @@ def as_token_lists(
     Raises:
         InvalidArgumentError: One is no token id.
     """
-    lists: list[Any] = [
-        tokens.tolist() if hasattr(tokens, "tolist") else tokens for tokens in new_tokens.values()
-    ]
-    lists = [[*tokens] if isinstance(tokens, (list, tuple)) else [tokens] for tokens in lists]
+    lists = [_as_list(tokens) for tokens in new_tokens.values()]
     checked = iter(preparer.check_tokens([*chain.from_iterable(lists)]).tolist())
     return {
         request_id: list(islice(checked, len(tokens)))
         for request_id, tokens in zip(new_tokens, lists, strict=True)
     }
+
+
+def _as_list(tokens: Any) -> list[Any]:
+    try:
+        given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    except Exception as error:
+        if is_unreadable(error):  # a tensor that is sparse, or without data
+            raise InvalidArgumentError(f"tokens must be ints, got {tokens!r}") from error
+        raise
+    return [*given] if isinstance(given, (list, tuple)) else [given]
 
 
 def check_accepted(scheduled: ScheduledRequest, chunk: Chunk, tokens: Sequence[int]) -> None:

@@ -10,11 +10,12 @@ from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import Drafts, Speculation, check_accepted
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import ScheduledRequest, Step, describe_request, plan_step
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.metadata import StepBuffers
+from mamba_cache.metadata import StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -50,6 +51,7 @@ class StepRunner:
         publisher: Makes blocks and states findable.
         counters: What is counted at commit.
         speculation: The device's side, if requests can have drafts.
+        side_stream: Where restores are enqueued; None: on the current stream.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StepRunner:
         publisher: Publisher,
         counters: StatsCounters,
         speculation: Speculation | None,
+        side_stream: SideStream | None,
     ) -> None:
         self._buffers = buffers
         self._slots = slots
@@ -70,8 +73,10 @@ class StepRunner:
         self._publisher = publisher
         self._counters = counters
         self._speculation = speculation
+        self._side_stream = side_stream
         self._requests: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
+        self._num_boundaries = 0
         self._uncollected: tuple[list[_Entry], SentTokens] | None = None
 
     @property
@@ -131,13 +136,10 @@ class StepRunner:
                 self._admitter.renew_restore(active)
             plan = plan_step(decodes, prefills)
             metadata = self._buffers.fill(plan)
+            self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
                 self._speculation.describe(metadata, drafts)
-            # Without the padding, which a kernel would look at entry by entry.
-            restores = slice(len(plan.restores))
-            self._slots.restore_slots(
-                metadata.restore_sources[restores], metadata.restore_rows[restores]
-            )
+            self._restore(plan, metadata)
             scheduled = [describe_request(active, is_prefill=False) for active in decodes]
             scheduled += [describe_request(active, is_prefill=True) for active in prefills]
             self._step = Step(tuple(scheduled), metadata)
@@ -163,7 +165,7 @@ class StepRunner:
             else:
                 self._settle_prefill(active)
                 active.append_tokens(new)
-        self._step, self._requests = None, ()
+        self._end_step()
 
     def commit_on_device(self, sampled: DeviceTokens) -> None:
         """Do what ``commit`` does as far as it needs no tokens on the host.
@@ -193,7 +195,7 @@ class StepRunner:
                 active.uncollected, active.chunk = active.chunk, None
             entries.append(_Entry(active, active.num_releases, scheduled))
         self._uncollected = (entries, sent)
-        self._step, self._requests = None, ()
+        self._end_step()
 
     def collect(self, check: Callable[[list[int]], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them.
@@ -244,7 +246,8 @@ class StepRunner:
 
     def forget(self) -> None:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
-        self._step, self._requests = None, ()
+        self._end_step()
+        self.note_all_used()
         self._uncollected = None
 
     def check_ids(self, new_tokens: object) -> None:
@@ -277,11 +280,40 @@ class StepRunner:
             if scheduled.samples:
                 check_accepted(scheduled, active.current_chunk, new_tokens[active.request_id])
 
+    def _restore(self, plan: StepPlan, metadata: StepMetadata) -> None:
+        if self._side_stream is not None:
+            self._side_stream.restore(plan)
+            return
+        # Without the padding, which a kernel would look at entry by entry.
+        planned = slice(len(plan.restores))
+        self._slots.restore_slots(metadata.restore_sources[planned], metadata.restore_rows[planned])
+
+    def scrub(self, rows_in_use: Sequence[int]) -> None:
+        """Clear sampled tokens between two steps, but those that the next one begins with.
+
+        Args:
+            rows_in_use: Rows that belong to requests.
+        """
+        if self._speculation is not None:
+            self._speculation.scrub(rows_in_use)
+        self.note_all_used()
+
+    def note_all_used(self) -> None:
+        """Note that something is enqueued which may have used any slot and live state."""
+        if self._side_stream is not None:
+            self._side_stream.end_all()
+
+    def _end_step(self) -> None:
+        if self._side_stream is not None:
+            self._side_stream.end_step()
+        self._step, self._requests = None, ()
+
     def _save_boundaries(self) -> None:
         metadata = self.step.metadata
-        count = sum(active.current_chunk.boundary is not None for active in self._requests)
+        # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
+        planned = slice(self._num_boundaries)
         self._slots.copy_live_to_slots(
-            metadata.boundary_rows[:count], metadata.boundary_slots[:count]
+            metadata.boundary_rows[planned], metadata.boundary_slots[planned]
         )
 
     def _settle_prefill(self, active: ActiveRequest) -> None:
@@ -311,4 +343,4 @@ class StepRunner:
         # Forgotten last: interrupted half-way, the step is seen to lack requests.
         for active in self._requests:
             self._admitter.release(active)
-        self._step, self._requests = None, ()
+        self._end_step()

@@ -14,10 +14,12 @@ from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.restore_order import CudaRestoreStreams, SideStream
 from mamba_cache.context.scrubbing import scrub_memory
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import CheckpointPlacement, MegatronPlacement, SlotEvictionPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -56,15 +58,7 @@ class ContextUpkeep(CacheMemory):
             max_sequence_length=config.max_sequence_length,
         )
         kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
-        self._planner = CheckpointPlanner(
-            slots,
-            MegatronPlacement() if placement is None else placement,
-            counters,
-            block_size_tokens=config.block_size_tokens,
-            max_inside=config.checkpoints_per_step,
-            save_prompt_states=config.enable_prefix_caching,
-            save_decode_states=config.enable_prefix_caching and config.save_decode_states,
-        )
+        self._planner = self._make_planner(MegatronPlacement() if placement is None else placement)
         publisher = Publisher(
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )
@@ -77,6 +71,7 @@ class ContextUpkeep(CacheMemory):
             publisher=publisher,
             counters=counters,
             speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
+            side_stream=self._side_stream(),
         )
         self.slot_allocator.before_reset = self._runner.require_none
 
@@ -86,7 +81,14 @@ class ContextUpkeep(CacheMemory):
         Args:
             preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
                 everything is as it was when the context was made, whatever happened to it.
+
+        Raises:
+            InvalidArgumentError: ``preserve_prefix_cache`` is no bool.
         """
+        if not isinstance(preserve_prefix_cache, bool):
+            raise InvalidArgumentError(
+                f"preserve_prefix_cache must be a bool, got {preserve_prefix_cache!r}"
+            )
         if preserve_prefix_cache:
             self._reset_requests()
         else:
@@ -118,10 +120,13 @@ class ContextUpkeep(CacheMemory):
         no states, keys, values or tokens in tensors. It takes as long as writing that memory does.
 
         Raises:
-            StepOrderError: A step is in flight.
+            StepOrderError: A step is in flight or uncollected.
         """
         self._runner.require_none()
-        scrub_memory(self, [active.row for active in self._requests.holding_memory()])
+        self._runner.require_collected()
+        rows_in_use = [active.row for active in self._requests.holding_memory()]
+        scrub_memory(self, rows_in_use)
+        self._runner.scrub(rows_in_use)
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
@@ -163,6 +168,24 @@ class ContextUpkeep(CacheMemory):
         self.request_memory.check_invariants(self._requests.holding_memory())
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)
+
+    def _make_planner(self, placement: CheckpointPlacement) -> CheckpointPlanner:
+        config = self.config
+        return CheckpointPlanner(
+            self.slot_allocator,
+            placement,
+            self._counters,
+            block_size_tokens=config.block_size_tokens,
+            max_inside=config.checkpoints_per_step,
+            save_prompt_states=config.enable_prefix_caching,
+            save_decode_states=config.enable_prefix_caching and config.save_decode_states,
+        )
+
+    def _side_stream(self) -> SideStream | None:
+        if not self.config.restore_on_side_stream or self.device.type != "cuda":
+            return None
+        streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
+        return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:

@@ -53,6 +53,7 @@ class MambaSlotAllocator(SlotControl):
         conv_states: [num_mamba_layers, max_slots, *conv] on the device.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
+        transfers: What moves states.
         max_intermediate_count: States that the scratch has room for.
         intermediate_conv_out: [num_mamba_layers, max_intermediate_count, *conv]: the scratch.
         intermediate_ssm_out: [num_mamba_layers, max_intermediate_count, *ssm]: the scratch.
@@ -117,7 +118,7 @@ class MambaSlotAllocator(SlotControl):
         self._states = StatePool(slot_spec, self.max_slots, device=device)
         self._scratch = StatePool(spec, self.max_intermediate_count, device=device)
         pools = self._states, self._scratch
-        self._transfers = StateTransfers(*pools, self._live_states, quantization)
+        self.transfers = StateTransfers(*pools, self._live_states, quantization)
         self.conv_states, self.ssm_states = self._states["conv"], self._states["ssm"]
         self.ssm_scales = self._states.tensors.get("ssm_scales")
         self.intermediate_conv_out = self._scratch["conv"]
@@ -157,7 +158,7 @@ class MambaSlotAllocator(SlotControl):
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
-        self._transfers.store_layer(layer_idx, slot, (conv_state, ssm_state))
+        self.transfers.store_layer(layer_idx, slot, (conv_state, ssm_state))
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Saves the live states of requests, all layers in one launch.
@@ -175,7 +176,7 @@ class MambaSlotAllocator(SlotControl):
         check_same_length(slots=targets, request_indices=requests)
         if targets:
             rows = live_rows(self.context, requests)
-            self._transfers.live_to_slots(rows, last_write_wins(targets))
+            self.transfers.live_to_slots(rows, last_write_wins(targets))
 
     def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Saves live states by their rows, all layers in one launch.
@@ -188,7 +189,7 @@ class MambaSlotAllocator(SlotControl):
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
                 is out of range or a slot is named twice.
         """
-        self._transfers.live_to_slots(rows, slots)
+        self.transfers.live_to_slots(rows, slots)
 
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
         """Restores or clears live states by their rows, all layers in one launch.
@@ -202,7 +203,7 @@ class MambaSlotAllocator(SlotControl):
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
                 is out of range or a row is named twice.
         """
-        self._transfers.slots_to_live(sources, rows)
+        self.transfers.slots_to_live(sources, rows)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Restores a request's live state from a block's slot.
@@ -239,7 +240,7 @@ class MambaSlotAllocator(SlotControl):
         found = [slot for slot in slots if slot >= 0]
         if found:
             served = [r for r, slot in zip(requests, slots, strict=True) if slot >= 0]
-            self._transfers.slots_to_live(found, live_rows(self.context, served))
+            self.transfers.slots_to_live(found, live_rows(self.context, served))
             self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
 
@@ -380,7 +381,7 @@ class MambaSlotAllocator(SlotControl):
 
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copies states from the scratch to slots, all layers in one launch."""
-        self._transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
+        self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
 
     def _clear_intermediate_state(self) -> None:
         """Forgets what was recorded for the batch's prefill requests."""

@@ -32,6 +32,9 @@ class StateTransfers:
         scratch: Where the forward of some embedders writes its checkpoints.
         live_states: Returns the live tensors, [num_layers, rows, *shape], in the spec's order.
         quantization: How slots keep SSM states in int8; None: they keep all states as they are.
+
+    Attributes:
+        num_calls: How often states were moved.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class StateTransfers:
         live_states: Callable[[], Sequence[torch.Tensor]],
         quantization: SlotQuantization | None = None,
     ) -> None:
+        self.num_calls = 0
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
         self._live_storage: tuple[object, ...] = ()
@@ -66,6 +70,7 @@ class StateTransfers:
         if self._quantization is not None:
             conv, ssm = states
             states = (conv, *quantize_states(ssm, self._quantization))
+        self.num_calls += 1
         for tensor, state in zip(self._slots, states, strict=True):
             tensor[layer, slot].copy_(state)
 
@@ -80,6 +85,7 @@ class StateTransfers:
             InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
         """
         self._bind_live_states()
+        self.num_calls += 1
         self._live_to_slots.copy(rows, slots)
 
     def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
@@ -93,6 +99,7 @@ class StateTransfers:
             InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
         """
         self._bind_live_states()
+        self.num_calls += 1
         self._slots_to_live.copy(sources, rows)
 
     def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
@@ -101,6 +108,7 @@ class StateTransfers:
         Raises:
             InvalidArgumentError: As in ``StateCopier.copy``.
         """
+        self.num_calls += 1
         self._scratch_to_slots.copy(rows, slots)
 
     def _bind_live_states(self) -> None:

@@ -18,6 +18,15 @@ MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
 MAX_DECODE_TOKENS = 3
 
 
+def chunk_ends(prefills, chunk):
+    return [
+        (which, position)
+        for which, piece in enumerate(prefills)
+        for position in range(piece.start + 1, piece.start + len(piece.token_ids) + 1)
+        if position % chunk == 0
+    ]
+
+
 @st.composite
 def plans(draw):
     chunk = draw(st.sampled_from([2, 4]))
@@ -34,12 +43,7 @@ def plans(draw):
         tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
         slices.append(SequenceSlice(rows[index], start, tokens, draw(st.integers(0, longest))))
     prefills = slices[num_decodes:]
-    ends = [
-        (which, position)
-        for which, piece in enumerate(prefills)
-        for position in range(piece.start + 1, piece.start + len(piece.token_ids) + 1)
-        if position % chunk == 0
-    ]
+    ends = chunk_ends(prefills, chunk)
     chosen = (
         draw(st.lists(st.sampled_from(ends), unique=True, max_size=MAX_CHECKPOINTS)) if ends else []
     )

@@ -1,0 +1,307 @@
+"""Steps with drafts: what is refused, and cases that the search over all calls has found."""
+
+import re
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, saved_prefix_lengths
+
+from mamba_cache import DeviceTokens
+from mamba_cache.context import RequestStatus
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    SequenceLengthError,
+    StepOrderError,
+    TokenCapacityError,
+)
+
+DRAFTS = 2
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture
+def context():
+    return make_context(make_config(num_speculative_tokens=DRAFTS))
+
+
+def prefill(context, *names, prompt=PROMPT, token=9):
+    for name in names:
+        add(context, name, prompt)
+    step = context.begin_step(decode_ids=[])
+    MODEL.forward(step.metadata, context)
+    context.commit_step(dict.fromkeys(step.sampling_ids, token))
+
+
+def compute(context, **options):
+    step = context.begin_step(**options)
+    MODEL.forward(step.metadata, context)
+    return step
+
+
+def on_device(*requests):
+    """Tokens of requests in batch order, as a sampler leaves them."""
+    tokens = torch.full((len(requests), 1 + DRAFTS), -7)
+    for row, new in zip(tokens, requests, strict=True):
+        row[: len(new)] = torch.tensor(new)
+    return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
+
+
+REFUSED_DRAFTS = {
+    "too many": ({"a": [1, 2, 3]}, "the number of drafts of 'a' must be an int in [0, 2], got 3"),
+    "of a stranger": ({"b": [1]}, "drafts are for requests that decode in the step, got [\"'b'\"]"),
+    "no tokens": ({"a": [VOCAB]}, "token ids must be below vocab_size"),
+    "no mapping": ([1], "drafts must map request ids to tokens, or be a tensor, got list"),
+    "another shape": (torch.zeros(4, 3, dtype=torch.int64), "[4, 2] on cpu"),
+    "another dtype": (torch.zeros(4, 2), "got torch.float32 [4, 2] on cpu"),
+    "strides": (torch.zeros(2, 4, dtype=torch.int64).T, "contiguous"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DRAFTS)
+def test_drafts_that_are_refused(context, case):
+    drafts, message = REFUSED_DRAFTS[case]
+    prefill(context, "a")
+    before = context.fingerprint()
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        context.begin_step(drafts=drafts)
+    context.check_invariants()
+    assert context.fingerprint() == before
+
+
+def test_drafts_need_room_within_the_longest_sequence():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
+    prefill(context, "a")
+    with pytest.raises(InvalidArgumentError, match=r"has room for 1 drafts .* \(7\), got 2"):
+        context.begin_step(drafts={"a": [1, 2]})
+    step = compute(context, drafts=torch.full((4, DRAFTS), 1))
+    assert step.requests[0].num_tokens == 2  # the tensor's drafts are cut
+    context.commit_step(on_device([1, 2]))
+    with pytest.raises(SequenceLengthError, match=r"may have 8 tokens.*: collect the last step"):
+        context.begin_step()
+    context.collect_step()
+    with pytest.raises(SequenceLengthError, match=r"has 8 tokens.*: finish it"):
+        context.begin_step()
+
+
+def test_drafts_that_the_buffers_do_not_hold_are_refused():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS, max_tokens=4))
+    for name in ("a", "b"):
+        prefill(context, name, prompt=[1])
+    with pytest.raises(TokenCapacityError, match="without drafts"):
+        context.begin_step(drafts={"a": [1, 2], "b": [1, 2]})
+    assert context.begin_step(drafts={"a": [1, 2]}).metadata.num_tokens == 4
+
+
+def test_a_decoding_request_is_kept_room_for_its_drafts():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS, max_tokens=6))
+    prefill(context, "a")
+    with pytest.raises(TokenCapacityError):
+        add(context, "b", PROMPT, chunk_tokens=4)
+    add(context, "b", PROMPT, chunk_tokens=3)
+    assert context.begin_step(drafts={"a": [1, 2]}).metadata.num_tokens == 6
+
+
+REFUSED_TOKENS = {
+    "too many": ([1, 2, 5, 6], "the number of new tokens of 'a' must be an int in [0, 3], got 4"),
+    "no draft": ([2, 2, 5], "its drafts are [1, 2], got [2, 2, 5]"),
+    "no token id": ([1, VOCAB], "token ids must be below vocab_size"),
+    "nested": ([[1]], "token ids must be ints"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TOKENS)
+def test_tokens_that_are_refused(context, case):
+    tokens, message = REFUSED_TOKENS[case]
+    prefill(context, "a")
+    compute(context, drafts={"a": [1, 2]})
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        context.commit_step({"a": tokens})
+    context.commit_step({"a": [1, 2, 5]})  # the step is still in flight
+    assert context.finish("a") == [9, 1, 2, 5]
+
+
+def test_a_prefill_has_just_one_token(context):
+    add(context, "a", PROMPT)
+    compute(context)
+    with pytest.raises(InvalidArgumentError, match=re.escape("must be an int in [1, 1], got 0")):
+        context.commit_step({"a": []})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        DeviceTokens(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, dtype=torch.int32)),
+        DeviceTokens(torch.zeros(1, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)),
+        DeviceTokens(torch.zeros(1, 3), torch.ones(1, dtype=torch.int32)),
+        DeviceTokens(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1)),
+        DeviceTokens([[1, 2, 3]], torch.ones(1, dtype=torch.int32)),
+        DeviceTokens(
+            torch.zeros(1, 3, dtype=torch.int64, device="meta"), torch.ones(1, dtype=torch.int32)
+        ),
+    ],
+)
+def test_tokens_on_the_device_that_are_refused(context, given):
+    add(context, "a", PROMPT)
+    compute(context)
+    with pytest.raises(InvalidArgumentError, match="must be a contiguous tensor of"):
+        context.commit_step(given)
+    context.commit_step({"a": 1})
+
+
+def test_tokens_on_the_device_need_speculation():
+    context = make_context()
+    add(context, "a", PROMPT)
+    compute(context)
+    with pytest.raises(InvalidArgumentError, match="num_speculative_tokens of at least 1"):
+        context.commit_step(on_device([1]))
+
+
+def test_steps_are_committed_collected_and_begun_in_order(context):
+    prefill(context, "a")
+    with pytest.raises(StepOrderError, match="no step is uncollected"):
+        context.collect_step()
+    compute(context)
+    context.commit_step(on_device([4]))
+    compute(context)
+    for tokens in ({"a": 1}, on_device([1])):
+        with pytest.raises(StepOrderError, match="collect_step brings its tokens"):
+            context.commit_step(tokens)
+    assert context.collect_step() == {"a": [4]}
+    context.commit_step({"a": 1})
+    assert context.finish("a") == [9, 4, 1]
+
+
+def test_a_step_without_accepted_tokens_leaves_a_request_where_it_was(context):
+    prefill(context, "a")
+    wanted = MODEL.forward(context.begin_step().metadata, context)[0]
+    context.commit_step({"a": []})
+    again = MODEL.forward(context.begin_step().metadata, context)[0]
+    assert torch.equal(again, wanted)
+
+
+def test_results_of_requests_that_gave_their_memory_back_are_left_out(context):
+    prefill(context, "a", "b", "c")
+    compute(context)
+    context.commit_step(on_device([4], [5], [6]))
+    context.preempt("a")
+    assert context.finish("b") == [9]
+    context.resume_request("a")  # it computes the lost token again
+    assert context.collect_step() == {"c": [6]}
+    context.check_invariants()
+    assert context.finish("a") == [9]
+
+
+def test_aborting_a_step_keeps_the_results_of_the_one_before(context):
+    """Found by search: they were dropped with the aborted step."""
+    prefill(context, "a", "b")
+    compute(context)
+    context.commit_step(on_device([4], [5]))
+    compute(context, decode_ids=["a"])
+    context.abort_step()
+    assert context.collect_step() == {"b": [5]}
+
+
+def test_a_device_token_that_is_none_loses_nothing(context):
+    prefill(context, "a", "b")
+    compute(context)
+    context.commit_step(on_device([4], [VOCAB]))
+    with pytest.raises(InvalidArgumentError, match="below vocab_size"):
+        context.collect_step()
+    context.finish("b")
+    assert context.collect_step() == {"a": [4]}
+
+
+def test_resetting_forgets_what_is_uncollected(context):
+    for preserve in (True, False):
+        prefill(context, "a")
+        compute(context)
+        context.commit_step(on_device([4]))
+        context.reset(preserve_prefix_cache=preserve)
+        with pytest.raises(StepOrderError):
+            context.collect_step()
+        context.check_invariants()
+
+
+def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
+    """Found by search: with the checkpoint of one request gone, that of another was not copied.
+
+    Of the first the step before is uncollected, so that its checkpoint is planned for both steps.
+    """
+    first, second = [1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1]
+    prefill(context, "first", prompt=first, token=0)
+    prefill(context, "second", prompt=second, token=0)
+    compute(context, decode_ids=["first"])
+    context.commit_step(on_device([1]))  # ends a block
+    compute(context)
+    assert context.slot_allocator.num_reserved_slots == 2
+    assert context.collect_step() == {"first": [1]}
+    context.commit_step({"first": 2, "second": 3})
+    for prompt in (first, second):
+        assert saved_prefix_lengths(context, [*prompt, 0]) == [1]
+    slots = context.slot_allocator
+    saved = slots.slot_to_block.ge(0).nonzero().flatten()
+    assert len(saved) == 2
+    assert not slots.ssm_states[:, saved].isnan().any()
+
+
+def test_aborting_gives_back_a_checkpoint_of_two_steps_once(context):
+    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
+    compute(context, drafts={"a": [1, 2]})
+    context.commit_step(on_device([1]))
+    compute(context, drafts={"a": [1, 2]})
+    assert context.slot_allocator.num_reserved_slots == 1
+    context.abort_step()
+    assert context.slot_allocator.num_reserved_slots == 0
+    assert context.collect_step() == {}
+    context.check_invariants()
+
+
+def test_an_unreached_checkpoint_is_given_back(context):
+    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
+    compute(context, drafts={"a": [1, 2]})
+    assert context.slot_allocator.num_reserved_slots == 1
+    context.commit_step({"a": [4]})
+    assert context.slot_allocator.num_reserved_slots == 0
+    assert saved_prefix_lengths(context, [1, 2, 3, 4, 5, 6, 9, 4]) == []
+
+
+def test_slots_are_reset_while_a_step_is_uncollected(context):
+    """The state that it saved is gone with the reset; the next step's is its own."""
+    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
+    compute(context, drafts={"a": [1, 2]})
+    context.commit_step(on_device([1, 4]))
+    context.slot_allocator.reset()
+    compute(context, drafts={"a": [1, 2]})
+    assert context.collect_step() == {"a": [1, 4]}
+    context.check_invariants()
+    context.commit_step({"a": [1]})
+    context.check_invariants()
+    assert saved_prefix_lengths(context, [1, 2, 3, 4, 5, 6, 9, 1]) == []
+    assert context.status("a") is RequestStatus.DECODING
+
+
+def test_live_rows_of_requests_are_not_for_others(context):
+    """Only the device knows which row of the ring holds a request's state."""
+    prefill(context, "a", prompt=list(range(BLOCK)))
+    with pytest.raises(InvalidArgumentError, match="have a live state"):
+        context.slot_allocator.store_from_live_batch([0], [0])
+
+
+def test_scrubbing_clears_tokens_on_their_way(context):
+    prefill(context, "a")
+    compute(context)
+    context.commit_step(on_device([4]))
+    with pytest.raises(StepOrderError, match="uncollected"):
+        context.scrub()
+    context.collect_step()
+    context.scrub()
+    last = context._runner._speculation._rows.last_tokens
+    assert last[next(iter(context._requests)).row] == 4
+    context.finish("a")
+    context.scrub()
+    speculation = context._runner._speculation
+    assert not speculation._rows.last_tokens.any()
+    for _ in range(8):
+        sent = speculation.to_host(DeviceTokens(torch.zeros(0, 3), torch.zeros(0)))
+        assert not sent._buffer.tokens.any()
+        assert not sent._buffer.counts.any()

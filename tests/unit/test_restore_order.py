@@ -1,0 +1,121 @@
+"""Restores beside earlier steps wait for the last step that used their slots or rows."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from context_rig import BLOCK, add, make_context, run_step, uncached
+
+from mamba_cache.context.restore_order import STEPS_REMEMBERED, RestoreOrder, SideStream
+
+
+class Recorder:
+    """Streams that write down what they were asked to do."""
+
+    def __init__(self):
+        self.steps = 0
+        self.recorded = {}
+        self.waits = []
+
+    def record(self, index):
+        self.steps += 1
+        self.recorded[index] = self.steps
+
+    @contextmanager
+    def after(self, index):
+        self.waits.append(self.recorded[index])
+        yield
+
+
+@pytest.fixture
+def context():
+    return make_context()
+
+
+@pytest.fixture
+def streams(context):
+    """Restores of the context go to a stream that is the current one, and is written down."""
+    recorder = Recorder()
+    runner = context._runner
+    runner._side_stream = SideStream(context.slot_allocator, context.config, recorder)
+    return recorder
+
+
+def test_slots_and_rows_have_their_own_last_steps():
+    order = RestoreOrder(4, 3)
+    order.end_step(rows=[0, 1], slots=[2])
+    order.end_step(rows=[1], slots=[3])
+    assert order.newest([2], [2]) == 1
+    assert order.newest([-2], [0]) == 1
+    assert order.newest([-2, 2], [2, 1]) == 2
+    assert order.newest([-2], [2]) == 0
+    order.end_all()
+    assert order.newest([0], [2]) == order.newest([], [2]) == 3
+
+
+def test_a_restore_waits_for_its_own_steps_and_for_no_later_one(context, streams):
+    prompt = list(range(2, 13)) * 2
+    add(context, "first", prompt)
+    run_step(context)
+    saved_at = streams.steps
+    for _ in range(3):
+        run_step(context)
+    # Its row was never used; the step that saved its state is four steps back.
+    assert add(context, "hit", [*prompt, 1]).skip_tokens == 2 * BLOCK
+    wanted = uncached([*prompt, 1], 1)[1][0]
+    logits, _ = run_step(context)["hit"]
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)
+    assert streams.waits[-1] == saved_at < streams.steps - 3
+
+
+def test_a_row_is_restored_after_the_step_that_used_it_last(context, streams):
+    for step in range(3):
+        add(context, step, [3 + step] * 5)
+        run_step(context)
+        context.finish(step)
+        assert streams.waits[-1] == streams.steps - 1
+
+
+def test_an_aborted_step_counts(context, streams):
+    add(context, "aborted", [3] * 5)
+    context.begin_step()
+    context.abort_step()
+    context.resume_request("aborted")
+    before = streams.steps
+    context.begin_step()
+    assert streams.waits[-1] == before
+
+
+@pytest.mark.parametrize("what", ["store", "reset", "scrub"])
+def test_what_is_written_beside_the_steps_is_waited_for(context, streams, what):
+    add(context, "before", [4] * 9)
+    run_step(context)
+    before = streams.steps
+    if what == "store":
+        context.slot_allocator.copy_live_to_slots([0], [5])
+    elif what == "scrub":
+        context.scrub()
+    else:
+        context.reset()
+    add(context, "after", [3] * 5)
+    context.begin_step()
+    assert streams.waits[-1] == streams.steps > before
+
+
+def test_steps_that_are_forgotten_count_as_the_oldest_remembered(context, streams):
+    prompt = list(range(1, 9)) * 2
+    add(context, "first", prompt)
+    run_step(context)
+    for _ in range(2 * STEPS_REMEMBERED):
+        run_step(context)
+    add(context, "hit", [*prompt, 1])
+    context.begin_step()
+    assert streams.waits[-1] == streams.steps - STEPS_REMEMBERED + 1
+
+
+def test_a_step_without_restores_waits_for_nothing(context, streams):
+    add(context, "only", [3] * 5)
+    run_step(context)
+    waits = len(streams.waits)
+    run_step(context)
+    assert len(streams.waits) == waits
