@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import INT32_MAX, as_ints, check_int
 from mamba_cache.cli.built_in import BUILT_IN
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -51,6 +51,8 @@ _CHUNK = ("chunk_size", "mamba_chunk_size")
 _HEAD_DIM = ("head_dim", "attention_head_dim")
 _SSM_DTYPE = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 _DTYPE = ("dtype", "torch_dtype")
+
+_MOST_LAYERS = 10_000
 
 _LINEAR_ATTENTION_CHUNK = 64
 """The chunk of the usual kernels of gated delta rules; configurations do not name it."""
@@ -112,9 +114,10 @@ def shape_of(
     Raises:
         InvalidArgumentError: It is of a kind that is not known, or has no Mamba layers.
     """
-    if not isinstance(config, Mapping):
-        raise InvalidArgumentError(f"a configuration must be an object, got {config!r:.60}")
-    config = config.get("text_config", config)
+    for part in (config, config.get("text_config") if isinstance(config, Mapping) else None):
+        if part is not None and not isinstance(part, Mapping):
+            raise InvalidArgumentError(f"a configuration must be an object, got {part!r:.60}")
+    config = config.get("text_config") or config
     kinds = _layer_kinds(config)
     num_mamba = sum(keeps_state for keeps_state, _ in kinds)
     num_attention = sum(keeps_tokens for _, keeps_tokens in kinds)
@@ -138,13 +141,14 @@ def _layer_kinds(config: _Config) -> list[tuple[bool, bool]]:
     """Return of each layer whether it keeps a state, and whether keys and values."""
     listed = next((config[name] for name in _LAYER_LISTS if config.get(name)), None)
     if listed is not None:
-        unknown = sorted(set(listed) - set(_LAYER_KINDS))
+        kinds = list(listed) if isinstance(listed, (list, str)) else [listed]
+        unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in _LAYER_KINDS]
         if unknown:
             raise InvalidArgumentError(
                 f"layers must be of the kinds {sorted(_LAYER_KINDS)}, got {unknown}"
             )
-        return [_LAYER_KINDS[kind] for kind in listed]
-    num_layers = _int(config, ("num_hidden_layers",))
+        return [_LAYER_KINDS[kind] for kind in kinds]
+    num_layers = _int(config, ("num_hidden_layers",), maximum=_MOST_LAYERS)
     if config.get("mamba_d_ssm"):  # attention and Mamba side by side in every layer
         return [_BOTH] * num_layers
     attention = _attention_layers(config, num_layers)
@@ -153,12 +157,13 @@ def _layer_kinds(config: _Config) -> list[tuple[bool, bool]]:
 
 def _attention_layers(config: _Config, num_layers: int) -> set[int]:
     if "attn_layer_indices" in config:
-        return set(config["attn_layer_indices"] or ())
+        return set(as_ints("attn_layer_indices", config["attn_layer_indices"] or ()))
     if "attn_layer_period" in config:
-        period, offset = config["attn_layer_period"], config.get("attn_layer_offset", 0)
+        period = _int(config, ("attn_layer_period",))
+        offset = check_int("attn_layer_offset", config.get("attn_layer_offset", 0), minimum=0)
         return {layer for layer in range(num_layers) if layer % period == offset}
     if "full_attention_interval" in config:
-        interval = config["full_attention_interval"]
+        interval = _int(config, ("full_attention_interval",))
         return {layer for layer in range(num_layers) if (layer + 1) % interval == 0}
     raise InvalidArgumentError(
         f"the configuration must say which layers are attention, under one of "
@@ -187,7 +192,7 @@ def _linear_attention(config: _Config, window: int) -> tuple[tuple[int, ...], tu
     key_dim = _int(config, ("linear_key_head_dim",))
     value_dim = _int(config, ("linear_value_head_dim",))
     conv_dim = 2 * _int(config, ("linear_num_key_heads",)) * key_dim + heads * value_dim
-    chunk = config.get("chunk_size") or _LINEAR_ATTENTION_CHUNK
+    chunk = _int(config, _CHUNK) if _has(config, _CHUNK) else _LINEAR_ATTENTION_CHUNK
     return (conv_dim, window), (heads, key_dim, value_dim), chunk
 
 
@@ -195,14 +200,17 @@ def _mamba_heads(config: _Config) -> tuple[int, int]:
     heads = _int(config, _MAMBA_HEADS)
     if _has(config, _MAMBA_HEAD_DIM) and _first(config, _MAMBA_HEAD_DIM) != "auto":
         return heads, _int(config, _MAMBA_HEAD_DIM)
-    inner = config.get("mamba_d_ssm") or _int(config, _EXPAND) * _int(config, ("hidden_size",))
-    return heads, inner // heads
+    if _has(config, ("mamba_d_ssm",)):
+        return heads, _int(config, ("mamba_d_ssm",)) // heads
+    return heads, _int(config, _EXPAND) * _int(config, ("hidden_size",)) // heads
 
 
 def _kv_shape(config: _Config) -> tuple[int, int]:
     """Return the key and value heads of an attention layer, and the size of one."""
     num_heads = _int(config, ("num_attention_heads",))
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = num_heads
+    if _has(config, ("num_key_value_heads",)):
+        num_kv_heads = _int(config, ("num_key_value_heads",))
     if _has(config, _HEAD_DIM):
         return num_kv_heads, _int(config, _HEAD_DIM)
     return num_kv_heads, _int(config, ("hidden_size",)) // num_heads
@@ -216,13 +224,14 @@ def _first(config: _Config, names: tuple[str, ...]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _int(config: _Config, names: tuple[str, ...]) -> int:
+def _int(config: _Config, names: tuple[str, ...], *, maximum: int = INT32_MAX) -> int:
     """Return a size, whatever it is called.
 
     Raises:
-        InvalidArgumentError: It is missing, or no int >= 1.
+        InvalidArgumentError: It is missing, or no int from 1 to ``maximum``.
     """
-    return check_int(f"the configuration's {' or '.join(names)}", _first(config, names), minimum=1)
+    name = f"the configuration's {' or '.join(names)}"
+    return check_int(name, _first(config, names), minimum=1, maximum=maximum)
 
 
 def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> torch.dtype:
@@ -236,8 +245,17 @@ def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> tor
 
 
 def _checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights beside a configuration, if they are there."""
+    """Return the bytes of the weights beside a configuration, if they are there.
+
+    Raises:
+        InvalidArgumentError: Their index cannot be read.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+        try:
+            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{index} must say metadata.total_size: {error!r}"
+            ) from error
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None

@@ -9,7 +9,10 @@ import pytest
 from sources import ROOT
 
 
-@pytest.mark.parametrize("command", [["examples/prefix_reuse.py"], ["-m", "mamba_cache.bench"]])
+@pytest.mark.parametrize(
+    "command",
+    [["examples/prefix_reuse.py"], ["-m", "mamba_cache.bench"], ["-m", "mamba_cache.cli"]],
+)
 def test_a_command_that_nobody_reads_ends_without_a_traceback(command):
     read, write = os.pipe()
     os.close(read)

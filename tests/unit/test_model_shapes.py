@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mamba_cache.bench.copy import SHAPES
 from mamba_cache.cli.built_in import BUILT_IN
@@ -91,9 +93,12 @@ def test_a_head_size_that_is_left_to_the_model():
     assert shape.state_spec.tensors[1].shape == (6, 120 // 6, 24)
 
 
-def test_linear_attention():
+@pytest.mark.parametrize(("named", "chunk"), [(None, 64), (128, 128)])
+def test_linear_attention(named, chunk):
     shape = read(
         mamba_d_conv=None,
+        mamba_chunk_size=None,
+        chunk_size=named,
         linear_conv_kernel_dim=4,
         linear_num_key_heads=2,
         linear_num_value_heads=6,
@@ -103,7 +108,7 @@ def test_linear_attention():
     )
     conv, ssm = shape.state_spec.tensors
     assert (conv.shape, ssm.shape) == ((2 * 2 * 8 + 6 * 12, 4), (6, 8, 12))
-    assert shape.ssm_chunk_size == 64
+    assert shape.ssm_chunk_size == chunk
 
 
 def test_mamba_1_has_no_chunks():
@@ -138,7 +143,7 @@ def test_the_text_model_of_a_multimodal_one():
         ({"layer_types": ["mamba", "rwkv"]}, "rwkv"),
         ({"layer_types": ["attention"]}, "must have Mamba layers"),
         ({"num_hidden_layers": 2, "model_type": "llama"}, "'llama'"),
-        ({"layer_types": ["mamba"], "mamba_d_state": 0}, "mamba_d_state.* an int >= 1, got 0"),
+        ({"layer_types": ["mamba"], "mamba_d_state": 0}, r"mamba_d_state.* in \[1, .*got 0"),
         ({"layer_types": ["mamba"], "mamba_n_heads": None}, "mamba_num_heads or mamba_n_heads"),
         ({"layer_types": ["mamba"], "dtype": "float7"}, "float7"),
     ],
@@ -166,6 +171,9 @@ def test_a_file_or_the_folder_that_holds_it(tmp_path):
     index = {"metadata": {"total_size": 123456}, "weight_map": {}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert load_shape(str(path)).weight_bytes == 123456
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InvalidArgumentError, match="total_size"):
+        load_shape(str(path))
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", b"\xff\xfe"])
@@ -175,3 +183,36 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, text):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidArgumentError, match=r"config"):
         load_shape(str(path))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+KINDS = (
+    {"layer_types": ["mamba", "attention"]},
+    {"hybrid_override_pattern": "M*"},
+    {"num_hidden_layers": 5, "attn_layer_indices": [1, 4]},
+    {"num_hidden_layers": 9, "attn_layer_period": 4, "attn_layer_offset": 2},
+    {"num_hidden_layers": 9, "full_attention_interval": 4, "mamba_d_head": "auto"},
+    {"num_hidden_layers": 3, "mamba_d_ssm": 96, "text_config": None},
+    {
+        **{"num_hidden_layers": 4, "full_attention_interval": 2, "linear_conv_kernel_dim": 4},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "chunk_size": 64},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "dtype": "bfloat16"},
+    },
+)
+
+
+@given(st.sampled_from(KINDS), st.data())
+def test_whatever_a_file_holds_is_read_or_refused_by_name(kind, data):
+    config = {"mamba_expand": 2, **MAMBA2, **kind}
+    for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2)):
+        config[name] = data.draw(JSON)
+    try:
+        shape = read(config)
+    except InvalidArgumentError:
+        return
+    assert shape.state_spec.bytes_per_slot > 0
+    assert shape.ssm_chunk_size >= 1
