@@ -29,12 +29,11 @@ class StateQuantizer(RowMover):
         slots: Conv states of the same dtype and inner shape, codes [num_layers, slots, heads,
             head_dim, state_dim] int8, and scales [num_layers, slots, heads, state_dim] float32.
         quantization: How to round.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+        backend: As in ``StateCopier``.
 
     Raises:
-        InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
-            for their device.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
+        InvalidArgumentError: The tensors do not fit each other, or as in ``StateCopier``.
+        MissingExtraError: Likewise.
     """
 
     def __init__(
@@ -58,12 +57,11 @@ class StateDequantizer(RowMover):
     Args:
         slots: As in ``StateQuantizer``.
         live: Likewise.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+        backend: As in ``StateCopier``.
 
     Raises:
-        InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
-            for their device.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
+        InvalidArgumentError: As in ``StateQuantizer``.
+        MissingExtraError: Likewise.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mamba_cache._checks import as_items
+from mamba_cache._checks import as_items, check_int
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -48,10 +48,11 @@ class StateTensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise InvalidArgumentError(f"name must be a string that is not empty: {self.name!r}")
-        _check_int("num_layers", self.num_layers, minimum=0)
-        object.__setattr__(self, "shape", _as_shape(self.name, self.shape))
-        for size in self.shape:
-            _check_int(f"each size in the shape of {self.name!r}", size, minimum=1)
+        num_layers = check_int("num_layers", self.num_layers, minimum=0)
+        what = f"each size in the shape of {self.name!r}"
+        sizes = [check_int(what, size, minimum=1) for size in _as_shape(self.name, self.shape)]
+        object.__setattr__(self, "num_layers", num_layers)
+        object.__setattr__(self, "shape", tuple(sizes))
         _check_dtype(self.dtype)
 
     @property
@@ -130,9 +131,8 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        _check_int("num_layers", self.num_layers, minimum=0)
-        _check_int("num_kv_heads", self.num_kv_heads, minimum=1)
-        _check_int("head_dim", self.head_dim, minimum=1)
+        for name, minimum in (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 1)):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), minimum=minimum))
         _check_dtype(self.dtype)
 
     def bytes_per_block(self, block_size_tokens: int) -> int:
@@ -141,7 +141,7 @@ class KVCacheSpec:
         Raises:
             InvalidArgumentError: ``block_size_tokens`` is not a positive int.
         """
-        _check_int("block_size_tokens", block_size_tokens, minimum=1)
+        block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
         token_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return token_values * block_size_tokens * self.dtype.itemsize
 
@@ -157,8 +157,8 @@ class KVCacheSpec:
         Raises:
             InvalidArgumentError: A count is not a positive int.
         """
-        _check_int("num_blocks", num_blocks, minimum=1)
-        _check_int("block_size_tokens", block_size_tokens, minimum=1)
+        num_blocks = check_int("num_blocks", num_blocks, minimum=1)
+        block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
         token_shape = (self.num_kv_heads, self.head_dim)
         shape = (self.num_layers, 2, num_blocks, block_size_tokens, *token_shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
@@ -175,9 +175,9 @@ def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) ->
     Raises:
         InvalidArgumentError: An argument is not a positive int.
     """
-    _check_int("max_tokens", max_tokens, minimum=1)
-    _check_int("block_size_tokens", block_size_tokens, minimum=1)
-    _check_int("max_requests", max_requests, minimum=1)
+    max_tokens = check_int("max_tokens", max_tokens, minimum=1)
+    block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
+    max_requests = check_int("max_requests", max_requests, minimum=1)
     return min(-(-max_tokens // block_size_tokens), _CHECKPOINTS_PER_REQUEST * max_requests)
 
 
@@ -196,7 +196,7 @@ def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0
         BudgetError: The budget holds no slot beside the scratch.
         InvalidArgumentError: The budget is no finite number >= 0, or ``scratch_slots`` is negative.
     """
-    _check_int("scratch_slots", scratch_slots, minimum=0)
+    scratch_slots = check_int("scratch_slots", scratch_slots, minimum=0)
     needed_for = f"1 slot and {scratch_slots} states of scratch" if scratch_slots else "1 slot"
     num_states = _units_in_budget(budget_gb, spec.bytes_per_slot, scratch_slots + 1, needed_for)
     return max(num_states - scratch_slots, 0)
@@ -234,11 +234,6 @@ def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: 
 
 def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(as_items(f"the shape of {name!r}", shape, "sizes"))
-
-
-def _check_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InvalidArgumentError(f"{name} must be an int >= {minimum}, got {value!r}")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,3 +167,13 @@ def test_scratch_is_bounded_by_tokens_and_by_requests(
 def test_bad_scratch_sizes(sizes):
     with pytest.raises(InvalidArgumentError, match="must be an int >= 1"):
         scratch_slots(*sizes)
+
+
+def test_numpy_ints_are_kept_as_plain_ints():
+    """A numpy int wraps around where a plain one grows: sizes in bytes would be wrong."""
+    tensor = StateTensorSpec("ssm", np.int32(3), (np.int32(2**20), np.int32(2**12)), torch.float32)
+    assert tensor.layer_bytes == 2**34
+    kv = KVCacheSpec(np.int32(64), np.int32(64), np.int32(256), torch.float32)
+    assert kv.bytes_per_block(np.int32(2**14)) == 2**37
+    values = (tensor.num_layers, *tensor.shape, kv.num_layers, kv.num_kv_heads, kv.head_dim)
+    assert {type(value) for value in values} == {int}
