@@ -208,8 +208,8 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
         self._saved_tokens[list(slots)] = saved_tokens
 
     def state(self) -> npt.NDArray[np.int64]:
-        """Returns when each slot was last used, what it saves, and the time, int64."""
-        return np.concatenate((self._last_use, self._saved_tokens, [self._clock]))
+        """Returns when each slot was last used, then what it saves, [2 * max_slots] int64."""
+        return np.concatenate((self._last_use, self._saved_tokens))
 
     def reset(self, max_slots: int) -> None:
         """Forgets all uses and what was saved."""

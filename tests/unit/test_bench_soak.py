@@ -89,7 +89,7 @@ def test_a_waiting_client_asks_nothing_else(rng):
 
 def test_a_soak_does_everything_that_it_promises():
     soak = make_soak()
-    run_steps(soak, 900)
+    run_steps(soak, 450)
     soak._check()
     stats = soak.engine.context.stats()
     happened = {
@@ -102,7 +102,7 @@ def test_a_soak_does_everything_that_it_promises():
     names = ("finished", "cancelled", "cancelled_queued", "failed_forwards")
     happened |= {name: soak.counts[name] for name in names}
     assert all(happened.values()), happened
-    assert soak.counts["finished"] > 500
+    assert soak.counts["finished"] > 300
 
 
 def test_a_seed_repeats_a_soak():

@@ -179,6 +179,22 @@ def test_a_decode_state_saves_what_the_superseded_one_did_as_well():
     assert policy.heard == [3 * BLOCK, BLOCK, 2 * BLOCK, BLOCK, 2 * BLOCK]
 
 
+def test_a_request_whose_state_is_gone_counts_from_the_one_that_is_left():
+    policy = SavedTokens()
+    context = make_context(slot_policy=policy, placement=EveryNthBlock(1))
+    generate(context, PROMPT, 1)
+    longer = [*PROMPT[: 3 * BLOCK], *[7] * (BLOCK + 1)]
+    assert add(context, "x", longer).skip_tokens == 3 * BLOCK
+    for block in context.match(prepared(context, PROMPT)).block_ids[1:]:
+        context.slot_allocator.invalidate_block(block)
+    policy.heard.clear()
+    run_step(context)
+    context.schedule_prefill("x")
+    run_step(context)
+    assert saved_prefix_lengths(context, longer) == [1, 2, 3, 4]
+    assert policy.heard == [BLOCK, BLOCK, BLOCK], "from the first block's"
+
+
 def test_a_state_that_saves_little_goes_first_under_the_score_policy():
     context = make_context(make_config(max_slots=2), slot_policy=ScoreSlotPolicy())
     long, short, other = PROMPT, [1] * (BLOCK + 1), [2] * (BLOCK + 1)

@@ -156,7 +156,7 @@ def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
     assert heard == [(housed, 1)]
     first, second, third = allocator.reserve_slots([1, 2, 3])
     assert heard == [(housed, 1)]
-    allocator.commit_reserved([first, second], [1, 0], [11, 10], saved_tokens=[512, 256])
+    allocator.commit_reserved([second, first], [0, 1], [10, 11], saved_tokens=[256, 512])
     assert heard == [(housed, 1), (first, 512)]
     allocator.commit_reserved([third], [3], [13])
     assert heard[2:] == [(third, 1)]
