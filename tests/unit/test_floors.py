@@ -1,10 +1,11 @@
 """Each room of the package imports only from rooms below its own floor."""
 
 import ast
+import re
 import sys
 
 import pytest
-from sources import PACKAGE, Source, sources
+from sources import PACKAGE, ROOT, Source, sources
 
 # A room is a module or package right below `mamba_cache`. docs/explanation/architecture.md says
 # what each holds; `mamba_cache/__init__.py` is the front door on top, which no room goes through.
@@ -146,3 +147,20 @@ def test_reading_of_imports(module: str, statement: str, expected: list[str]) ->
     """The walk itself: relative and absolute imports name what they reach."""
     source = Source(SOURCES[0].path.parent.parent / module)
     assert imports(source, ast.parse(statement)) == expected
+
+
+def test_the_documentation_shows_these_floors() -> None:
+    """The table names every room; the picture names those that have no underscore."""
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (\d) \| ([^|]*) \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE)
+    shown = {room: int(floor) for floor, rooms, _ in table for room in re.findall(r"`(\w+)", rooms)}
+    # The table counts as the first floor what only the first floor stands on.
+    rooms = {room: max(floor, 1) for room, floor in FLOORS.items() if "version" not in room}
+    assert shown == {room: floor for room, floor in rooms.items() if "__" not in room}
+    allowed = {room: text for _, rooms, text in table for room in re.findall(r"`(\w+)", rooms)}
+    for room, modules in THIRD_PARTY.items():
+        wanted = "any, extras too" if modules >= EXTRAS else ", ".join(sorted(modules))
+        assert allowed.get(room, wanted) == wanted, room
+    picture = (ROOT / "docs" / "figures" / "house.svg").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"<text[^>]*>([a-z]+)</text>", picture))
+    assert drawn >= {room for room in shown if not room.startswith("_")}
