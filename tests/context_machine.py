@@ -19,7 +19,6 @@ class Seen:
     def __init__(self, prompt, salt):
         self.prompt, self.salt = tuple(prompt), salt
         self.generated = []
-        self.resumed_at = len(self.prompt)
         self.admission = None
 
     @property

@@ -32,6 +32,7 @@ class SpeculationMachine(ContextMachine):
     def more_settings(self):
         self.uncollected = {}
         self.is_uncollected = False
+        self.lengths_before = {}
         return {"num_speculative_tokens": DRAFTS}
 
     @precondition(lambda self: self.can_step())
@@ -137,6 +138,7 @@ class SpeculationMachine(ContextMachine):
 
     def commit(self, step, tokens, *, on_device):
         sampled = {r.request_id: t for r, t in zip(step.requests, tokens, strict=True) if r.samples}
+        decoded = {request.request_id for request in step.requests if not request.is_prefill}
         if on_device:
             padded = torch.full((len(tokens), 1 + DRAFTS), -5)
             for row, new in zip(padded, tokens, strict=True):
@@ -151,6 +153,9 @@ class SpeculationMachine(ContextMachine):
             if request.is_prefill:
                 self.publish(self.requests[request.request_id], request)
         for request_id, new in sampled.items():
+            before = len(self.requests[request_id].tokens)
+            # What a prefill saves is up to the placement.
+            self.lengths_before[request_id] = before if request_id in decoded else before + BLOCK
             self.requests[request_id].generated += new
             if not on_device:
                 self.publish_decoded(request_id)
@@ -163,8 +168,8 @@ class SpeculationMachine(ContextMachine):
             self.published.add((seen.salt, seen.tokens[:boundary]))
             self.perhaps_saved.add((seen.salt, seen.tokens[:boundary]))
         newest = (len(seen.tokens) - 1) // BLOCK * BLOCK
-        is_decoded = newest > len(seen.prompt) and self.exact and seen.salt is None
-        if is_decoded and self.context.config.save_decode_states and newest > seen.resumed_at:
+        is_reached = newest >= self.lengths_before[request_id] and seen.salt is None
+        if is_reached and self.exact and self.context.config.save_decode_states:
             saved = saved_prefix_lengths(self.context, list(seen.tokens[:newest]))
             assert newest // BLOCK in saved
 
@@ -172,7 +177,6 @@ class SpeculationMachine(ContextMachine):
         lost = self.uncollected.pop(request_id, [])
         seen = self.requests[request_id]
         seen.generated = seen.generated[: len(seen.generated) - len(lost)]
-        seen.resumed_at = len(seen.tokens)
 
     def forget_all_uncollected(self):
         self.uncollected, self.is_uncollected = {}, False

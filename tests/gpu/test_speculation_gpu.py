@@ -1,0 +1,162 @@
+"""Drafts verified on a GPU, a step ahead of the host: right, and without waiting for the device."""
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, VOCAB, make_config, saved_prefix_lengths, uncached
+from gpu_rig import waiting_raises
+
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context.decode_rows import DecodeRows
+from mamba_cache.context.kernels import decode, decode_torch
+from mamba_cache.engine import verify_greedy_on_device
+from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
+from mamba_cache.models import HybridModel
+
+pytestmark = pytest.mark.gpu
+
+DRAFTS = 3
+PROMPTS = [[(7 * i * i + 3 * i + n) % VOCAB for i in range(2 * BLOCK + n)] for n in range(4)]
+ANSWER = 4 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
+
+
+@pytest.fixture(params=[False, True], ids=["one stream", "side stream"])
+def context(request):
+    context = DynamicInferenceContext(
+        make_config(num_speculative_tokens=DRAFTS, restore_on_side_stream=request.param),
+        MODEL_CONFIG.state_spec(torch.float64),
+        MODEL_CONFIG.kv_spec(torch.float64),
+        device="cuda",
+    )
+    slots = context.slot_allocator
+    for tensor in (
+        context.kv_cache,
+        *context.live_states.tensors.values(),
+        slots.conv_states,
+        slots.ssm_states,
+    ):
+        tensor.fill_(torch.nan)
+    return context
+
+
+class Foreteller:
+    """Drafts on the device: the true answers, with every fifth token wrong."""
+
+    def __init__(self, answers):
+        self.table = torch.full((4, 2 * ANSWER), -1, device="cuda")
+        for row, answer in enumerate(answers):
+            self.table[row, : len(answer)] = torch.tensor(answer)
+        self.table[:, ::5] = (self.table[:, ::5] + 1) % VOCAB
+        self.known = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def drafts(self):
+        places = self.known[:, None] + torch.arange(DRAFTS, device="cuda")
+        return self.table.gather(1, places)
+
+    def note(self, metadata, sampled):
+        rows = metadata.request_rows[: metadata.num_requests].long()
+        self.known[rows] += sampled.counts
+
+
+def run_ahead(context, model, prompts, answers):
+    """Answers of prompts that run together, each step begun before the last one's tokens are known.
+
+    Requests get rows 0, 1, ... in order, as the context gives them.
+    """
+    collected = [[] for _ in prompts]
+    foreteller = Foreteller(answers)
+    torch.cuda.synchronize()
+    for number, prompt in enumerate(prompts):
+        context.add_request(Request(request_id=number, prompt_tokens=prompt))
+    is_uncollected, num_steps = False, 0
+    while min(map(len, collected)) < ANSWER:
+        with waiting_raises():
+            drafts = foreteller.drafts()
+            step = context.begin_step(drafts=drafts)
+            logits = model.forward(step.metadata, context)
+            sampled = verify_greedy_on_device(logits, step.metadata, drafts)
+        if is_uncollected:
+            for number, tokens in context.collect_step().items():
+                collected[number] += tokens
+        with waiting_raises():
+            foreteller.note(step.metadata, sampled)
+            context.commit_step(sampled)
+        is_uncollected, num_steps = True, num_steps + 1
+    for number, tokens in context.collect_step().items():
+        collected[number] += tokens
+        context.finish(number)
+    context.check_invariants()
+    return [tokens[:ANSWER] for tokens in collected], num_steps
+
+
+def test_answers_are_those_of_plain_runs(context, model):
+    wanted = [uncached(prompt, ANSWER + 2 * DRAFTS + 2)[0] for prompt in PROMPTS]
+    longer = [
+        [*prompt, *answer[: 2 * BLOCK]] for prompt, answer in zip(PROMPTS, wanted, strict=True)
+    ]
+    answers, num_steps = run_ahead(context, model, PROMPTS, wanted)
+    assert answers == [answer[:ANSWER] for answer in wanted]
+    assert num_steps < ANSWER  # drafts were accepted
+    # The states that were saved inside accepted drafts serve the next turn.
+    for prompt in longer:
+        assert max(saved_prefix_lengths(context, prompt), default=0) > 0
+    rest = [uncached(prompt, ANSWER + 2 * DRAFTS + 2)[0] for prompt in longer]
+    again, _ = run_ahead(context, model, longer, rest)
+    assert again == [answer[:ANSWER] for answer in rest]
+    assert context.stats().hits == len(PROMPTS)
+
+
+def test_kernels_equal_their_twins():
+    generator = torch.Generator().manual_seed(3)
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    for _ in range(200):
+        k = int(ints(1, 6))
+        num_rows, block, ring = 64, 16, k + 2
+        count = int(ints(1, num_rows + 1))
+        decodes = int(ints(0, count + 1))
+        tables = ints(0, 2**27, num_rows, 8).int().numpy()
+        order = torch.randperm(num_rows, generator=generator)[:count].tolist()
+        pieces = [SequenceSlice(row, 0, ints(0, 99, int(ints(1, k + 2))).numpy()) for row in order]
+        saved = torch.randperm(count, generator=generator)[: count // 2].tolist()
+        plan = StepPlan(
+            decodes=pieces[:decodes],
+            prefills=pieces[decodes:],
+            boundaries=[BoundaryEntry(i, int(ints(1, 100)), 7) for i in saved],
+        )
+        start = {
+            "num_computed": ints(0, 100, num_rows).int(),
+            "cursors": ints(0, ring, num_rows).int(),
+            "last_tokens": ints(0, 99, num_rows),
+        }
+        drafts, tokens = ints(-1, 99, num_rows, k), ints(0, 99, count, k + 1)
+        counts = ints(-1, k + 3, count).int()
+        results = []
+        for device, kernels in (("cpu", decode_torch), ("cuda", decode)):
+            buffers = StepBuffers(
+                tables,
+                block_size_tokens=block,
+                chunk_size=4,
+                max_tokens=num_rows * (k + 1),
+                max_checkpoints=0,
+                max_decode_tokens=k + 1,
+                live_rows_per_request=ring,
+                device=torch.device(device),
+            )
+            metadata = buffers.fill(plan)
+            rows = DecodeRows(ring, **{name: t.to(device) for name, t in start.items()})
+            if decodes:
+                kernels.describe_decodes(rows, metadata, drafts.to(device), block)
+            kernels.advance_rows(rows, metadata, tokens.to(device), counts.to(device))
+            fields = {name: getattr(metadata, name) for name in metadata.__slots__}
+            fields |= {name: getattr(rows, name) for name in start}
+            results.append(
+                {n: t.tolist() for n, t in fields.items() if isinstance(t, torch.Tensor)}
+            )
+        assert results[0] == results[1]
