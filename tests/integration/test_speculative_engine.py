@@ -269,7 +269,8 @@ def test_a_step_with_drafts_that_fails_is_taken_back_and_repeated(rng, failing_s
     kind=st.sampled_from(["ngram", "wild", "oracle", "mixed"]),
     settings=st.fixed_dictionaries(
         {
-            "num_speculative_tokens": st.integers(1, 3),
+            "block_size_tokens": st.sampled_from([8, 12]),
+            "num_speculative_tokens": st.integers(1, 5),
             "max_requests": st.integers(1, 4),
             "max_tokens": st.sampled_from([5, 17, 40, 200]),
             "num_kv_blocks": st.integers(12, 24),
@@ -285,6 +286,8 @@ def test_no_mix_of_drafts_and_requests_changes_a_token(
     prompts, sampling, kind, settings, failing_steps, new_turn
 ):
     """Hits, chunks, preemption, eviction, failing steps; then the next turn of each, from hits."""
+    most = settings["block_size_tokens"] // 2 - 1
+    settings["num_speculative_tokens"] = min(most, settings["num_speculative_tokens"])
     model, drafter = FailingModel(*failing_steps), drafter_for(kind, prompts, sampling)
     engine = make_engine(model, drafter=drafter, **settings)
     completions = run_together(engine, prompts, sampling)
