@@ -33,7 +33,7 @@ def check_int(
     Args:
         name: What the caller calls the argument.
         value: An int, or what stands for one, such as a numpy integer; a bool does not.
-        minimum: The least that is allowed; None: no bound.
+        minimum: The least that is allowed; None: no bounds.
         maximum: The most; None: no bound.
 
     Raises:
@@ -138,9 +138,9 @@ def is_unreadable(error: Exception) -> bool:
 
 
 def _range_of_ints(minimum: int | None, maximum: int | None) -> str:
-    if minimum is None:
-        return "an int" if maximum is None else f"an int <= {maximum}"
-    return f"an int >= {minimum}" if maximum is None else f"an int in [{minimum}, {maximum}]"
+    if maximum is not None:
+        return f"an int in [{minimum}, {maximum}]"
+    return "an int" if minimum is None else f"an int >= {minimum}"
 
 
 def _as_int(value: Any) -> int | None:

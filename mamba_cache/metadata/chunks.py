@@ -110,12 +110,12 @@ def _cut(
 
 
 def _to_host(query_start_loc: torch.Tensor) -> _IntArray:
-    is_tensor = isinstance(query_start_loc, torch.Tensor)
-    if not is_tensor or query_start_loc.dim() != 1 or query_start_loc.dtype not in _INT_DTYPES:
+    has_data = isinstance(query_start_loc, torch.Tensor) and not query_start_loc.is_meta
+    if not has_data or query_start_loc.dim() != 1 or query_start_loc.dtype not in _INT_DTYPES:
         dtype = getattr(query_start_loc, "dtype", type(query_start_loc).__name__)
         shape = tuple(getattr(query_start_loc, "shape", ()))
         raise InvalidArgumentError(
-            f"query_start_loc must be a 1-D tensor of ints, got {dtype}, shape {shape}"
+            f"query_start_loc must be a 1-D tensor of ints with data, got {dtype}, shape {shape}"
         )
     return query_start_loc.cpu().numpy()
 

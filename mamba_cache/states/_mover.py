@@ -157,9 +157,10 @@ def check_devices(*tensors: torch.Tensor) -> None:
     Raises:
         InvalidArgumentError: They are not.
     """
-    devices = {str(tensor.device) for tensor in tensors}
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise InvalidArgumentError(f"all tensors must be on one device, got {sorted(devices)}")
+        names = sorted(map(str, devices))
+        raise InvalidArgumentError(f"all tensors must be on one device, got {names}")
 
 
 def _check_layout(side: str, tensor: torch.Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
+from mamba_cache.states._mover import check_are_tensors, check_devices
 from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["extract_checkpoint_states"]
@@ -70,6 +73,8 @@ def extract_checkpoint_states(
         checkpoint_rows,
         checkpoint_slots,
     )
+    scales = () if slot_scales is None else (slot_scales,)
+    _check_tensors(fields, slot_conv, slot_ssm, live_conv, chunk_states, conv_input, *scales)
     device = slot_conv.device
     _check_conv(slot_conv, live_conv, conv_input)
     _check_layouts(slot_conv, slot_ssm, live_conv, chunk_states)
@@ -83,12 +88,17 @@ def extract_checkpoint_states(
         return
     _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
     _check_scales(slot_scales, slot_ssm)
-    tensors = (conv, slot_ssm, slot_scales, live, chunk_states, inputs)
-    kernels.extract_states(*tensors, *fields, quantization.hash_seed)
+    quantized = (conv, slot_ssm, slot_scales, live, chunk_states, inputs)
+    kernels.extract_states(*quantized, *fields, quantization.hash_seed)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
+
+
+def _check_tensors(fields: Sequence[torch.Tensor], *states: torch.Tensor) -> None:
+    check_are_tensors("states and fields", (*states, *fields))
+    check_devices(*states)
 
 
 def _check_conv(slot_conv: torch.Tensor, live_conv: torch.Tensor, conv_input: torch.Tensor) -> None:
@@ -109,11 +119,11 @@ def _check_ssm(
 ) -> None:
     wanted = (slot_dtype, tuple(chunk_states.shape[1:]))
     given = (slot_ssm.dtype, tuple(slot_ssm.shape[1:]))
-    if given != wanted or len(slot_ssm) != len(slot_conv):
+    if given != wanted or slot_ssm.shape[:1] != slot_conv.shape[:1]:
         raise InvalidArgumentError(
             f"slot_ssm and chunk_states must share dtype (int8 if quantised) and shape, and "
             f"slot_ssm must have as many slots as slot_conv, got {given} where {wanted} must be, "
-            f"{len(slot_ssm)} and {len(slot_conv)} slots"
+            f"{[*slot_ssm.shape[:1]]} and {[*slot_conv.shape[:1]]} slots"
         )
 
 

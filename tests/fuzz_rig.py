@@ -1,0 +1,359 @@
+"""What a caller can get wrong, and every public call with one set of arguments that it accepts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, add, generate, make_config, make_context, run_step
+from fault_rig import frozen
+from kv_rig import cache, prefix
+from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states
+from slot_rig import full as full_slots
+
+from mamba_cache import (
+    BlockHasher,
+    BlockHashes,
+    CacheConfig,
+    EveryNthBlock,
+    KVBlockAllocator,
+    KVCacheSpec,
+    Request,
+    StateSpec,
+    compute_block_hashes,
+    compute_varlen_chunk_metadata,
+)
+from mamba_cache.blocks import BlockHashChain
+from mamba_cache.slots import SlotLease, SlotPool
+from mamba_cache.states import StateCopier, StatePool, extract_checkpoint_states
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+NAN = float("nan")
+
+JUNK = [
+    None, True, False, 0, 1, -1, 2, 1.5, NAN, float("inf"), -float("inf"), 1j,
+    2**31, -(2**31) - 1, 2**63 - 1, 2**63, 2**200, -(2**200),
+    "", "x", b"", b"x", (), [], [None], ["x"], [[1]], [NAN], [-1], [2**63], [2**200], [True],
+    [0, 0], [1, 2, 3], {}, {1: 2}, {"x": None}, set(), frozenset([1]), range(3), object(), object,
+    len, SimpleNamespace(), slice(None), Ellipsis, memoryview(b"ab"), (1, 2), [(0, 1)],
+    np.float64(NAN), np.int64(-3), np.int8(1), np.bool_(True), np.array(3), np.array(NAN),
+    np.empty(0), np.empty((0, 3), int), np.ones((2, 2), int), np.arange(6)[::2], np.array(["x"]),
+    np.array([1.5, NAN]), np.array([2**63], np.uint64), np.array([None]), np.array([], "M8[s]"),
+    torch.tensor(3), torch.tensor(NAN), torch.empty(0), torch.empty(0, dtype=torch.int32),
+    torch.ones(2, 2, dtype=torch.int64), torch.arange(6)[::2], torch.arange(6).view(2, 3).t(),
+    torch.tensor([1.5, NAN]), torch.tensor([True]), torch.tensor([1], dtype=torch.uint8),
+    torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(2, 3, device="meta"),
+    torch.empty(2, 2, dtype=torch.bfloat16), torch.eye(2).to_sparse(),
+    torch.zeros(2, dtype=torch.complex64), torch.float32, torch.device("meta"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A call that works.
+
+    Attributes:
+        make: Makes the object that is called.
+        call: Takes it, and the arguments by name.
+        arguments: What it accepts, made anew from the object.
+    """
+
+    make: Callable
+    call: Callable
+    arguments: Callable = lambda _: {}
+
+
+def busy_context():
+    """A request in each status, cached prefixes, and the step not begun."""
+    context = make_context(make_config(max_tokens=60, num_kv_blocks=40, max_slots=6))
+    generate(context, PROMPT, 1)
+    add(context, "preempted", PROMPT)
+    context.preempt("preempted")
+    add(context, "decoding", PROMPT)
+    run_step(context)
+    add(context, "prefilling", [4] * 30, chunk_tokens=7)
+    run_step(context)
+    add(context, "scheduled", [5] * 20)
+    return context
+
+
+def context_in_step():
+    context = busy_context()
+    context.begin_step()
+    return context
+
+
+def kv_pool():
+    """Used, cached and free blocks; one sequence branches."""
+    pool = KVBlockAllocator(12)
+    cache(pool, 1, 2, 3)
+    cache(pool, 7)
+    pool.allocate_memory_blocks(2)
+    return pool
+
+
+def slot_pool():
+    """Slots 0 and 1 cached, one of them pinned, one reserved, one free."""
+    pool = SlotPool(4, 8)
+    pool.store([0, 1])
+    pool.register_hashes([0, 1], [10, 11])
+    pool.reserve([2])
+    pool.pin([3])
+    return pool
+
+
+def slot_allocator():
+    allocator = full_slots()
+    add_live_states(allocator.context, torch.Generator().manual_seed(1))
+    allocator.invalidate_block(0)
+    allocator.reserve_slots([5])
+    return allocator
+
+
+def copier():
+    generator = torch.Generator().manual_seed(2)
+    sources = [torch.rand(2, 4, 3, generator=generator)]
+    targets = [torch.rand(2, 5, 3, generator=generator)]
+    return SimpleNamespace(copier=StateCopier(sources, targets), tensors=[*sources, *targets])
+
+
+def extraction(_):
+    ints = {"dtype": torch.int32}
+    return {
+        "slot_conv": torch.full((4, 3, 2), NAN),
+        "slot_ssm": torch.full((4, 2, 2, 5), NAN),
+        "live_conv": torch.ones(3, 3, 2),
+        "chunk_states": torch.ones(2, 2, 2, 5),
+        "conv_input": torch.ones(8, 3),
+        "checkpoint_chunks": torch.tensor([0], **ints),
+        "checkpoint_conv_ends": torch.tensor([4], **ints),
+        "checkpoint_seq_starts": torch.tensor([0], **ints),
+        "checkpoint_rows": torch.tensor([1], **ints),
+        "checkpoint_slots": torch.tensor([2], **ints),
+    }
+
+
+def request_of(context, call, **fields):
+    return getattr(context, call)(Request(**fields))
+
+
+def method(make, name, **arguments):
+    """A method whose arguments do not depend on the object."""
+    return Target(make, lambda it, **given: getattr(it, name)(**given), lambda _: dict(arguments))
+
+
+def plain(function, **arguments):
+    """A function or a class."""
+    return Target(lambda: None, lambda _, **given: function(**given), lambda _: dict(arguments))
+
+
+REQUEST = {
+    "request_id": "new",
+    "prompt_tokens": PROMPT,
+    "cache_salt": "a",
+    "lora_id": 3,
+    "multimodal_keys": [(2, "cat")],
+    "checkpoint_positions": [BLOCK],
+}
+HASHES = prefix(5, 6)
+TARGETS = {
+    "context.prepare": Target(
+        busy_context, partial(request_of, call="prepare"), lambda _: dict(REQUEST)
+    ),
+    "context.match": Target(
+        busy_context, partial(request_of, call="match"), lambda _: dict(REQUEST)
+    ),
+    "context.add": Target(
+        busy_context, partial(request_of, call="add_request"), lambda _: dict(REQUEST)
+    ),
+    "context.add_request": Target(
+        busy_context,
+        lambda it, **given: it.add_request(given.pop("request"), **given),
+        lambda _: {
+            "request": Request(**REQUEST),
+            "chunk_tokens": 9,
+            "checkpoint_positions": [2 * BLOCK],
+        },
+    ),
+    "context.prepare(it)": method(busy_context, "prepare", request=Request(**REQUEST)),
+    "context.match(it)": method(busy_context, "match", request=Request(**REQUEST)),
+    "context.resume_request": method(
+        busy_context, "resume_request", request_id="preempted", chunk_tokens=5
+    ),
+    "context.schedule_prefill": method(
+        busy_context,
+        "schedule_prefill",
+        request_id="prefilling",
+        chunk_tokens=5,
+        checkpoint_positions=[BLOCK],
+    ),
+    "context.begin_step": method(busy_context, "begin_step", decode_ids=["decoding"], drafts={}),
+    "context.commit_step": method(
+        context_in_step, "commit_step", new_tokens={"decoding": 1, "scheduled": 2}
+    ),
+    "context.commit_step(token)": Target(
+        context_in_step,
+        lambda it, token: it.commit_step({"decoding": token, "scheduled": 2}),
+        lambda _: {"token": 1},
+    ),
+    "context.preempt": method(busy_context, "preempt", request_id="decoding"),
+    "context.finish": method(busy_context, "finish", request_id="decoding"),
+    "context.status": method(busy_context, "status", request_id="decoding"),
+    "context.reset": method(busy_context, "reset", preserve_prefix_cache=True),
+    "kv.allocate": method(kv_pool, "allocate_memory_blocks", num_blocks=3),
+    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1]),
+    "kv.release": method(kv_pool, "release_memory_blocks", block_ids=[4]),
+    "kv.register": method(
+        kv_pool, "register_kv_block_hashes", block_ids=[4, 5], block_hashes=HASHES, parent_hash=5
+    ),
+    "kv.register(ids)": method(
+        kv_pool,
+        "register_kv_block_hashes",
+        block_ids=[4, 5],
+        block_hashes=[8, 9],
+        digests=list(HASHES.digests),
+    ),
+    "kv.match": method(kv_pool, "match_prefix", hashes=prefix(1, 2)),
+    "kv.find": method(kv_pool, "find_block", hash_id=prefix(1)[0], digest=prefix(1).digest(0)),
+    "kv.deregister": method(kv_pool, "deregister_blocks", block_ids=[0]),
+    "kv.observe": method(kv_pool, "add_deregistration_observer", observer=lambda blocks, ids: 0),
+    "kv.make": plain(
+        KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
+    ),
+    "pool.make": plain(SlotPool, max_slots=3, num_blocks=4),
+    "pool.slots_of": method(slot_pool, "slots_of", block_ids=[0, 3]),
+    "pool.store": method(slot_pool, "store", block_ids=[4], victims=[]),
+    "pool.reserve": method(slot_pool, "reserve", block_ids=[4], victims=[]),
+    "pool.commit": method(slot_pool, "commit", slots=[1], block_ids=[5], hashes=[12]),
+    "pool.cancel": method(slot_pool, "cancel", slots=[1]),
+    "pool.evict": method(slot_pool, "evict", slots=[2]),
+    "pool.free_blocks": method(slot_pool, "free_blocks", block_ids=[0, 1]),
+    "pool.register": method(slot_pool, "register_hashes", block_ids=[4], hashes=[12]),
+    "pool.pin": method(slot_pool, "pin", slots=[2]),
+    "pool.unpin": method(slot_pool, "unpin", leases=[SlotLease(3, 0, 0)]),
+    "pool.is_current": method(slot_pool, "is_current", lease=SlotLease(3, 0, 0)),
+    "pool.is_pinned": method(slot_pool, "is_pinned", slot=3),
+    "slots.get_slot": method(slot_allocator, "get_slot", block_id=1),
+    "slots.has_state": method(slot_allocator, "has_state", block_id=1),
+    "slots.allocate": method(slot_allocator, "allocate_slots_batch", block_ids=[6, 7]),
+    "slots.reserve": method(slot_allocator, "reserve_slots", block_ids=[6, 7]),
+    "slots.commit": Target(
+        slot_allocator,
+        lambda it, **given: it.commit_reserved(**given),
+        lambda it: {
+            "slots": list(it.pool.reserved),
+            "block_ids": [7],
+            "hashes": [55],
+            "saved_tokens": [8],
+            "epoch": 0,
+        },
+    ),
+    "slots.cancel": Target(
+        slot_allocator,
+        lambda it, **given: it.cancel_reserved(**given),
+        lambda it: {"slots": list(it.pool.reserved), "epoch": 0},
+    ),
+    "slots.pin": method(slot_allocator, "pin_slots", slots=[1]),
+    "slots.unpin": method(slot_allocator, "unpin_slots", leases=[]),
+    "slots.is_current": method(slot_allocator, "is_current", lease=SlotLease(1, 1, 0)),
+    "slots.is_pinned": method(slot_allocator, "is_pinned", slot=1),
+    "slots.consumed": method(slot_allocator, "note_consumed", slots=[1, 2]),
+    "slots.invalidate": method(slot_allocator, "invalidate_block", block_id=1),
+    "slots.deregistered": method(
+        slot_allocator, "on_kv_blocks_deregistered", block_ids=[1], hashes_to_delete=[102]
+    ),
+    "slots.register": method(
+        slot_allocator, "register_block_hashes_batch", block_ids=[1], hashes=[103]
+    ),
+    "slots.store_from_live": method(
+        slot_allocator, "store_from_live_batch", slots=[1], request_indices=[0]
+    ),
+    "slots.copy_live": method(slot_allocator, "copy_live_to_slots", rows=[0, 1], slots=[1, 2]),
+    "slots.restore": method(slot_allocator, "restore_slots", sources=[1, 2], rows=[0, 1]),
+    "slots.restore_to_live": method(slot_allocator, "restore_to_live", request_idx=0, block_id=1),
+    "slots.restore_batch": method(
+        slot_allocator, "restore_to_live_batch", request_indices=[0, 1], block_ids=[1, 2]
+    ),
+    "slots.store_from_tensors": method(
+        slot_allocator,
+        "store_from_tensors",
+        block_id=1,
+        layer_idx=1,
+        ssm_state=torch.ones(SSM, dtype=DTYPES[1]),
+        conv_state=torch.ones(CONV, dtype=DTYPES[0]),
+    ),
+    "hashes": plain(
+        compute_block_hashes,
+        tokens=[1, 2, 3, 4],
+        block_size_tokens=2,
+        cache_salt="a",
+        lora_id=1,
+        multimodal_keys=[(1, "cat")],
+    ),
+    "chain": plain(BlockHashChain, block_size_tokens=2, cache_salt="a", lora_id=1),
+    "chain.append": method(lambda: BlockHashChain(2), "append", tokens=[1, 2, 3]),
+    "hasher": plain(BlockHasher, algorithm="sha256", secret=b"x"),
+    "digests": plain(BlockHashes, digests=list(HASHES.digests)),
+    "config": plain(
+        CacheConfig,
+        **dict.fromkeys(("block_size_tokens", "ssm_chunk_size", "ssm_chunk_alignment"), 8),
+        max_requests=2,
+        max_tokens=64,
+        max_sequence_length=64,
+        kv_cache_gb=1.0,
+        num_kv_blocks=4,
+        mamba_cache_gb=1.0,
+        max_slots=2,
+        eviction_policy="lru",
+        vocab_size=13,
+        min_computed_tokens=1,
+        max_checkpoints_per_step=3,
+        num_speculative_tokens=1,
+        slot_quantization=None,
+        slot_rounding="nearest",
+        slot_rounding_seed=3,
+        hash_algorithm="sha256",
+        hash_secret=b"x",
+    ),
+    "state_spec": plain(
+        StateSpec.mamba,
+        num_layers=NUM_LAYERS,
+        conv_shape=CONV,
+        ssm_shape=SSM,
+        conv_dtype=DTYPES[0],
+        ssm_dtype=DTYPES[1],
+    ),
+    "kv_spec": plain(KVCacheSpec, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32),
+    "placement": plain(EveryNthBlock, n=2),
+    "state_pool.make": plain(
+        StatePool, spec=MODEL_CONFIG.state_spec(torch.float32), num_rows=2, device="cpu"
+    ),
+    "state_pool.zero_": method(
+        lambda: StatePool(MODEL_CONFIG.state_spec(torch.float32), 3, device="cpu"),
+        "zero_",
+        rows=[0, 2],
+    ),
+    "copier.make": plain(
+        StateCopier, sources=[torch.ones(2, 4, 3)], destinations=[torch.ones(2, 5, 3)]
+    ),
+    "copier.copy": Target(
+        copier,
+        lambda it, **given: it.copier.copy(**given),
+        lambda _: {"source_rows": [0, 3], "destination_rows": [4, 1]},
+    ),
+    "extract": Target(
+        lambda: None, lambda _, **given: extract_checkpoint_states(**given), extraction
+    ),
+    "chunks": plain(
+        compute_varlen_chunk_metadata, query_start_loc=torch.tensor([0, 3, 9]), chunk_size=4
+    ),
+}
+
+
+def state_of(thing):
+    """What a target remembers; plain tensors beside it count too."""
+    if isinstance(thing, SimpleNamespace):
+        return tuple(frozen(tensor) for tensor in thing.tensors)
+    return frozen(thing)

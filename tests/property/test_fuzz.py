@@ -1,0 +1,61 @@
+"""Arguments of any kind: accepted, or refused by an error of the package that changes nothing."""
+
+import warnings
+
+import pytest
+from fuzz_rig import JUNK, TARGETS, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_cache.errors import MambaCacheError
+
+NIGHTLY = settings.default.max_examples > 100
+junk = st.sampled_from(JUNK)
+each_target = pytest.mark.parametrize("name", TARGETS)
+
+
+@each_target
+def test_the_arguments_of_the_table_are_accepted(name):
+    target = TARGETS[name]
+    it = target.make()
+    target.call(it, **target.arguments(it))
+
+
+@each_target
+def test_each_argument_takes_anything_or_refuses_it(name, rng):
+    target = TARGETS[name]
+    it = target.make()
+    for argument in target.arguments(it):
+        for index in range(len(JUNK)) if NIGHTLY else rng.permutation(len(JUNK))[:20]:
+            it = try_call(target, it, {argument: JUNK[index]})
+
+
+@each_target
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data())
+def test_several_arguments_take_anything_or_refuse_it(name, data):
+    target = TARGETS[name]
+    it = target.make()
+    names = sorted(target.arguments(it))
+    if len(names) > 1:
+        try_call(target, it, data.draw(st.dictionaries(st.sampled_from(names), junk, min_size=2)))
+
+
+def try_call(target, it, changes):
+    """Calls with some arguments changed; returns an object for the next call."""
+    before = state_of(it)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numpy and torch, about values that are refused
+            target.call(it, **target.arguments(it) | changes)
+    except MambaCacheError as refusal:
+        error = refusal
+    except Exception as foreign:
+        raise AssertionError(f"{changes}: {foreign!r}") from foreign
+    else:
+        check = getattr(it, "check_invariants", lambda: None)
+        check()
+        return target.make()
+    assert str(error), changes
+    assert state_of(it) == before, f"{changes}: {error!r} was raised, but something changed"
+    return it
