@@ -150,7 +150,7 @@ def test_kernels_equal_their_twins():
                 device=torch.device(device),
             )
             metadata = buffers.fill(plan)
-            rows = DecodeRows(ring, **{name: t.to(device) for name, t in start.items()})
+            rows = DecodeRows(ring, **{name: t.to(device, copy=True) for name, t in start.items()})
             if decodes:
                 kernels.describe_decodes(rows, metadata, drafts.to(device), block)
             kernels.advance_rows(rows, metadata, tokens.to(device), counts.to(device))
