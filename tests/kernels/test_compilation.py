@@ -8,6 +8,39 @@ import os
 import subprocess
 import sys
 
+PRINT_STORES_OF_CODES = """
+import json, re, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.states.kernels.quantize import (
+    STORE_OPTIONS, STORED_CODES, _quantized_copy_kernel, stored_tile_sizes,
+)
+
+names = _quantized_copy_kernel.arg_names
+types = {"chunks": "*i64", "states": "*bf16", "codes": "*i8", "scales": "*fp32",
+         "source_rows": "*i32", "destination_rows": "*i32"}
+
+def stores(alignment):
+    tile = stored_tile_sizes(64, 128)
+    constants = {
+        "IS_STORE": True, "STOCHASTIC": False, "HEAD_DIM": 64, "STATE_DIM": 128,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "CODES_ALIGNMENT": alignment,
+        "NARROW_WORD": tl.int64, "TILES_PER_CHUNK": 16, "PAIRS": 1,
+    }
+    # As Triton sees aligned tensors; what is said of codes is left to the kernel.
+    aligned = ("chunks", "states", "scales", "states_layer_stride", "states_row_stride")
+    source = ASTSource(
+        _quantized_copy_kernel,
+        {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=STORE_OPTIONS).asm["ptx"]
+    return sorted(set(re.findall(r"st[.](global\\S+)", ptx)))
+
+print(json.dumps([stores(STORED_CODES), stores(1)]))
+"""
+
 PRINT_STORES_BY_WIDTH = """
 import json, re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -32,15 +65,26 @@ print(json.dumps([stores(tl.int64, 1), stores(tl.int64, 64), stores(tl.int8, 1)]
 """
 
 
-def test_kernel_compiles_and_accesses_16_bytes_where_they_fit(tmp_path):
+def run_compiler(script, tmp_path):
     compiled = subprocess.run(
-        [sys.executable, "-c", PRINT_STORES_BY_WIDTH],
+        [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert compiled.returncode == 0, compiled.stderr
-    wide, in_graph, narrow = json.loads(compiled.stdout)
+    return json.loads(compiled.stdout)
+
+
+def test_codes_are_stored_8_at_a_time_where_they_are_aligned(tmp_path):
+    aligned, anywhere = run_compiler(PRINT_STORES_OF_CODES, tmp_path)
+    assert "global.b8" not in aligned
+    assert "global.v2.b32" in aligned
+    assert "global.b8" in anywhere
+
+
+def test_kernel_compiles_and_accesses_16_bytes_where_they_fit(tmp_path):
+    wide, in_graph, narrow = run_compiler(PRINT_STORES_BY_WIDTH, tmp_path)
     assert wide == in_graph == ["global.b64", "global.v2.b64"]
     assert narrow == ["global.b8", "global.v2.b64"]
