@@ -4,6 +4,7 @@ import pytest
 import torch
 from context_rig import (
     BLOCK,
+    MODEL_CONFIG,
     add,
     assert_same_run,
     generate,
@@ -14,7 +15,7 @@ from context_rig import (
     uncached,
 )
 
-from mamba_cache import BlockHasher, Request
+from mamba_cache import BlockHasher, DynamicInferenceContext, Request
 from mamba_cache.errors import StepOrderError
 from mamba_cache.slots import EveryNthBlock, scrub_free_slots
 
@@ -147,6 +148,14 @@ def test_scrubbing_leaves_alone_what_is_in_use():
         assert_same_run(hit, prompt)
     tokens = context.finish("x")
     assert tokens == uncached(PROMPT, len(tokens))[0]
+
+
+def test_keys_and_values_of_an_embedder_are_its_own_to_scrub():
+    config, spec = make_config(), MODEL_CONFIG.state_spec(torch.float64)
+    context = DynamicInferenceContext(config, spec)
+    context.live_states["ssm"].fill_(1)
+    context.scrub()
+    assert not context.live_states["ssm"].any()
 
 
 def test_scrubbing_waits_for_the_end_of_a_step():

@@ -1,0 +1,184 @@
+"""Single faults, by name; ``tests/property/test_faults.py`` strikes everywhere."""
+
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    uncached,
+)
+from fault_rig import OutOfMemory
+
+from mamba_cache import Request
+from mamba_cache.context import RequestStatus
+from mamba_cache.errors import InvariantError, PoisonedError
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
+
+
+def fail_on(call, error=OSError):
+    """A function that raises on its ``call``-th call, and calls the original before."""
+
+    def wrap(function):
+        calls = 0
+
+        def run(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise error("broken")
+            return function(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def patch(monkeypatch, owner, name, wrap):
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+@pytest.fixture
+def context():
+    """Two requests for the next step: a later chunk of one prompt, and a new one."""
+    context = make_context()
+    add(context, "later", PROMPT, chunk_tokens=BLOCK)
+    run_step(context)
+    context.schedule_prefill("later", chunk_tokens=BLOCK)
+    add(context, "new", OTHER)
+    return context
+
+
+def go_on(context):
+    """Brings both requests to their answers, which are those of uncached runs."""
+    for name, prompt in (("later", PROMPT), ("new", OTHER)):
+        if context.status(name) is RequestStatus.PREEMPTED:
+            context.resume_request(name)
+        while context.status(name) is not RequestStatus.DECODING:
+            if context.status(name) is RequestStatus.PREFILLING:
+                context.schedule_prefill(name)
+            run_step(context)
+        tokens = context.finish(name)
+        assert tokens == uncached(prompt, len(tokens))[0]
+        assert_same_run(generate(context, prompt, 2), prompt)
+    context.check_invariants()
+    assert context.stats().used_blocks == context.stats().reserved_slots == 0
+
+
+def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkeypatch):
+    """It was neither in flight nor forgotten, and the next one began over its chunks."""
+    stepping = "mamba_cache.context.stepping.describe_request"
+    with monkeypatch.context() as patches:
+        patches.setattr(stepping, fail_on(2)(lambda *_, **__: None))
+        with pytest.raises(OSError, match="broken"):
+            context.begin_step()
+    context.check_invariants()
+    assert {context.status(name) for name in ("later", "new")} == {RequestStatus.PREEMPTED}
+    go_on(context)
+
+
+def test_an_abort_that_breaks_off_is_noticed(context, monkeypatch):
+    """A later chunk stayed scheduled, over a live state that the forward had moved on."""
+    context.begin_step()
+    patch(monkeypatch, context._admitter, "release", fail_on(2))
+    with pytest.raises(OSError, match="broken"):
+        context.abort_step()
+    with pytest.raises(PoisonedError, match="abort_step broke off"):
+        context.begin_step()
+    monkeypatch.undo()
+    context.reset()
+    assert_same_run(generate(context, PROMPT, 2), PROMPT)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_commit_that_breaks_off_between_requests_is_noticed(context, monkeypatch, call):
+    step = context.begin_step()
+    patch(monkeypatch, context.kv_block_allocator, "register_kv_block_hashes", fail_on(call))
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step(dict.fromkeys(step.sampling_ids, 1))
+    with pytest.raises(PoisonedError, match=r"commit_step broke off.*broken.*reset\(\)"):
+        context.commit_step(dict.fromkeys(step.sampling_ids, 1))
+    context.reset()
+    monkeypatch.undo()
+    assert_same_run(generate(context, PROMPT, 2), PROMPT)
+
+
+def test_a_forward_that_raises_is_answered_by_an_abort(context):
+    step = context.begin_step()
+    for tensor in context.live_states.tensors.values():  # it stopped half-way
+        tensor[:, [request.row for request in step.requests]] = torch.nan
+    context.abort_step()
+    go_on(context)
+
+
+class Broken:
+    """A collection that raises when it is read."""
+
+    def __iter__(self):
+        raise OSError("broken")
+
+
+def test_what_a_caller_gives_may_raise_itself(context):
+    before = context.fingerprint()
+    with pytest.raises(OSError, match="broken"):
+        add(context, "x", PROMPT, checkpoint_positions=Broken())
+    with pytest.raises(OSError, match="broken"):
+        context.begin_step(Broken())
+    with pytest.raises(OSError, match="broken"):
+        context.match(Request(request_id="x", prompt_tokens=PROMPT, multimodal_keys=Broken()))
+    assert context.fingerprint() == before
+    go_on(context)
+
+
+def test_an_observer_that_raises_does_not_harm_the_context():
+    context = make_context(make_config(num_kv_blocks=7))
+    generate(context, PROMPT, 1)
+    observed = []
+
+    def observer(blocks, hashes):
+        observed.append(blocks)
+        raise OSError("broken")
+
+    context.kv_block_allocator.add_deregistration_observer(observer)
+    with pytest.raises(OSError, match="broken"):
+        add(context, "x", OTHER[::-1] * 2)
+    assert observed
+    context.check_invariants()
+    assert_same_run(generate(context, OTHER, 2), OTHER)
+
+
+def test_without_memory_nothing_is_made():
+    moments = OutOfMemory(None, 0)
+    with moments:
+        make_context(poison=False)
+    for index in range(1, moments.count + 1):
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(None, index):
+            make_context(poison=False)
+
+
+def test_invariants_see_a_chunk_that_is_not_due(context):
+    context._requests.find("later").chunk = None
+    with pytest.raises(InvariantError, match="'later' is scheduled with chunk None"):
+        context.check_invariants()
+
+
+def test_invariants_see_a_request_that_has_moved_on_without_its_chunk(context):
+    context._requests.find("later").num_computed += 1
+    with pytest.raises(InvariantError, match="its chunk begins at 8"):
+        context.check_invariants()
+
+
+def test_invariants_see_a_pin_without_a_reader(context):
+    run_step(context)
+    slots = context.slot_allocator
+    [lease] = slots.pin_slots([int((slots.slot_to_block >= 0).nonzero()[0])])
+    with pytest.raises(InvariantError, match=r"slots \[.*\] are pinned, but chunks read \[\]"):
+        context.check_invariants()
+    slots.unpin_slots([lease])
+    context.check_invariants()

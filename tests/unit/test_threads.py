@@ -1,0 +1,128 @@
+"""One thread at a time uses a context; any thread may read its statistics."""
+
+import threading
+
+import pytest
+from context_rig import BLOCK, add, generate, make_context, run_step
+
+from mamba_cache import DynamicInferenceContext, Request
+from mamba_cache.errors import ConcurrentUseError
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+
+CALLS = {
+    "match": lambda context: context.match(context.prepare(_request("y"))),
+    "add_request": lambda context: context.add_request(_request("y")),
+    "begin_step": DynamicInferenceContext.begin_step,
+    "commit_step": lambda context: context.commit_step({}),
+    "abort_step": DynamicInferenceContext.abort_step,
+    "preempt": lambda context: context.preempt("x"),
+    "finish": lambda context: context.finish("x"),
+    "status": lambda context: context.status("x"),
+    "scrub": DynamicInferenceContext.scrub,
+    "reset_requests": lambda context: context.reset(preserve_prefix_cache=True),
+    "reset_everything": DynamicInferenceContext.reset,
+}
+
+
+def _request(name):
+    return Request(request_id=name, prompt_tokens=PROMPT)
+
+
+class Halting:
+    """A placement in whose call the context's thread stands still until it is let go."""
+
+    def __init__(self):
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def positions(self, facts):
+        self.entered.set()
+        assert self.go_on.wait(timeout=30)
+        return ()
+
+
+@pytest.fixture
+def halted():
+    """A context in the middle of another thread's ``add_request``."""
+    placement = Halting()
+    context = make_context(placement=placement)
+    thread = threading.Thread(target=add, args=(context, "x", PROMPT))
+    thread.start()
+    assert placement.entered.wait(timeout=30)
+    yield context
+    placement.go_on.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_while_another_thread_is_in_one_is_refused(halted, name):
+    with pytest.raises(ConcurrentUseError, match=f"{name} was called by another thread"):
+        CALLS[name](halted)
+
+
+def test_the_call_that_was_running_is_not_disturbed(halted):
+    with pytest.raises(ConcurrentUseError):
+        halted.begin_step()
+    halted._planner._placement.go_on.set()
+    for _ in range(1000):
+        try:
+            step = halted.begin_step()
+            break
+        except ConcurrentUseError:
+            threading.Event().wait(0.01)
+    assert [request.request_id for request in step.requests] == ["x"]
+    halted.check_invariants()
+
+
+def test_statistics_and_preparation_are_for_any_thread(halted):
+    assert halted.stats().requests == 0
+    assert len(halted.prepare(_request("y")).hashes) == 3
+
+
+def test_statistics_can_be_read_while_requests_run():
+    """They used to iterate over a dict that was growing."""
+    context, done, failures = make_context(), threading.Event(), []
+
+    def read():
+        while not done.is_set():
+            try:
+                stats = context.stats()
+                assert stats.hits + sum(stats.misses.values()) >= 0
+            except Exception as failure:
+                failures.append(failure)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for length in (3, BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK):
+        generate(context, PROMPT[:length], 2)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert failures == []
+
+
+def test_a_context_may_move_to_another_thread_between_calls():
+    context = make_context()
+    add(context, "x", PROMPT)
+    tokens = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: tokens.append(run_step(context)["x"][1]))
+        thread.start()
+        thread.join()
+    assert context.finish("x") == tokens
+    context.check_invariants()
+
+
+def test_a_callback_does_not_call_the_context():
+    class Meddling:
+        def positions(self, facts):
+            context.finish("x")
+
+    context = make_context(placement=Meddling())
+    with pytest.raises(ConcurrentUseError, match="finish was called from within it while add_req"):
+        add(context, "x", PROMPT)
+    context.check_invariants()
+    assert context.stats().used_blocks == context.stats().reserved_slots == 0
+    with pytest.raises(ConcurrentUseError):  # and the context is not poisoned by it
+        add(context, "x", PROMPT)
