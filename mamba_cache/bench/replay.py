@@ -157,17 +157,17 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
     Returns:
         Counts of requests, tokens, states and evictions; "token_hit_rate": the share of prompt
         tokens that were skipped; "kv_hit_rate": the share whose keys and values were found, which
-        is the most that states could make of it; "us_per_request": the median time to admit,
-        schedule, commit and finish one.
+        is the most that states could make of it; "us_per_request": the median CPU time to hash,
+        admit, schedule, commit and finish one.
     """
     seconds, failed, total = [], 0, 0
     for request in requests:
         tokens = prompt_tokens(request)
         total += len(tokens)
-        start = time.perf_counter()
+        start = time.process_time()  # unlike the clock, it bears neighbours on the machine
         engine.submit(tokens, _FIRST_TOKEN)
         ends = [event.completion for event in engine.stream() if event.completion]
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         failed += sum(end.error is not None for end in ends)
     engine.context.check_invariants()
     stats = engine.context.stats()
@@ -186,7 +186,7 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
         "evicted_blocks": stats.evicted_blocks,
         "skipped_checkpoints": stats.skipped_checkpoints,
         "us_per_request": round(statistics.median(seconds) * 1e6, 1),
-        "seconds": round(sum(seconds), 3),
+        "cpu_seconds": round(sum(seconds), 3),
     }
 
 
@@ -210,7 +210,7 @@ def print_replay(result: dict[str, Any]) -> None:
     print(
         f"{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
         "each.\n"
-        "hit: tokens not computed; saved, evicted: states; time: decisions for one request"
+        "hit: tokens not computed; saved, evicted: states; time: of a CPU for one request"
     )
 
 
