@@ -83,6 +83,19 @@ def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkey
     go_on(context)
 
 
+def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
+    context = make_context()
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        add(context, name, prompt)
+    run_step(context)
+    patch(monkeypatch, context.step_buffers, "fill", fail_on(1))
+    patch(monkeypatch, context._admitter, "release", fail_on(1))
+    with pytest.raises(OSError, match="broken"):
+        context.begin_step()
+    with pytest.raises(PoisonedError, match="begin_step broke off"):
+        context.status("b")
+
+
 def test_an_abort_that_breaks_off_is_noticed(context, monkeypatch):
     """A later chunk stayed scheduled, over a live state that the forward had moved on."""
     context.begin_step()
