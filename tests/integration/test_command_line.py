@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from sources import ROOT
 
 from mamba_cache.bench.measure import Measurement
 from mamba_cache.cli import bench as bench_commands
@@ -81,6 +82,18 @@ def test_a_plan_as_a_table_says_the_same(call):
     for name, value in settings.items():
         assert f"    {name}={value!r},\n" in out
     assert re.search(r"slot +102\.6 MB", out)
+
+
+def lines_of(text):
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def test_the_guide_shows_what_a_plan_prints(call):
+    guide = (ROOT / "docs" / "how-to" / "choosing_budgets.md").read_text(encoding="utf-8")
+    command, shown = re.search(
+        r"```console\n\$ mamba-cache (.*?)\n(.*?)```", guide, re.DOTALL
+    ).groups()
+    assert lines_of(call(*command.split())[1]) == lines_of(shown)
 
 
 def test_a_plan_takes_every_option(call):
