@@ -16,7 +16,7 @@ from mamba_cache.context.kernels import decode_torch
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.requests import ActiveRequest, Chunk
 from mamba_cache.context.step import ScheduledRequest
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.metadata import StepMetadata
 
 __all__ = [
@@ -239,8 +239,17 @@ def _check_tensor(
 
 
 def _kernels_for(device: torch.device) -> _Kernels:
+    """Return what works on a device.
+
+    Raises:
+        MissingExtraError: It is a GPU, and Triton is not installed.
+    """
     if device.type != "cuda":
         return decode_torch
-    from mamba_cache.context.kernels import decode  # noqa: PLC0415 - needs triton
-
-    return decode  # pragma: no cover - tests/gpu run it
+    try:
+        from mamba_cache.context.kernels import decode  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingExtraError(
+            "drafts on a GPU need triton, which is not installed: pip install triton (Linux only)"
+        ) from error
+    return decode

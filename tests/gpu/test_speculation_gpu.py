@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 DRAFTS = 3
 PROMPTS = [[(7 * i * i + 3 * i + n) % VOCAB for i in range(2 * BLOCK + n)] for n in range(4)]
 ANSWER = 4 * BLOCK
+ROWS = 64
 
 
 @pytest.fixture(scope="module")
@@ -110,53 +111,63 @@ def test_answers_are_those_of_plain_runs(context, model):
     assert context.stats().hits == len(PROMPTS)
 
 
-def test_kernels_equal_their_twins():
-    generator = torch.Generator().manual_seed(3)
+class Case:
+    """A step of random requests, and how far they are."""
 
-    def ints(low, high, *shape):
-        return torch.randint(low, high, shape, generator=generator)
-
-    for _ in range(200):
-        k = int(ints(1, 6))
-        num_rows, block, ring = 64, 16, k + 2
-        count = int(ints(1, num_rows + 1))
-        decodes = int(ints(0, count + 1))
-        tables = ints(0, 2**27, num_rows, 8).int().numpy()
-        order = torch.randperm(num_rows, generator=generator)[:count].tolist()
-        pieces = [SequenceSlice(row, 0, ints(0, 99, int(ints(1, k + 2))).numpy()) for row in order]
+    def __init__(self, generator):
+        self.generator = generator
+        self.k = int(self.ints(1, 6))
+        count = int(self.ints(1, ROWS + 1))
+        decodes = int(self.ints(0, count + 1))
+        order = torch.randperm(ROWS, generator=generator)[:count].tolist()
+        lengths = self.ints(1, self.k + 2, count).tolist()
+        pieces = [
+            SequenceSlice(row, 0, self.ints(0, 99, length).numpy())
+            for row, length in zip(order, lengths, strict=True)
+        ]
         saved = torch.randperm(count, generator=generator)[: count // 2].tolist()
-        plan = StepPlan(
+        self.plan = StepPlan(
             decodes=pieces[:decodes],
             prefills=pieces[decodes:],
-            boundaries=[BoundaryEntry(i, int(ints(1, 100)), 7) for i in saved],
+            boundaries=[BoundaryEntry(i, int(self.ints(1, 100)), 7) for i in saved],
         )
-        start = {
-            "num_computed": ints(0, 100, num_rows).int(),
-            "cursors": ints(0, ring, num_rows).int(),
-            "last_tokens": ints(0, 99, num_rows),
+        self.tables = self.ints(0, 2**27, ROWS, 8).int().numpy()
+        self.start = {
+            "num_computed": self.ints(0, 100, ROWS).int(),
+            "cursors": self.ints(0, self.k + 2, ROWS).int(),
+            "last_tokens": self.ints(0, 99, ROWS),
         }
-        drafts, tokens = ints(-1, 99, num_rows, k), ints(0, 99, count, k + 1)
-        counts = ints(-1, k + 3, count).int()
-        results = []
-        for device, kernels in (("cpu", decode_torch), ("cuda", decode)):
-            buffers = StepBuffers(
-                tables,
-                block_size_tokens=block,
-                chunk_size=4,
-                max_tokens=num_rows * (k + 1),
-                max_checkpoints=0,
-                max_decode_tokens=k + 1,
-                live_rows_per_request=ring,
-                device=torch.device(device),
-            )
-            metadata = buffers.fill(plan)
-            rows = DecodeRows(ring, **{name: t.to(device, copy=True) for name, t in start.items()})
-            if decodes:
-                kernels.describe_decodes(rows, metadata, drafts.to(device), block)
-            kernels.advance_rows(rows, metadata, tokens.to(device), counts.to(device))
-            fields = {name: getattr(metadata, name) for name in metadata.__slots__}
-            fields |= {name: getattr(rows, name) for name in start}
-            results.append(
-                {n: t.tolist() for n, t in fields.items() if isinstance(t, torch.Tensor)}
-            )
-        assert results[0] == results[1]
+        self.drafts = self.ints(-1, 99, ROWS, self.k)
+        self.tokens = self.ints(0, 99, count, self.k + 1)
+        self.counts = self.ints(-1, self.k + 3, count).int()
+
+    def ints(self, low, high, *shape):
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def run(self, kernels, device):
+        """All tensors after a step has begun and ended."""
+        buffers = StepBuffers(
+            self.tables,
+            block_size_tokens=16,
+            chunk_size=4,
+            max_tokens=ROWS * (self.k + 1),
+            max_checkpoints=0,
+            max_decode_tokens=self.k + 1,
+            live_rows_per_request=self.k + 2,
+            device=torch.device(device),
+        )
+        metadata = buffers.fill(self.plan)
+        start = {name: tensor.to(device, copy=True) for name, tensor in self.start.items()}
+        rows = DecodeRows(self.k + 2, **start)
+        if self.plan.decodes:
+            kernels.describe_decodes(rows, metadata, self.drafts.to(device), 16)
+        kernels.advance_rows(rows, metadata, self.tokens.to(device), self.counts.to(device))
+        fields = {name: getattr(metadata, name) for name in metadata.__slots__} | start
+        return {n: t.tolist() for n, t in fields.items() if isinstance(t, torch.Tensor)}
+
+
+def test_kernels_equal_their_twins():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(200):
+        case = Case(generator)
+        assert case.run(decode, "cuda") == case.run(decode_torch, "cpu")
