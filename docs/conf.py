@@ -104,13 +104,18 @@ def result_row(one: dict) -> str:
     )
 
 
+def in_words(value: object) -> str:
+    """A value of a record; None stands for a budget that never runs out."""
+    return "unlimited" if value is None else f"{value:,}" if type(value) is int else f"{value}"
+
+
 def records_table(records: list[dict]) -> list[str]:
     """Records as a table, without the columns that are the same in every row."""
     columns = [name for name in (records or [{}])[0] if len({str(r[name]) for r in records}) > 1]
     if not columns:
         return []
     rows = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
-    rows += [[f"{record[name]}" for name in columns] for record in records]
+    rows += [[in_words(record[name]) for name in columns] for record in records]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
