@@ -105,7 +105,8 @@ class Engine:
         return step
 
     def admit(self, step, rng):
-        while self.free_slots and rng.random() < 0.7:
+        rush = rng.choice([0.5, 0.9, 0.99])
+        while self.free_slots and rng.random() < rush:
             back = self.waiting and rng.random() < 0.5
             if back:
                 request = self.waiting.pop(next(iter(self.waiting)))
@@ -298,15 +299,35 @@ class ResidentWorld:
         fill_tables(self.tables, [row.block_ids if row else None for row in self.rows])
         slots = [row.slot if row else -1 for row in self.rows]
         lengths = [step.num_scheduled[row.req_id] if row else 3 for row in self.rows]
+        drafts = [len(step.drafts.get(row.req_id, ())) if row else 0 for row in self.rows]
+        num_padded = len(self.rows) + int(self.rng.integers(3))
         self.batch = SimpleNamespace(
             num_reqs=len(self.rows),
+            num_reqs_after_padding=num_padded,
+            num_tokens=sum(lengths),
+            num_tokens_after_padding=sum(lengths) + num_padded,
             idx_mapping=self.on_device(slots),
             query_start_loc=self.on_device([0, *np.cumsum(lengths)]),
+            num_scheduled_tokens=np.array(lengths),
+            num_draft_tokens_per_req=np.array(drafts),
+            is_prefilling_np=np.zeros(len(self.rows), dtype=bool),
+            seq_lens_cpu_upper_bound=torch.ones(num_padded, dtype=torch.int32),
         )
         self.preprocess(self.per_slot(step, lambda r: r.num_computed_tokens))
+        if self.rows:
+            self.check_told(self.prepare("FULL"), num_padded)
+
+    def check_told(self, told, num_padded):
+        known = self.accepted
+        counts = [known[row.req_id] if row else 1 for row in self.rows]
+        padding = [1] * (num_padded - len(counts))
+        assert told.num_accepted_tokens.tolist() == [*counts, *padding]
 
     def preprocess(self, num_computed):
         self.state.preprocess_state(self.batch, self.tables, self.config, num_computed)
+
+    def prepare(self, mode):
+        return self.state.prepare_attn(self.batch, mode)
 
     def after(self, step):
         sampled = [step.sampled[row.req_id] if row else 9 for row in self.rows]

@@ -68,12 +68,15 @@ def measure_copies(engine: _Engine) -> Iterator[Measurement]:
                 engine.precopies(num_reqs, bias),
                 engine.postcopies(num_reqs, bias),
             )
+            limit = {1: 1.08, 16: 1.04}.get(num_reqs)
+            if engine.layout == "DS" and bias:
+                limit = None  # parts of rows are written, which memory merges with what it holds
             for name, own in (("pre-copy", before), ("post-copy", after)):
                 yield Measurement(
                     f"{name}, {title}: over a flat copy's time",
                     own / flat,
                     "x",
-                    {1: 1.08, 16: 1.04}.get(num_reqs),
+                    limit,
                     runs=_NUM_RUNS,
                     detail=f"{own:,.1f} us, {num_bytes / 1e6:,.1f} MB, flat copy {flat:,.1f} us",
                 )

@@ -24,6 +24,10 @@ class QuietWorld(ResidentWorld):
         with waiting_raises():
             super().preprocess(num_computed)
 
+    def prepare(self, mode):
+        with waiting_raises():
+            return super().prepare(mode)
+
     def postprocess(self, sampled, num_computed):
         with waiting_raises():
             super().postprocess(sampled, num_computed)

@@ -8,6 +8,7 @@ import torch
 from align_states import Group, Model, States
 
 from mamba_cache.align import CpuGpuBuffer, MambaSpecDecodeGPUContext
+from mamba_cache.align.kernels import fused
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import PAD_SLOT_ID
 
@@ -121,6 +122,30 @@ def test_a_row_is_not_its_slot(device, backend, seed):
     setup.precopy([(1, 2, 0), (7, 7, 0), (3, 4, 2)], rows=[2, 0])
     setup.expect(0, 3, 4, 2)
     setup.expect(1, 1, 2, 0)
+    setup.check()
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (4, 2), (6, 3)])
+def test_programs_that_share_counters_copy_every_tile_once(shares, device, seed, monkeypatch):
+    monkeypatch.setattr(fused, "_shares", lambda device: shares)
+    setup = Setup(make_model(False, ODD, LARGE), device, "triton", seed)
+    setup.precopy([(2, 3, 0), (1, 0, 2)])
+    setup.expect(0, 2, 3, 0)
+    setup.expect(1, 1, 0, 2)
+    setup.check()
+    setup.precopy([(5, 6, 1)])
+    setup.expect(0, 5, 6, 1)
+    setup.check()
+    assert not setup.context.table.counters.any()
+
+
+def test_parts_of_a_window_past_its_last_are_not_shifted_again(device, backend, seed):
+    """A chunk has room for more tiles than a short window has."""
+    setup = Setup(make_model(False, LARGE, num_drafts=1), device, backend, seed)
+    setup.tables[:, 0, 2] = setup.tables[:, 0, 1]
+    setup.blocks[:, 0, 2] = setup.blocks[:, 0, 1]
+    setup.precopy([(2, 1, 1)])
+    setup.expect(0, 2, 1, 1)
     setup.check()
 
 

@@ -2,22 +2,67 @@
 
 from functools import partial
 
-from align_rig import HostWorld, ResidentWorld, check_worlds
-from align_states import models
+import numpy as np
+from align_rig import Engine, HostWorld, ResidentWorld, check_worlds
+from align_states import Model, models
 from hypothesis import given
 from hypothesis import strategies as st
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(models(64), SEEDS, st.lists(SEEDS, min_size=1, max_size=8))
+@given(models(64), SEEDS, st.lists(SEEDS, min_size=1, max_size=6))
 def test_plain_paths_leave_what_the_rules_leave(model, seed, step_seeds):
     on_host, on_device = HostWorld, partial(HostWorld, decides_on_device=True)
     check_worlds(model, seed, step_seeds, [on_host, on_device, ResidentWorld])
 
 
-@given(models(3, block_sizes=(4, 5), min_drafts=1), SEEDS, st.lists(SEEDS, min_size=1, max_size=3))
+@given(models(3, block_sizes=(4, 5, 64)), SEEDS, st.lists(SEEDS, min_size=1, max_size=2))
 def test_kernels_leave_what_the_rules_leave(model, seed, step_seeds):
     """Through Triton's interpreter."""
     on_device = partial(HostWorld, backend="triton", decides_on_device=True)
     check_worlds(model, seed, step_seeds, [on_device, partial(ResidentWorld, backend="triton")])
+
+
+def test_drawn_steps_have_all_that_can_happen():
+    """Requests of every kind, batches up to 64 with rows missing, and moves of every kind."""
+    model = Model(block_size=4, num_drafts=4, max_requests=64)
+    happened = set()
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        engine = Engine(model)
+        for _ in range(8):
+            step = engine.schedule(rng)
+            happened |= set(kinds_of(step, engine))
+            engine.advance(step)
+    assert happened == {
+        "fresh", "cached", "resumed", "preempted", "preempted by force", "finished", "idle request",
+        "many requests", "no request", "crossing", "shift in a column", "several columns",
+    }  # fmt: skip
+
+
+def kinds_of(step, engine):
+    """Names what happens in a step."""
+    block_size = step.model.block_size
+    for request in step.added:
+        yield "cached" if request.num_computed_tokens else "fresh"
+    for name in ("resumed", "preempted", "finished"):
+        if getattr(step, name):
+            yield name
+    if step.resumed and not step.preempted:
+        yield "preempted by force"
+    if len(step.batch) < len(engine.running):
+        yield "idle request"
+    if len(step.batch) > 48:
+        yield "many requests"
+    if not step.batch:
+        yield "no request"
+    for request in step.batch:
+        before, after = request.num_computed_tokens, step.tokens_after(request)
+        column = step.running_column(request)
+        if after // block_size > before // block_size:
+            yield "crossing"
+        if after // block_size - 1 == column and step.accepted(request) > 1:
+            yield "shift in a column"
+        if after - before > 2 * block_size - 2:
+            yield "several columns"

@@ -194,6 +194,9 @@ def test_checked_columns_change_nothing(rng):
     with pytest.raises(InvalidArgumentError, match="row 0 copies"):
         world.end([1], [11 * B] * 4)
     assert world.fields == before
+    with pytest.raises(InvalidArgumentError, match="row 0 copies"):
+        world.begin([0], [1], [11 * B] * 4)
+    assert world.fields == before
 
 
 Mode = Enum("Mode", ["NONE", "FULL"])
@@ -228,6 +231,54 @@ def test_layers_are_told_of_rows_and_padding(world):
     told = world.state.prepare_attn(batch, Mode.NONE)
     assert (told.num_reqs, told.num_tokens, told.max_seq_len) == (3, 7, 22)
     assert len(told.num_accepted_tokens) == 3
+
+
+def test_counts_are_gathered_with_the_columns_where_the_batch_is_the_same(world, monkeypatch):
+    for slot in (0, 3):
+        world.add(slot, 1)
+    world.begin([3, 0], [3, 3], [1, 0, 0, 1])
+    world.end([3, 2], [3, 0, 0, 4])
+    batch = full_batch(world, [2, 2], padding=1)
+    world.batch = batch
+    world.tables[1][1] = torch.arange(10) + 1
+    batch.idx_mapping, batch.num_reqs = world.on_device([0, 3]), 2
+    batch.query_start_loc = world.on_device([0, 3, 6])
+    world.preprocess(world.on_device([3, 0, 0, 4]))
+    gather = world.state._kernels.gather_accepted
+    calls = []
+    kernels = world.state._kernels._replace(
+        gather_accepted=lambda *inputs: calls.append(1) or gather(*inputs)
+    )
+    monkeypatch.setattr(world.state, "_kernels", kernels)
+    assert world.state.prepare_attn(batch, Mode.FULL).num_accepted_tokens.tolist() == [2, 3, 1]
+    assert not calls
+    assert world.state.prepare_attn(batch, Mode.FULL).num_accepted_tokens.tolist() == [2, 3, 1]
+    assert calls
+
+
+@pytest.mark.parametrize("change", ["add", "postprocess", "another batch", "more padding"])
+def test_counts_that_were_gathered_are_dropped_when_they_no_longer_hold(world, change):
+    world.add(0, 1)
+    world.batch = SimpleNamespace(num_reqs=1, idx_mapping=world.on_device([0]))
+    world.state.postprocess_state(world.batch.idx_mapping, 3)
+    batch = full_batch(world, [2])
+    batch.query_start_loc = world.on_device([0, 3])
+    world.batch = batch
+    world.preprocess(world.on_device([2] * 4))
+    wanted = [3]
+    if change == "add":
+        world.add(0, 1)
+        wanted = [1]
+    elif change == "postprocess":
+        world.state.postprocess_state(batch.idx_mapping, 2)
+        wanted = [2]
+    elif change == "another batch":
+        batch = full_batch(world, [2])
+        batch.idx_mapping, wanted = world.on_device([1]), [1]
+    else:
+        batch.num_reqs_after_padding, wanted = 3, [3, 1, 1]
+        batch.seq_lens_cpu_upper_bound = torch.arange(3)
+    assert world.state.prepare_attn(batch, Mode.FULL).num_accepted_tokens.tolist() == wanted
 
 
 def test_a_captured_graph_is_for_the_longest_sequence(world):

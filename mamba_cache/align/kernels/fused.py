@@ -53,7 +53,7 @@ _ANY_VALUE = [
     "table_stride",
     "token_bias",
 ]
-_PROGRAMS_OF_INTERPRETER = 4  # which runs them one after the other
+_PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
 _TURNS_OF_INTERPRETER = 2
 
 
@@ -112,6 +112,7 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
+# Long: it names what it takes, one a line.
 @triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     idx_mapping,

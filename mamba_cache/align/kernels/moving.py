@@ -20,8 +20,8 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 _WIDE_BYTES = tl.constexpr(16)
-_STEP_WORDS = tl.constexpr(512)
-_LANES = tl.constexpr(128)
+_STEP_WORDS = tl.constexpr(256)
+_LANES = tl.constexpr(64)
 _PIECES = tl.constexpr(4)
 _LINE_INTS = tl.constexpr(32)
 _COUNTERS = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
@@ -40,19 +40,28 @@ _NUM_TILES = tl.constexpr(CHUNK_FIELDS.index("num_tiles"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _words_from(  # type: ignore[no-untyped-def]
+    first, size, WORD_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr
+):
+    """Returns how many of ``size`` bytes are in the tile that begins at ``first``, in words."""
+    num_bytes = tl.minimum(tl.maximum(size - first, 0), _TILE_BYTES).to(tl.int32)
+    return tl.multiple_of(num_bytes // WORD_BYTES, ALIGNMENT // WORD_BYTES)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_tile(  # type: ignore[no-untyped-def]
     source, destination, size, tile, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
     """Copies the tile of that number of bytes that do not overlap."""
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
-    tile_words: tl.constexpr = _TILE_BYTES // word_bytes
-    num_words = tl.multiple_of(size // word_bytes, ALIGNMENT // word_bytes)
+    first = tile * _TILE_BYTES
+    num_words = _words_from(first, size, word_bytes, ALIGNMENT)
     # The compiler heeds hints on pointers, not on integers that become pointers.
-    source = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNMENT)
-    destination = tl.multiple_of(destination.to(tl.pointer_type(WORD)), ALIGNMENT)
+    source = tl.multiple_of((source + first).to(tl.pointer_type(WORD)), ALIGNMENT)
+    destination = tl.multiple_of((destination + first).to(tl.pointer_type(WORD)), ALIGNMENT)
     # In steps, because a whole tile of narrow words would take too many registers.
-    for step in range(0, tile_words, _STEP_WORDS):
-        words = tile * tile_words + step + tl.arange(0, _STEP_WORDS)
+    for step in range(0, num_words, _STEP_WORDS):
+        words = step + tl.arange(0, _STEP_WORDS)
         mask = words < num_words
         tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
 
@@ -89,11 +98,14 @@ def shift_rows(  # type: ignore[no-untyped-def]
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     source = source.to(tl.pointer_type(WORD))
     destination = destination.to(tl.pointer_type(WORD))
-    piece, num_pieces = piece_bytes // word_bytes, size // piece_bytes
-    num_lanes = num_rows * piece
-    for first in range(part * _LANES, num_lanes, num_parts * _LANES):
+    # Offsets within one window have 32 bits, so that few registers hold many of them.
+    piece = (piece_bytes // word_bytes).to(tl.int32)
+    row = (row_stride // word_bytes).to(tl.int32)
+    num_pieces = size.to(tl.int32) // piece_bytes.to(tl.int32)
+    num_lanes = num_rows.to(tl.int32) * piece
+    for first in range(part.to(tl.int32) * _LANES, num_lanes, num_parts.to(tl.int32) * _LANES):
         lanes = first + tl.arange(0, _LANES)
-        words = lanes // piece * (row_stride // word_bytes) + lanes % piece
+        words = lanes // piece * row + lanes % piece
         for index in range(0, num_pieces, _PIECES):
             pieces = index + tl.arange(0, _PIECES)
             offsets = words[:, None] + pieces[None, :] * piece
@@ -107,11 +119,11 @@ def shift_rows(  # type: ignore[no-untyped-def]
 @triton.jit
 def _copy_wide_and_draw(source, destination, size, tile, counter):  # type: ignore[no-untyped-def]
     """Copies a tile by accesses of 16 bytes, and draws a ticket while they are on their way."""
-    tile_words: tl.constexpr = _TILE_BYTES // 8
-    source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
-    destination = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
-    words = tile * tile_words + tl.arange(0, tile_words)
-    mask = words < tl.multiple_of(size // 8, _WIDE_BYTES // 8)
+    first = tile * _TILE_BYTES
+    source = tl.multiple_of((source + first).to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
+    destination = tl.multiple_of((destination + first).to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
+    words = tl.arange(0, _TILE_BYTES // 8)
+    mask = words < _words_from(first, size, 8, _WIDE_BYTES)
     moved = tl.load(source + words, mask=mask)
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     tl.store(destination + words, moved, mask=mask)
@@ -185,7 +197,7 @@ def _move_tile(  # type: ignore[no-untyped-def]
     else:
         if is_real & (tile < num_tiles):
             size = row_bytes - shift * token_bytes
-            num_rows = block_bytes // row_bytes
+            num_rows = block_bytes.to(tl.int32) // row_bytes.to(tl.int32)
             shift_rows(
                 source, destination, size, num_rows, row_bytes, token_bytes, tile, num_tiles, WORD
             )

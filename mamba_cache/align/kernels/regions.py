@@ -28,14 +28,12 @@ _TILE_BYTES = tl.constexpr(TILE_BYTES)
 def _regions_kernel(  # type: ignore[no-untyped-def]
     sources, destinations, sizes, num_rows, row_strides, piece_bytes, WORD: tl.constexpr
 ) -> None:
-    entry, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry, part, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     source, destination = tl.load(sources + entry), tl.load(destinations + entry)
     size, piece = tl.load(sizes + entry), tl.load(piece_bytes + entry)
     if piece > 0:
         rows, row_stride = tl.load(num_rows + entry), tl.load(row_strides + entry)
-        shift_rows(
-            source, destination, size, rows, row_stride, piece, part.to(tl.int64), num_parts, WORD
-        )
+        shift_rows(source, destination, size, rows, row_stride, piece, part, num_parts, WORD)
     else:
         for tile in range(part, tl.cdiv(size, _TILE_BYTES), num_parts):
             copy_bytes(source, destination, size, tile, WORD)
