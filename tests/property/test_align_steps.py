@@ -3,7 +3,8 @@
 from functools import partial
 
 import numpy as np
-from align_rig import Engine, HostWorld, ResidentWorld, check_worlds
+from align_engine import Engine
+from align_rig import HostWorld, ResidentWorld, check_worlds
 from align_states import Model, models
 from hypothesis import given
 from hypothesis import strategies as st
