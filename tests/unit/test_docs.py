@@ -81,6 +81,15 @@ def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
         assert '"benchmark": "' in text_of(path), f"{path.name} names no benchmark"
 
 
+def test_the_benchmarks_page_lists_every_kind_of_run() -> None:
+    page = text_of(DOCS / "benchmarks" / "index.md")
+    listed = re.findall(
+        r"^\|.*\| `(?:python -m mamba_cache\.bench|mamba-cache) (\w+)` \|", page, re.M
+    )
+    results = (DOCS / "benchmarks").glob("*.json")
+    assert set(listed) == {json.loads(text_of(path))["benchmark"] for path in results}
+
+
 def ttft_row(path: Path) -> tuple[str, ...]:
     """A run's row in the guide: family, tokens, and the four times."""
     found = {one["name"]: one["value"] for one in json.loads(text_of(path))["measurements"]}
