@@ -1,14 +1,11 @@
 """Contexts that are interrupted in the middle of a call, and what is expected of them then."""
 
-import os
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import cycle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,122 +23,15 @@ from context_rig import (
 
 import mamba_cache
 from mamba_cache.context import RequestStatus
+from mamba_cache.engine.verification import verify_greedy_on_device
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
 from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 
-PACKAGE = str(Path(mamba_cache.__file__).parent) + os.sep
 SHARED = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
 BRANCH = [*SHARED[: 2 * BLOCK], 7, 7, *SHARED[:BLOCK]]
 UNCACHED = UncachedRuns()
-
-
-class Injector:
-    """Raises its error at one moment of a call, and counts the moments."""
-
-    error: type[BaseException] = KeyboardInterrupt
-
-    def __init__(self, context, index):
-        self.context, self.index = context, index
-        self.count = 0
-        self.where = ""
-
-    def pass_moment(self, where):
-        """Raises if this is the moment."""
-        self.count += 1
-        if self.count == self.index:
-            self.where = where
-            raise self.error("injected")
-
-
-class Interrupt(Injector):
-    """A moment is before each instruction that the package executes."""
-
-    def __enter__(self):
-        self._previous = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self._previous)
-
-    def _trace(self, frame, event, _):
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            file = code.co_filename.removeprefix(PACKAGE)
-            self.pass_moment(f"{file}:{frame.f_lineno}, {code.co_name}+{frame.f_lasti}")
-        return self._trace
-
-
-class _Patching(Injector):
-    """A moment is each call of certain functions."""
-
-    def functions(self):
-        """Yields (owner, name of one of its functions)."""
-        raise NotImplementedError
-
-    def __enter__(self):
-        self._patches = []
-        for owner, name in self.functions():
-            found = vars(owner).get(name)
-            self._patches.append((owner, name, found))
-            setattr(owner, name, self._watched(name, getattr(owner, name)))
-        return self
-
-    def __exit__(self, *_):
-        for owner, name, found in self._patches:
-            if found is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, found)
-
-    def _watched(self, name, function):
-        def run(*args, **kwargs):
-            self.pass_moment(name)
-            return function(*args, **kwargs)
-
-        return run
-
-
-class OutOfMemory(_Patching):
-    """A moment is each call of a function that makes an array or a tensor."""
-
-    error = torch.OutOfMemoryError
-
-    def functions(self):
-        for name in (
-            "arange", "array", "asarray", "ascontiguousarray", "concatenate", "cumsum", "empty",
-            "flatnonzero", "frombuffer", "fromiter", "full", "repeat", "zeros",
-        ):  # fmt: skip
-            yield np, name
-        for name in ("empty", "full", "tensor", "zeros"):
-            yield torch, name
-
-
-class Broken(_Patching):
-    """A moment is each launch, and each call of what an embedder can bring along."""
-
-    error = OSError
-
-    def functions(self):
-        slots = self.context.slot_allocator
-        for name in ("restore_slots", "copy_live_to_slots"):
-            yield slots, name
-        yield self.context.step_buffers, "fill"
-        for name in ("choose", "on_stored", "on_consumed"):
-            yield slots.policy, name
-        yield self.context._planner._placement, "positions"
-        yield self.context.kv_block_allocator, "on_blocks_deregistered"
-
-
-INJECTORS = {
-    "an interrupt before an instruction": Interrupt,
-    "no memory for an array or tensor": OutOfMemory,
-    "an exception in a launch or callback": Broken,
-}
+NUM_DRAFTS = 2
 
 
 class Policy(ConsumedSlotPolicy):
@@ -155,9 +45,9 @@ class Placement:
         return MegatronPlacement().positions(facts)
 
 
-def make_busy():
+def make_busy(**changes):
     """Small pools with something in every state: cached, decoding, between chunks, preempted."""
-    config = make_config(num_kv_blocks=13, max_slots=4, max_tokens=64)
+    config = make_config(num_kv_blocks=13, max_slots=4, max_tokens=64, **changes)
     context = make_context(config, placement=Placement(), slot_policy=Policy())
     for filler in range(3):
         generate(context, [filler] * (2 * BLOCK + 1), 1)
@@ -180,12 +70,26 @@ def begin(context):
     return {r.request_id: int(row.argmax()) for r, row in pairs if r.samples}
 
 
+def begin_with_drafts(context):
+    """Begins the step of all, where only the device will know which drafts are right."""
+    drafts = torch.full((4, NUM_DRAFTS), OTHER[2 * BLOCK - 1])
+    step = context.begin_step(drafts=drafts)
+    logits = MODEL.forward(step.metadata, context)
+    return verify_greedy_on_device(logits, step.metadata, drafts)
+
+
+def commit_on_device(context):
+    schedule_all(context)
+    context.commit_step(begin_with_drafts(context))
+
+
 @dataclass
 class Call:
     """A call to break off, given what the calls before it returned."""
 
     run: Callable
     before: Callable = lambda context: None
+    num_drafts: int = 0
 
 
 def add_sharing(context):
@@ -209,6 +113,19 @@ CALLS = {
     "abort_step": Call(
         lambda context, _: context.abort_step(),
         before=lambda context: (schedule_all(context), begin(context))[1],
+    ),
+    "commit_step, with drafts possible": Call(
+        lambda context, tokens: context.commit_step(tokens),
+        before=lambda context: (schedule_all(context), begin(context))[1],
+        num_drafts=NUM_DRAFTS,
+    ),
+    "commit_step, on the device": Call(
+        lambda context, sampled: context.commit_step(sampled),
+        before=lambda context: (schedule_all(context), begin_with_drafts(context))[1],
+        num_drafts=NUM_DRAFTS,
+    ),
+    "collect_step": Call(
+        lambda context, _: context.collect_step(), before=commit_on_device, num_drafts=NUM_DRAFTS
     ),
     "preempt": Call(lambda context, _: context.preempt("decoding")),
     "finish": Call(lambda context, _: context.finish("decoding")),
@@ -266,7 +183,7 @@ class Survey:
         return outcome
 
     def _prepare(self):
-        context = make_busy()
+        context = make_busy(num_speculative_tokens=self.call.num_drafts)
         return context, self.call.before(context)
 
     def _judge(self, context):
@@ -311,6 +228,8 @@ def drive_to_the_end(context):
     }
     with suppress(StepOrderError):  # there may be none in flight
         context.abort_step()
+    with suppress(StepOrderError):  # nor one uncollected
+        context.collect_step()
     for request_id, prompt in prompts.items():
         for _ in range(6):
             try:

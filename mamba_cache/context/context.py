@@ -237,7 +237,8 @@ class DynamicInferenceContext(ContextUpkeep):
                 next may begin before ``collect_step`` brings its tokens.
 
         Raises:
-            StepOrderError: No step is in flight, or the one before is uncollected.
+            StepOrderError: No step is in flight, the one before is uncollected, or a call for this
+                one broke off when the device knew its tokens already.
             InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
                 said to be accepted that was none. The step is still in flight then.
         """

@@ -14,7 +14,7 @@ from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import Drafts, Speculation, check_accepted
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import ScheduledRequest, Step, describe_request, plan_step
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import InvalidArgumentError, InvariantError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
@@ -78,6 +78,8 @@ class StepRunner:
         self._step: Step | None = None
         self._num_boundaries = 0
         self._uncollected: tuple[list[_Entry], SentTokens] | None = None
+        self._is_advanced = False
+        self._is_collecting = False
 
     @property
     def step(self) -> Step:
@@ -156,7 +158,7 @@ class StepRunner:
         """
         tokens = [new_tokens.get(active.request_id, []) for active in self._requests]
         if self._speculation is not None:
-            self._speculation.advance(self.step.metadata, self._speculation.to_device(tokens))
+            self._advance(self._speculation, self._speculation.to_device(tokens))
         self._save_boundaries()
         for active, new in zip(self._requests, tokens, strict=True):
             if active.status is RequestStatus.DECODING:
@@ -184,7 +186,7 @@ class StepRunner:
                 "tokens on the device need num_speculative_tokens of at least 1, got 0"
             )
         self._speculation.check_sampled(sampled, num_requests)
-        self._speculation.advance(self.step.metadata, sampled)
+        self._advance(self._speculation, sampled)
         self._save_boundaries()
         sent = self._speculation.to_host(sampled)
         entries = []
@@ -218,13 +220,15 @@ class StepRunner:
             if entry.is_current and entry.scheduled.samples
         ]
         check(list(chain.from_iterable(new for _, new in tokens)))
-        self._uncollected = None
+        self._is_collecting = True
         for active, new in tokens:
             chunk, active.uncollected = active.uncollected, None
             if chunk is None:
                 active.append_tokens(new)
             else:
                 self._settle_decode(active, chunk, new)
+        self._uncollected = None
+        self._is_collecting = False
         return {active.request_id: new for active, new in tokens}
 
     def abort(self) -> tuple[Hashable, ...]:
@@ -249,6 +253,16 @@ class StepRunner:
         self._end_step()
         self.note_all_used()
         self._uncollected = None
+        self._is_collecting = False
+
+    def check_invariants(self) -> None:
+        """Prove that no step is collected in part.
+
+        Raises:
+            InvariantError: One is: ``collect`` broke off.
+        """
+        if self._is_collecting:
+            raise InvariantError("the tokens of a step are collected in part")
 
     def check_ids(self, new_tokens: object) -> None:
         """Check that just the requests that sample have tokens.
@@ -303,9 +317,19 @@ class StepRunner:
         if self._side_stream is not None:
             self._side_stream.end_all()
 
+    def _advance(self, speculation: Speculation, sampled: DeviceTokens) -> None:
+        if self._is_advanced:
+            raise StepOrderError(
+                "the device knows the step's tokens since a commit_step that broke off: "
+                "abort_step takes the step back"
+            )
+        self._is_advanced = True
+        speculation.advance(self.step.metadata, sampled)
+
     def _end_step(self) -> None:
         if self._side_stream is not None:
             self._side_stream.end_step()
+        self._is_advanced = False
         self._step, self._requests = None, ()
 
     def _save_boundaries(self) -> None:

@@ -168,6 +168,7 @@ class ContextUpkeep(CacheMemory):
         self.request_memory.check_invariants(self._requests.holding_memory())
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)
+        self._runner.check_invariants()
 
     def _make_planner(self, placement: CheckpointPlacement) -> CheckpointPlanner:
         config = self.config

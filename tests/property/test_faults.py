@@ -1,8 +1,9 @@
 """Calls that break off at any moment: the context goes on rightly, or says that it cannot."""
 
 import pytest
-from fault_rig import CALLS, INJECTORS, Outcome, Survey
+from fault_rig import CALLS, Outcome, Survey
 from hypothesis import settings
+from injectors import INJECTORS
 
 EVERY_MOMENT = settings.default.max_examples > 100  # in the nightly profile
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from context_rig import (
     BLOCK,
+    MODEL,
     add,
     assert_same_run,
     generate,
@@ -12,11 +13,11 @@ from context_rig import (
     run_step,
     uncached,
 )
-from fault_rig import OutOfMemory
+from injectors import OutOfMemory
 
-from mamba_cache import Request
+from mamba_cache import DeviceTokens, Request
 from mamba_cache.context import RequestStatus
-from mamba_cache.errors import InvariantError, PoisonedError
+from mamba_cache.errors import InvariantError, PoisonedError, StepOrderError
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -120,6 +121,49 @@ def test_a_commit_that_breaks_off_between_requests_is_noticed(context, monkeypat
     context.reset()
     monkeypatch.undo()
     assert_same_run(generate(context, PROMPT, 2), PROMPT)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
+    """A commit that broke off while it saved, and was called again, moved the states on twice."""
+    context = make_context(make_config(num_speculative_tokens=2))
+    add(context, "x", PROMPT)
+    run_step(context)
+    step = context.begin_step()
+    token = int(MODEL.forward(step.metadata, context)[0].argmax())
+    new_tokens = {"x": token}
+    if on_device:
+        counts = torch.ones(1, dtype=torch.int32)
+        new_tokens = DeviceTokens(torch.tensor([[token, 0, 0]]), counts)
+    patch(monkeypatch, context.slot_allocator, "copy_live_to_slots", fail_on(1))
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step(new_tokens)
+    with pytest.raises(StepOrderError, match="abort_step takes the step back"):
+        context.commit_step(new_tokens)
+    context.abort_step()
+    context.resume_request("x")
+    for _ in range(3):
+        run_step(context)
+    tokens = context.finish("x")
+    assert tokens == uncached(PROMPT, len(tokens))[0]
+
+
+def test_a_collection_that_breaks_off_is_noticed(monkeypatch):
+    """The tokens of the other requests were lost, and the answers went on without them."""
+    context = make_context(make_config(num_speculative_tokens=2))
+    for name in ("a", "b"):
+        add(context, name, PROMPT)
+    run_step(context)
+    MODEL.forward(context.begin_step().metadata, context)
+    counts = torch.ones(2, dtype=torch.int32)
+    context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0], [1, 0, 0]]), counts))
+    patch(monkeypatch, context._runner._publisher, "publish", fail_on(2))
+    with pytest.raises(OSError, match="broken"):
+        context.collect_step()
+    with pytest.raises(PoisonedError, match="collected in part"):
+        context.collect_step()
+    context.reset()
+    assert_same_run(generate(context, OTHER, 2), OTHER)
 
 
 def test_a_forward_that_raises_is_answered_by_an_abort(context):

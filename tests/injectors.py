@@ -1,0 +1,120 @@
+"""Errors that come from outside, at any one moment of a call."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import mamba_cache
+
+PACKAGE = str(Path(mamba_cache.__file__).parent) + os.sep
+
+
+class Injector:
+    """Raises its error at one moment of a call, and counts the moments."""
+
+    error: type[BaseException] = KeyboardInterrupt
+
+    def __init__(self, context, index):
+        self.context, self.index = context, index
+        self.count = 0
+        self.where = ""
+
+    def pass_moment(self, where):
+        """Raises if this is the moment."""
+        self.count += 1
+        if self.count == self.index:
+            self.where = where
+            raise self.error("injected")
+
+
+class Interrupt(Injector):
+    """A moment is before each instruction that the package executes."""
+
+    def __enter__(self):
+        self._previous = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._previous)
+
+    def _trace(self, frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            file = code.co_filename.removeprefix(PACKAGE)
+            self.pass_moment(f"{file}:{frame.f_lineno}, {code.co_name}+{frame.f_lasti}")
+        return self._trace
+
+
+class _Patching(Injector):
+    """A moment is each call of certain functions."""
+
+    def functions(self):
+        """Yields (owner, name of one of its functions)."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        self._patches = []
+        for owner, name in self.functions():
+            found = vars(owner).get(name)
+            self._patches.append((owner, name, found))
+            setattr(owner, name, self._watched(name, getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_):
+        for owner, name, found in self._patches:
+            if found is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, found)
+
+    def _watched(self, name, function):
+        def run(*args, **kwargs):
+            self.pass_moment(name)
+            return function(*args, **kwargs)
+
+        return run
+
+
+class OutOfMemory(_Patching):
+    """A moment is each call of a function that makes an array or a tensor."""
+
+    error = torch.OutOfMemoryError
+
+    def functions(self):
+        for name in (
+            "arange", "array", "asarray", "ascontiguousarray", "concatenate", "cumsum", "empty",
+            "flatnonzero", "frombuffer", "fromiter", "full", "repeat", "zeros",
+        ):  # fmt: skip
+            yield np, name
+        for name in ("empty", "full", "tensor", "zeros"):
+            yield torch, name
+
+
+class Broken(_Patching):
+    """A moment is each launch, and each call of what an embedder can bring along."""
+
+    error = OSError
+
+    def functions(self):
+        slots = self.context.slot_allocator
+        for name in ("restore_slots", "copy_live_to_slots"):
+            yield slots, name
+        yield self.context.step_buffers, "fill"
+        for name in ("choose", "on_stored", "on_consumed"):
+            yield slots.policy, name
+        yield self.context._planner._placement, "positions"
+        yield self.context.kv_block_allocator, "on_blocks_deregistered"
+
+
+INJECTORS = {
+    "an interrupt before an instruction": Interrupt,
+    "no memory for an array or tensor": OutOfMemory,
+    "an exception in a launch or callback": Broken,
+}
