@@ -173,7 +173,7 @@ def test_a_reader_notices_that_its_slot_went_to_the_same_block_anew(allocator):
 def test_a_hit_refreshes_only_the_state_that_it_consumed():
     """SGLang #31643: refreshing every ancestor's state too cost a third of the hits."""
     allocator = make_allocator(3, policy=ConsumedSlotPolicy())
-    for block in (0, 1, 2):
+    for block in (2, 0, 1):
         allocator.allocate_slots_batch([block])
     allocator.context.kv_block_allocator.block_timestamps[[0, 1, 2]] = 9  # the KV hit: all three
     allocator.note_consumed([allocator.get_slot(2)])
