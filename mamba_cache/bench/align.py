@@ -70,7 +70,7 @@ def measure_copies(engine: _Engine) -> Iterator[Measurement]:
             )
             limit = {1: 1.08, 16: 1.04}.get(num_reqs)
             if engine.layout == "DS" and bias:
-                limit = None  # parts of rows are written, which memory merges with what it holds
+                limit = None  # each row is shifted by itself, in words of two bytes
             for name, own in (("pre-copy", before), ("post-copy", after)):
                 yield Measurement(
                     f"{name}, {title}: over a flat copy's time",
