@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.metadata.chunks import compute_chunk_metadata
 
 __all__ = [
@@ -103,7 +103,7 @@ class Mamba2AttentionMetadataBuilder:
         device: Where the kernels read.
 
     Raises:
-        InvalidArgumentError: The model has no chunk size.
+        InvalidArgumentError: The model has no chunk size, or one below 1.
     """
 
     def __init__(
@@ -113,15 +113,16 @@ class Mamba2AttentionMetadataBuilder:
         vllm_config: Any,
         device: torch.device | str,
     ) -> None:
-        chunk_size = vllm_config.model_config.get_mamba_chunk_size()
-        if chunk_size is None:
-            raise InvalidArgumentError(
-                "a Mamba2 model's configuration must set the chunk size, an int >= 1, got None"
-            )
+        chunk_size = check_int(
+            "the chunk size of a Mamba2 model's configuration",
+            vllm_config.model_config.get_mamba_chunk_size(),
+            minimum=1,
+            maximum=INT32_MAX,
+        )
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = layer_names
         self.device = torch.device(device)
-        self.chunk_size: int = chunk_size
+        self.chunk_size = chunk_size
 
     def build(
         self,

@@ -153,9 +153,10 @@ def test_computed_tokens_may_be_given_by_lengths(mixed_batch):
         assert torch.equal(got.num_computed_tokens_p, wanted.num_computed_tokens_p)
 
 
-def test_a_model_without_a_chunk_size_is_refused():
-    with pytest.raises(InvalidArgumentError, match="chunk size, an int >= 1, got None"):
-        make_builder(None)
+@pytest.mark.parametrize("chunk_size", [None, 0, -256, True, 2.5, 2**31])
+def test_a_model_without_a_chunk_size_is_refused(chunk_size):
+    with pytest.raises(InvalidArgumentError, match=f"chunk size .*must be .*got {chunk_size}$"):
+        make_builder(chunk_size)
 
 
 def test_a_thousand_long_sequences_take_20_ms():
