@@ -144,7 +144,7 @@ def probe():
 class Outcome(Enum):
     UNCHANGED = "as if not called"
     DONE = "as if ended"
-    OTHER = "requests preempted"
+    TAKEN_BACK = "taken back"
     POISONED = "poisoned"
 
 
@@ -196,7 +196,7 @@ class Survey:
         state = frozen(context)
         if state not in self.proved:
             drive_to_the_end(context)
-            self.proved[state] = Outcome.OTHER
+            self.proved[state] = Outcome.TAKEN_BACK
         return self.proved[state]
 
 

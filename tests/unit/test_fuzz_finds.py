@@ -70,3 +70,13 @@ def test_shortage_of_memory_is_no_bad_argument(read):
     """PyTorch's is a RuntimeError, as are its complaints about tensors that cannot be read."""
     with pytest.raises(torch.OutOfMemoryError):
         read(Short())
+
+
+def test_a_commit_short_of_memory_leaves_the_step_in_flight():
+    context = make_context()
+    add(context, "x", [1] * BLOCK)
+    context.begin_step()
+    with pytest.raises(torch.OutOfMemoryError):
+        context.commit_step({"x": Short()})
+    context.commit_step({"x": 1})
+    context.check_invariants()
