@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -23,8 +24,9 @@ import torch
 from mamba_cache.bench.clients import Clients, Turn
 from mamba_cache.bench.measure import Measurement, describe_run, print_table, progress_bar
 from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.soak_checks import UncachedAnswers, check_conservation
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CacheStats, RequestStatus
+from mamba_cache.context import RequestStatus
 from mamba_cache.engine import Completion, Engine, LanguageModel, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError, UnknownRequestError
 from mamba_cache.models import HybridModel, HybridModelConfig
@@ -35,7 +37,6 @@ __all__ = [
     "Soak",
     "Window",
     "add_soak_options",
-    "check_conservation",
     "print_soak",
     "run_soak",
 ]
@@ -54,7 +55,6 @@ _CONFIG = CacheConfig(
 _UNFINISHED = 32  # more than rows, so that some are queued
 _CANCEL_SHARE, _PREEMPT_SHARE = 0.03, 0.03  # of the requests
 _FAILS_EVERY = 400  # forwards
-_CHECKED_OUTPUTS = 4  # of each window
 _WINDOWS = 120
 _STATS = (
     "hits",
@@ -185,7 +185,7 @@ class Soak:
         self._clients = Clients(self._rng, max_tokens=_CONFIG.max_sequence_length)
         self._turns: dict[Hashable, Turn] = {}
         self._ids = count()
-        self._reference = _Reference(make_model)
+        self._reference = UncachedAnswers(make_model(), _CONFIG)
 
     def run(self, seconds: float, show: Callable[[float, str], None]) -> None:
         """Serve requests for a time, and check in between.
@@ -285,57 +285,6 @@ class Soak:
         self._reference.offer(turn, completion.tokens)
 
 
-class _Reference:
-    """Knows what the model says without a cache, and asks it about a few answers."""
-
-    def __init__(self, make_model: Callable[..., LanguageModel]) -> None:
-        self._model = make_model()
-        self._offered: list[tuple[Turn, tuple[int, ...]]] = []
-
-    def offer(self, turn: Turn, answer: tuple[int, ...]) -> None:
-        """Take an answer to check, if there are not enough."""
-        if len(self._offered) < _CHECKED_OUTPUTS and not isinstance(self._model, NoModel):
-            self._offered.append((turn, answer))
-
-    def check(self) -> int:
-        """Check the answers that were taken, and return how many.
-
-        Raises:
-            InvariantError: One is wrong.
-        """
-        offered, self._offered = self._offered, []
-        for turn, answer in offered:
-            config = CacheConfig(
-                block_size_tokens=_BLOCK_SIZE,
-                ssm_chunk_size=_BLOCK_SIZE,
-                max_requests=1,
-                max_tokens=_CONFIG.max_sequence_length,
-                max_sequence_length=_CONFIG.max_sequence_length,
-                num_kv_blocks=_CONFIG.max_blocks_per_request,
-                enable_prefix_caching=False,
-            )
-            sampling = SamplingParams(max_new_tokens=turn.max_new_tokens)
-            [alone] = Engine(self._model, config).generate([turn.prompt], sampling)
-            if alone.tokens != answer:
-                raise InvariantError(f"the answer is {answer}, without a cache {alone.tokens}")
-        return len(offered)
-
-
-def check_conservation(stats: CacheStats, config: CacheConfig) -> None:
-    """Check that free, reserved and used ones add up to all, for slots and for blocks.
-
-    Raises:
-        InvariantError: They do not.
-    """
-    slots = stats.free_slots + stats.reserved_slots + stats.cached_slots
-    blocks = stats.free_blocks + stats.cached_blocks + stats.used_blocks
-    if (slots, blocks) != (config.max_slots, config.num_kv_blocks):
-        raise InvariantError(
-            f"{slots} slots and {blocks} KV blocks add up, of {config.max_slots} and "
-            f"{config.num_kv_blocks}"
-        )
-
-
 def print_soak(result: dict[str, Any]) -> None:
     """Print a result of ``run_soak`` as a table for people."""
     figures = [
@@ -362,19 +311,24 @@ def _judge(soak: Soak, minutes: float, *, is_rate_limited: bool) -> Iterator[Mea
         detail=f"{first:,.0f}/s, then {last:,.0f}/s",
     )  # fmt: skip
     # The first minute fills caches and pools; of a shorter soak, the first tenth.
-    settled = next(w for w in windows if w.seconds >= min(60.0, windows[-1].seconds / 10))
-    yield from _growth("RSS", [w.rss_mib for w in (settled, windows[-1])], minutes)
-    if settled.gpu_mib is not None:
-        gpu = [w.gpu_mib or 0.0 for w in (settled, windows[-1])]
-        yield from _growth("GPU memory", gpu, minutes)
+    settled = [w for w in windows if w.seconds >= min(60.0, windows[-1].seconds / 10)]
+    yield _growth("RSS", [w.rss_mib for w in settled], minutes)
+    gpu = [w.gpu_mib for w in settled if w.gpu_mib is not None]
+    if gpu:
+        yield _growth("GPU memory", gpu, minutes)
 
 
-def _growth(name: str, mib: list[float], minutes: float) -> Iterator[Measurement]:
-    growth = 100 * (mib[1] / mib[0] - 1)
-    yield Measurement(
-        f"growth of {name} after the first minute", growth, "%", limit=1 if minutes > 1 else None,
-        detail=f"{mib[0]:,.1f} MiB, then {mib[1]:,.1f} MiB",
-    )  # fmt: skip
+def _growth(name: str, mib: list[float], minutes: float) -> Measurement:
+    """Compare the last sixth of the windows with the first: memory goes up and down a little."""
+    few = max(1, len(mib) // 6)
+    first, last = statistics.median(mib[:few]), statistics.median(mib[-few:])
+    return Measurement(
+        f"growth of {name} after the first minute",
+        100 * (last / first - 1),
+        "%",
+        limit=1 if minutes > 1 else None,
+        detail=f"{first:,.1f} MiB, then {last:,.1f} MiB",
+    )
 
 
 def _rate_of_cpu(windows: list[Window]) -> float:

@@ -10,7 +10,8 @@ from mamba_cache.bench import __main__ as command
 from mamba_cache.bench import soak as soak_module
 from mamba_cache.bench.clients import Clients
 from mamba_cache.bench.no_model import NoModel
-from mamba_cache.bench.soak import MODELS, Soak, check_conservation, run_soak
+from mamba_cache.bench.soak import MODELS, Soak, run_soak
+from mamba_cache.bench.soak_checks import check_conservation
 from mamba_cache.config import CacheConfig
 from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError
@@ -188,6 +189,16 @@ def test_growth_is_limited_after_the_first_minute():
         growth = list(soak_module._judge(soak, 10, is_rate_limited=True))[-1]
         assert (growth.limit, growth.passed) == (1, passed)
     assert growth.value == pytest.approx(2.0)
+
+
+def test_memory_that_goes_up_and_down_does_not_grow():
+    soak = make_soak()
+    soak.windows = [
+        soak_module.Window(5.0 * n, 5.0, 5.0, 1_000, 100.0 + 3 * (n % 3), None)
+        for n in range(1, 121)
+    ]
+    growth = list(soak_module._judge(soak, 10, is_rate_limited=True))[-1]
+    assert growth.value == pytest.approx(0)
 
 
 def test_slowing_down_is_noticed_by_the_time_computed():
