@@ -99,11 +99,11 @@ def draw_hits() -> None:
             _curve(axes, curves[policy], policy, colour)
         found = 100 * max(record["kv_hit_rate"] for record in records)
         axes.axhline(found, color=LIGHT["muted"], linestyle=":", label="keys and values")
-        axes.set_title(f"Tokens skipped, %: {result['workload']['source']}", pad=10)
+        axes.set_title(f"{result['workload']['source']}: skipped, %", pad=10)
         axes.set_xlabel("slots; the last is all that were saved")
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        _ticks(axes, sorted({x for points in curves.values() for x in points}))
+        _ticks(axes, sorted({x for points in curves.values() for x in points})[::2])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     save(figure, "hits", paths)
 

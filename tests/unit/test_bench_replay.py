@@ -1,11 +1,13 @@
 """What a replayed trace hits, against a model of it in plain Python."""
 
 import json
+import re
 
 import pytest
+from sources import ROOT
 
 from mamba_cache.bench import __main__ as command
-from mamba_cache.bench.replay import run_replay
+from mamba_cache.bench.replay import PLACEMENTS, POLICIES, run_replay
 from mamba_cache.bench.workload import TOKENS_PER_HASH_ID, draw_conversations
 from mamba_cache.errors import InvalidArgumentError
 
@@ -123,3 +125,20 @@ def test_the_table_names_budgets(capsys):
 def test_a_missing_trace_is_a_line_not_a_traceback(tmp_path):
     with pytest.raises(SystemExit, match="cannot be read"):
         command.main(["replay", "--trace", str(tmp_path / "missing")])
+
+
+def test_the_benchmarks_page_quotes_the_run_beside_it():
+    folder = ROOT / "docs" / "benchmarks"
+    [path] = folder.glob("replayed-trace-*.json")
+    rates = {}
+    for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
+        names = type(PLACEMENTS[record["placement"]]()), type(POLICIES[record["policy"]]())
+        rates.setdefault(tuple(name.__name__ for name in names), []).append(
+            f"{record['token_hit_rate']:.1%}"
+        )
+    quoted, placement = {}, ""
+    row = re.compile(r"^\| (?:`(\w+)` )?\| `(\w+)` \| (.*) \|$", re.M)
+    for first, policy, cells in row.findall((folder / "index.md").read_text(encoding="utf-8")):
+        placement = first or placement
+        quoted[placement, policy] = cells.split(" | ")
+    assert quoted == rates
