@@ -9,13 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, as_ints, as_items, check_int
-from mamba_cache.errors import MambaSlotCapacityError
+from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import num_kv_blocks
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
 from mamba_cache.slots.fingerprint import slot_fingerprint
 from mamba_cache.slots.lease import SlotLease
-from mamba_cache.slots.policies import SlotEvictionPolicy, policy_named
+from mamba_cache.slots.policies import (
+    SlotEvictionPolicy,
+    check_policy,
+    hand_over,
+    policy_named,
+)
 from mamba_cache.slots.pool import SlotPool
 
 __all__ = ["SlotControl"]
@@ -38,13 +43,13 @@ class SlotControl:
         context: As given.
         max_slots: As given.
         pool: The books.
-        policy: As given.
+        policy: Who chooses now; ``change_policy`` puts another in its place.
         skipped_checkpoints_total: States not saved because no slot could be had.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
             refuse by raising. None: nobody is asked.
 
     Raises:
-        InvalidArgumentError: ``max_slots`` is out of range or the policy's name is unknown.
+        InvalidArgumentError: ``max_slots`` is out of range, or there is no such policy.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class SlotControl:
         )
         self.max_slots = self.pool.max_slots
         name = getattr(context, "prefix_caching_eviction_policy", "lru")
-        self.policy = policy_named(name) if policy is None else policy
+        self.policy = policy_named(name) if policy is None else check_policy(policy)
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
         self.before_reset: Callable[[], object] | None = None
@@ -265,6 +270,23 @@ class SlotControl:
             InvalidArgumentError: A slot is outside the pool.
         """
         self.policy.on_consumed(as_slots(slots, self.max_slots))
+
+    def change_policy(self, policy: SlotEvictionPolicy) -> None:
+        """Has another policy choose which slots are evicted from now on; no slot changes hands.
+
+        It forgets what it knew and hears of the cached slots as of just stored ones, in the order
+        in which the policy before it would have evicted them.
+
+        Args:
+            policy: One that no other allocator uses.
+
+        Raises:
+            InvalidArgumentError: It is no policy, or the one that chooses now. Nothing has changed.
+        """
+        if check_policy(policy) is self.policy:
+            raise InvalidArgumentError("the new slot policy must be another than the present one")
+        hand_over(self.policy, policy, self.pool.slot_to_block, self.context.kv_block_allocator)
+        self.policy = policy
 
     def invalidate_block(self, block_id: int) -> None:
         """Frees a block's slot and forgets its hash; does nothing if it has no slot.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ __all__ = [
     "RefZeroSlotPolicy",
     "ScoreSlotPolicy",
     "SlotEvictionPolicy",
+    "check_policy",
+    "hand_over",
     "policy_named",
 ]
 
@@ -30,6 +32,7 @@ _SCORE_BITS = 31
 """Of a score's fraction: it tells ages apart up to about this power of two."""
 
 
+@runtime_checkable
 class SlotEvictionPolicy(Protocol):
     """Puts evictable slots in the order in which they go, and hears what happens to slots."""
 
@@ -233,6 +236,41 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
         return RefZeroSlotPolicy()
     allowed = [policy.value for policy in EvictionPolicy]
     raise InvalidArgumentError(f"the eviction policy must be one of {allowed}, got {name!r}")
+
+
+def check_policy(policy: object) -> SlotEvictionPolicy:
+    """Returns what a caller gives as a policy, if it is one.
+
+    Raises:
+        InvalidArgumentError: It lacks a method, or it is a class.
+    """
+    if isinstance(policy, SlotEvictionPolicy) and not isinstance(policy, type):
+        return policy
+    raise InvalidArgumentError(
+        f"a slot policy must be an object with the methods of SlotEvictionPolicy, got {policy!r}"
+    )
+
+
+def hand_over(
+    old: SlotEvictionPolicy,
+    new: SlotEvictionPolicy,
+    slot_to_block: npt.NDArray[np.int32],
+    kv_blocks: KVBlockView,
+) -> None:
+    """Resets a policy and tells it of the cached slots as another one would have evicted them.
+
+    Args:
+        old: Who chose until now; unchanged.
+        new: Who is told: of the slot that would have gone first as if it had been stored first.
+        slot_to_block: [max_slots] int32. The block of each cached slot, -1 for the others.
+        kv_blocks: The KV blocks' owner.
+    """
+    slots = np.flatnonzero(slot_to_block >= 0)
+    blocks = slot_to_block[slots]
+    order = old.choose(len(slots), slots, blocks, kv_blocks) if len(slots) else []
+    new.reset(len(slot_to_block))
+    for slot in order:
+        new.on_stored([slot], [1])
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
