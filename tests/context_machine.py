@@ -1,5 +1,7 @@
 """A machine that makes calls to a context in any order, and what it may find, as a plain model."""
 
+import contextlib
+
 import torch
 from context_rig import BLOCK, CHUNK, MODEL, VOCAB, UncachedRuns, make_config, make_context
 from hypothesis import strategies as st
@@ -7,23 +9,82 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import CapacityError, SequenceLengthError
-from mamba_cache.slots import EveryNthBlock, LastBlock, RefZeroSlotPolicy, ScoreSlotPolicy
+from mamba_cache.slots import (
+    ConsumedSlotPolicy,
+    EveryNthBlock,
+    LastBlock,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
 
 UNCACHED = UncachedRuns()
+POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy]
+TENANTS = [
+    {"cache_salt": "a"},
+    {"cache_salt": b"a"},
+    {"lora_id": "a"},
+    {"multimodal_keys": [(3, "a")]},
+    {"multimodal_keys": [(20, "a"), (3, "b")]},
+    {"cache_salt": "a", "multimodal_keys": [(3, "a"), (45, "a")]},
+]
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
 
 
 class Seen:
     """What one request was given and has produced."""
 
-    def __init__(self, prompt, salt):
-        self.prompt, self.salt = tuple(prompt), salt
+    def __init__(self, prompt, tenant):
+        self.prompt, self.tenant = tuple(prompt), tenant
         self.generated = []
         self.admission = None
 
     @property
     def tokens(self):
         return self.prompt + tuple(self.generated)
+
+    def prefix(self, end):
+        """All that a state after ``end`` tokens may depend on."""
+        keys = self.tenant.get("multimodal_keys", [])
+        images = tuple(sorted((position, key) for position, key in keys if position < end))
+        names = tuple(self.tenant.get(name) for name in ("cache_salt", "lora_id"))
+        return names, images, self.tokens[:end]
+
+    def request(self, request_id, tokens, **options):
+        return Request(request_id=request_id, prompt_tokens=tokens, **self.tenant, **options)
+
+
+class ForwardError(Exception):
+    """What a model raises in the midst of its layers."""
+
+
+class Breaking:
+    """The caches of a model that breaks off when it asks for them once too often.
+
+    Before that it spoils all that a step may write: the live states of its requests, the slots
+    that it reserved, and the keys and values of its tokens.
+    """
+
+    def __init__(self, context, step, countdown):
+        self._context, self._step, self._countdown = context, step, countdown
+
+    def __getattr__(self, name):
+        self._countdown -= 1
+        if self._countdown < 0:
+            self._spoil(self._step.metadata)
+            raise ForwardError
+        return getattr(self._context, name)
+
+    def _spoil(self, metadata):
+        per_request = self._context.config.live_rows_per_request
+        for tensor in self._context.live_states.tensors.values():
+            rows = tensor.unflatten(1, (-1, per_request))
+            rows[:, [request.row for request in self._step.requests]] = torch.nan
+        slots = self._context.slot_allocator
+        reserved = list(slots.pool.reserved)
+        slots.conv_states[:, reserved] = slots.ssm_states[:, reserved] = torch.nan
+        places = metadata.kv_slot_mapping[: metadata.num_tokens].long()
+        self._context.kv_cache.flatten(2, 3)[:, :, places[places >= 0]] = torch.nan
 
 
 class ContextMachine(RuleBasedStateMachine):
@@ -39,11 +100,13 @@ class ContextMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 4, BLOCK]),
         longest=st.sampled_from([128, 128, 40, 37]),
         placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1), EveryNthBlock(2)]),
-        slot_policy=st.sampled_from([None, RefZeroSlotPolicy, ScoreSlotPolicy]),
+        slot_policy=st.none() | st.sampled_from(POLICIES),
+        enable_prefix_caching=st.sampled_from([True] * 7 + [False]),
     )
     def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)
         self.exact = ample and policy == "lru" and max_checkpoints is None and last_block_is_saved
+        self.exact = self.exact and settings["enable_prefix_caching"]
         self.longest = longest
         sizes = {} if ample else {"num_kv_blocks": 14, "max_slots": 3}
         chunk = settings.pop("chunk")
@@ -79,18 +142,13 @@ class ContextMachine(RuleBasedStateMachine):
     @rule(
         stem=st.sampled_from([8, 16, 24, 32, 40]) | st.integers(0, 40),
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=20),
-        salt=st.sampled_from([None, None, "a"]),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
         chunk=st.none() | st.integers(1, 40),
         wanted=st.lists(st.integers(0, 60), max_size=2),
     )
-    def add(self, stem, tail, salt, chunk, wanted):
-        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], salt)
-        request = Request(
-            request_id=self.next_id,
-            prompt_tokens=list(seen.prompt),
-            cache_salt=salt,
-            checkpoint_positions=wanted,
-        )
+    def add(self, stem, tail, tenant, chunk, wanted):
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        request = seen.request(self.next_id, list(seen.prompt), checkpoint_positions=wanted)
         try:
             seen.admission = self.context.add_request(request, chunk_tokens=chunk)
         except CapacityError:
@@ -162,16 +220,14 @@ class ContextMachine(RuleBasedStateMachine):
         """Likewise, for all requests."""
 
     @precondition(lambda self: self.can_step())
-    @rule(half_done=st.booleans())
-    def abort(self, half_done):
+    @rule(breaks_at=st.integers(0, 12))
+    def abort(self, breaks_at):
+        """A step is taken back; its forward breaks off in any of its layers, or after them all."""
         step = self.begin()
         if step is None:
             return
-        if half_done:
-            per_request = self.context.config.live_rows_per_request
-            for tensor in self.context.live_states.tensors.values():
-                rows = tensor.unflatten(1, (-1, per_request))
-                rows[:, [request.row for request in step.requests]] = torch.nan
+        with contextlib.suppress(ForwardError):
+            MODEL.forward(step.metadata, Breaking(self.context, step, breaks_at))
         assert set(self.context.abort_step()) == {r.request_id for r in step.requests}
         for request in step.requests:
             self.forget_uncollected(request.request_id)
@@ -209,6 +265,19 @@ class ContextMachine(RuleBasedStateMachine):
                 [data.draw(st.sampled_from(registered))]
             )
             self.exact = False
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def change_policy(self, policy):
+        self.context.slot_allocator.change_policy(policy())
+
+    @rule()
+    def scrub(self):
+        """Nothing is left of what is free; what is in use or cached is compared when it is used."""
+        self.context.scrub()
+        slots = self.context.slot_allocator
+        free = slots.free_slots[: slots.free_count].long()
+        assert not slots.conv_states[:, free].any()
+        assert not slots.ssm_states[:, free].any()
 
     @rule(preserve=st.booleans())
     def reset(self, preserve):
@@ -252,7 +321,7 @@ class ContextMachine(RuleBasedStateMachine):
             row = request.row * self.context.config.live_rows_per_request
             restored = {n: t[:, row] for n, t in self.context.live_states.tensors.items()}
             assert request.start == request.skip_tokens
-            wanted = self.snapshots[seen.salt, seen.tokens[: request.start]] if request.start else 0
+            wanted = self.snapshots[seen.prefix(request.start)] if request.start else 0
             for name, tensor in restored.items():
                 expected = wanted[name] if request.start else torch.zeros_like(tensor)
                 assert torch.equal(tensor, expected), (name, request)
@@ -265,25 +334,25 @@ class ContextMachine(RuleBasedStateMachine):
         assert admission.skip_tokens == skipped * BLOCK < len(tokens)
         assert (admission.miss_reason is None) == bool(skipped)
         for end in range(BLOCK, matched * BLOCK + 1, BLOCK):
-            assert (seen.salt, tokens[:end]) in self.published
-        assert not skipped or (seen.salt, tokens[: skipped * BLOCK]) in self.perhaps_saved
+            assert seen.prefix(end) in self.published
+        assert not skipped or seen.prefix(skipped * BLOCK) in self.perhaps_saved
         if self.exact:
-            following = (seen.salt, tokens[: (matched + 1) * BLOCK])
+            following = seen.prefix((matched + 1) * BLOCK)
             assert following not in self.published or len(tokens) < (matched + 1) * BLOCK
             sure = [
                 end // BLOCK
                 for end in range(BLOCK, len(tokens), BLOCK)
-                if (seen.salt, tokens[:end]) in self.surely_saved
+                if seen.prefix(end) in self.surely_saved
             ]
             assert skipped >= max(sure, default=0)
 
     def publish(self, seen, request):
         tokens, end = seen.tokens, request.start + request.num_tokens
         for boundary in range(BLOCK, end + 1, BLOCK):
-            self.published.add((seen.salt, tokens[:boundary]))
+            self.published.add(seen.prefix(boundary))
         last_complete = len(tokens) // BLOCK * BLOCK
         for boundary in range(BLOCK, end + 1, BLOCK):
-            key = (seen.salt, tokens[:boundary])
+            key = seen.prefix(boundary)
             is_last = request.is_prefill and boundary == last_complete > request.start
             if is_last and key not in self.perhaps_saved:
                 self.surely_saved.add(key)
@@ -294,16 +363,12 @@ class ContextMachine(RuleBasedStateMachine):
         slots, kv_blocks = self.context.slot_allocator, self.context.kv_block_allocator
         known = {}
         for seen in self.requests.values():
-            request = Request(
-                request_id="probe",
-                prompt_tokens=list(seen.tokens[: self.longest]),
-                cache_salt=seen.salt,
-            )
-            hashes = self.context.prepare(request).hashes
+            probe = seen.request("probe", list(seen.tokens[: self.longest]))
+            hashes = self.context.prepare(probe).hashes
             for index in range(len(hashes)):
                 block = kv_blocks.find_block(hashes[index], hashes.digests[index])
                 if block is not None and slots.has_state(block):
-                    known[slots.get_slot(block)] = (seen.salt, seen.tokens[: (index + 1) * BLOCK])
+                    known[slots.get_slot(block)] = seen.prefix((index + 1) * BLOCK)
         for slot, key in known.items():
             state = {"conv": slots.conv_states[:, slot], "ssm": slots.ssm_states[:, slot]}
             assert not any(tensor.isnan().any() for tensor in state.values()), key

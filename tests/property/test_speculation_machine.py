@@ -4,6 +4,7 @@ The tokens of a step are given on the host, or on the device and collected later
 step may have begun.
 """
 
+import pytest
 import torch
 from context_machine import ContextMachine
 from context_rig import BLOCK, MODEL, VOCAB, UncachedRuns, saved_prefix_lengths
@@ -13,7 +14,7 @@ from hypothesis.stateful import precondition, rule
 
 from mamba_cache import DeviceTokens
 from mamba_cache.context import RequestStatus
-from mamba_cache.errors import CapacityError
+from mamba_cache.errors import CapacityError, StepOrderError
 
 DRAFTS = 3
 LONGEST_ANSWER = 28
@@ -165,13 +166,21 @@ class SpeculationMachine(ContextMachine):
         """All complete blocks before the last token are findable, and the newest with its state."""
         seen = self.requests[request_id]
         for boundary in range(BLOCK, len(seen.tokens), BLOCK):
-            self.published.add((seen.salt, seen.tokens[:boundary]))
-            self.perhaps_saved.add((seen.salt, seen.tokens[:boundary]))
+            self.published.add(seen.prefix(boundary))
+            self.perhaps_saved.add(seen.prefix(boundary))
         newest = (len(seen.tokens) - 1) // BLOCK * BLOCK
-        is_reached = newest >= self.lengths_before[request_id] and seen.salt is None
+        is_reached = newest >= self.lengths_before[request_id] and not seen.tenant
         if is_reached and self.exact and self.context.config.save_decode_states:
             saved = saved_prefix_lengths(self.context, list(seen.tokens[:newest]))
             assert newest // BLOCK in saved
+
+    @rule()
+    def scrub(self):
+        if not self.is_uncollected:
+            super().scrub()
+            return
+        with pytest.raises(StepOrderError, match="uncollected"):
+            self.context.scrub()
 
     def forget_uncollected(self, request_id):
         lost = self.uncollected.pop(request_id, [])
