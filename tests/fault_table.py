@@ -1,6 +1,6 @@
 """Prints the table of faults: what was injected into which call, how often, and what came of it.
 
-Run ``python tests/fault_table.py > table.md``; all moments take some twenty minutes on one core.
+Run ``python tests/fault_table.py > table.md``; all moments take some thirty minutes on one core.
 """
 
 import argparse
@@ -9,14 +9,14 @@ import time
 
 import torch
 from fault_rig import CALLS, Outcome, Survey
-from injectors import INJECTORS
+from injectors import INJECTORS, Interrupt
 
 COLUMNS = ["call", "injected", "moments", "struck", *(outcome.value for outcome in Outcome)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=1, help="strike at every N-th moment")
+    parser.add_argument("--every", type=int, default=1, help="of the instructions, every N-th only")
     every = parser.parse_args().every
     torch.set_num_threads(1)
     print("|" + "|".join(COLUMNS) + "|")
@@ -25,7 +25,8 @@ def main():
         for name, call in CALLS.items():
             started = time.perf_counter()
             survey = Survey(call, injector)
-            for moment in range(1, survey.num_moments + 1, every):
+            step = every if injector is Interrupt else 1
+            for moment in range(1, survey.num_moments + 1, step):
                 survey.inject(moment)
             counts = [survey.outcomes[outcome] for outcome in Outcome]
             cells = [f"`{name}`", injected, survey.num_moments, sum(counts), *counts]
