@@ -1,0 +1,163 @@
+"""The engine under every order of calls: each answer is that of a run alone and without a cache."""
+
+from functools import cache
+
+from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mamba_cache.engine import Engine, FinishReason, NgramDrafter, SamplingParams
+from mamba_cache.slots import (
+    ConsumedSlotPolicy,
+    EveryNthBlock,
+    LastBlock,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
+
+POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy]
+STEM = [(5 * i * i + 11 * i) % 256 for i in range(48)]
+TAILS = [[], [1], [2, 3, 2, 3, 2], list(range(90, 103)), [7] * 24]
+TENANTS = [{"cache_salt": "a"}, {"lora_id": 1}, {"multimodal_keys": [(9, "a")]}]
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=14),
+    SamplingParams(max_new_tokens=23, temperature=1.0, top_k=9, seed=5),
+    SamplingParams(max_new_tokens=23, stop_tokens=range(0, 256, 9)),
+]
+
+
+@cache
+def answer(prompt, sampling):
+    return alone(list(prompt), sampling)
+
+
+class Guesser:
+    """Proposes the right tokens, but for every few of them."""
+
+    def __init__(self, prompt, tokens):
+        self._right = [*prompt, *tokens]
+
+    def propose(self, tokens, max_drafts):
+        known = len(tokens)
+        guessed = enumerate(self._right[known : known + max_drafts], known)
+        return [token if place % 5 else (token + 1) % 256 for place, token in guessed]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """``self.wanted`` holds each request's prompt, sampling and answer until it is finished."""
+
+    @initialize(
+        num_speculative_tokens=st.sampled_from([0, 1, 3]),
+        guesses=st.booleans(),
+        num_kv_blocks=st.sampled_from([3, 7, 12, 100]),
+        max_slots=st.sampled_from([0, 1, 3, 50]),
+        max_requests=st.sampled_from([1, 3, 8]),
+        max_tokens=st.sampled_from([5, 24, 64]),
+        max_sequence_length=st.sampled_from([80, 80, 30]),
+        eviction_policy=st.sampled_from(["lru", "ref_zero"]),
+        max_wait_steps=st.sampled_from([0, 2, 64]),
+        placement=st.sampled_from([None, LastBlock(), EveryNthBlock(1)]),
+        save_decode_states=st.booleans(),
+        min_computed_tokens=st.sampled_from([1, 1, 5]),
+    )
+    def start(self, guesses, max_wait_steps, placement, **changes):
+        self.model = FailingModel()
+        self.guesses = guesses
+        self.engine = Engine(
+            self.model,
+            cache_config(**changes),
+            max_wait_steps=max_wait_steps,
+            placement=placement,
+            drafter=lambda: Guesser(*self.newest) if self.guesses else NgramDrafter(),
+        )
+        self.config = self.engine.context.config
+        self.wanted = {}
+        self.received = {}
+
+    @rule(
+        stem=st.sampled_from([0, BLOCK, 2 * BLOCK, 2 * BLOCK + 3, 3 * BLOCK, 5 * BLOCK]),
+        tail=st.sampled_from(TAILS),
+        sampling=st.sampled_from(SAMPLINGS),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
+        positions=st.lists(st.integers(0, 60), max_size=2),
+    )
+    def submit(self, stem, tail, sampling, tenant, positions):
+        prompt = (STEM[:stem] + tail or [1])[: self.config.max_sequence_length]
+        tokens = answer(tuple(prompt), sampling)
+        self.newest = prompt, tokens
+        request_id = self.engine.submit(prompt, sampling, checkpoint_positions=positions, **tenant)
+        self.wanted[request_id] = prompt, sampling, tokens
+        self.received[request_id] = []
+
+    @rule(times=st.integers(1, 12), fails=st.booleans())
+    def steps(self, times, fails):
+        """Steps of which the last one may fail."""
+        if fails:
+            self.model.failing_steps.add(self.model.num_steps + times)
+        for _ in range(times):
+            self.step()
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.end(data.draw(st.sampled_from(sorted(self.wanted))))
+
+    def end(self, request_id):
+        self.engine.cancel(request_id)
+        del self.wanted[request_id]
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def change_policy(self, policy):
+        self.engine.context.slot_allocator.change_policy(policy())
+
+    @rule()
+    def scrub(self):
+        self.engine.context.scrub()
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "engine"):
+            self.engine.context.check_invariants()
+            assert self.engine.num_requests == len(self.wanted)
+
+    def step(self):
+        try:
+            events = step_checked(self.engine)
+        except ModelFailure:
+            return
+        for event in events:
+            if event.token is not None:
+                self.received[event.request_id].append(event.token)
+            if event.finished:
+                self.check(event.completion)
+
+    def check(self, done):
+        prompt, sampling, tokens = self.wanted.pop(done.request_id)
+        assert list(done.tokens) == self.received[done.request_id]
+        longest = self.config.max_sequence_length + 1 - len(prompt)
+        if done.finish_reason is FinishReason.FAILED:
+            # The last token is never computed.
+            blocks = -(-(len(prompt) + min(sampling.max_new_tokens, longest) - 1) // BLOCK)
+            assert blocks > self.config.num_kv_blocks
+            assert done.tokens == tokens[: len(done.tokens)]
+        else:
+            assert done.tokens == tokens[:longest]
+
+    def teardown(self):
+        """Whatever happened, the engine comes to an end and holds nothing then."""
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2000):
+            if not self.wanted:
+                break
+            self.step()
+        assert self.engine.num_requests == len(self.wanted) == 0
+        stats = self.engine.context.stats()
+        assert stats.used_blocks == stats.reserved_slots == 0
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(stateful_step_count=30)
