@@ -108,9 +108,23 @@ class SideStream:
             self._slots.restore_slots(sources, [row * self._live_rows for row in rows])
         self._num_transfers = self._slots.transfers.num_calls
 
+    def save(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Enqueue the copies that end the step, on the current stream.
+
+        Args:
+            rows: [n] live-state rows, on the device.
+            slots: [n] the slots that its plan names, likewise.
+        """
+        before = self._slots.transfers.num_calls
+        self._slots.copy_live_to_slots(rows, slots)
+        self._num_transfers += self._slots.transfers.num_calls - before
+
     def end_step(self) -> None:
         """Note that the step, or what there is of it, is enqueued on the current stream."""
         plan, self._plan = self._plan, StepPlan()
+        if self._slots.transfers.num_calls != self._num_transfers:
+            self.end_all()  # beside the step's own copies there were the embedder's
+            return
         rows = [piece.row for piece in (*plan.decodes, *plan.prefills)]
         slots = [entry.slot for entry in plan.checkpoints]
         self._order.end_step(rows, slots + [entry.slot for entry in plan.boundaries])

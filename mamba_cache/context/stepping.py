@@ -336,9 +336,8 @@ class StepRunner:
         metadata = self.step.metadata
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
         planned = slice(self._num_boundaries)
-        self._slots.copy_live_to_slots(
-            metadata.boundary_rows[planned], metadata.boundary_slots[planned]
-        )
+        save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
+        save(metadata.boundary_rows[planned], metadata.boundary_slots[planned])
 
     def _settle_prefill(self, active: ActiveRequest) -> None:
         chunk, samples = active.current_chunk, active.samples

@@ -102,6 +102,37 @@ def test_what_is_written_beside_the_steps_is_waited_for(context, streams, what):
     assert streams.waits[-1] == streams.steps > before
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_what_an_embedder_copies_during_a_step_is_waited_for(context, streams, aborts):
+    add(context, "before", [4] * 9)
+    context.begin_step()
+    context.slot_allocator.copy_live_to_slots([1], [5])
+    if aborts:
+        context.abort_step()
+        context.finish("before")
+        add(context, "row 0", [5] * 9)
+    else:
+        context.commit_step({"before": 1})
+    for _ in range(2):
+        run_step(context)
+    copied_at = streams.steps - 2
+    add(context, "row 1", [3] * 5)
+    context.begin_step()
+    assert streams.waits[-1] == copied_at
+
+
+def test_a_copy_is_waited_for_although_a_step_without_restores_followed(context, streams):
+    add(context, "before", [4] * 9)
+    run_step(context)
+    context.slot_allocator.copy_live_to_slots([1], [5])
+    run_step(context)
+    copied_at = streams.steps
+    run_step(context)
+    add(context, "row 1", [3] * 5)
+    context.begin_step()
+    assert streams.waits[-1] == copied_at
+
+
 def test_steps_that_are_forgotten_count_as_the_oldest_remembered(context, streams):
     prompt = list(range(1, 9)) * 2
     add(context, "first", prompt)
