@@ -28,7 +28,7 @@ from transformers_rig import (
     text,
 )
 
-from mamba_cache.slots import EveryNthBlock, LruSlotPolicy
+from mamba_cache.slots import EveryNthBlock, LruSlotPolicy, ScoreSlotPolicy
 
 
 @pytest.fixture
@@ -235,6 +235,23 @@ def test_placements_decide_where_states_are(model, prompt):
     cache = make_cache(model, placement=EveryNthBlock(1), eviction=LruSlotPolicy())
     cached(cache, prompt, max_new_tokens=1)
     assert cache.stats().saved_states == 4
+
+
+def test_policies_hear_what_each_state_saves(model, prompt, generator):
+    """Beyond the state before it, the one that the run resumed from included."""
+    told = []
+
+    class Listening(ScoreSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            super().on_stored(slots, saved_tokens)
+            told.extend(saved_tokens)
+
+    cache = make_cache(model, placement=EveryNthBlock(2), eviction=Listening())
+    cached(cache, prompt, max_new_tokens=1)
+    assert told == [2 * BLOCK, 2 * BLOCK]
+    longer = join(prompt[:, : 4 * BLOCK], text(generator, 3 * BLOCK + 1))
+    cached(cache, longer, max_new_tokens=1)
+    assert told[2:] == [2 * BLOCK]
 
 
 def test_salts_keep_prompts_apart(model, cache, prompt):

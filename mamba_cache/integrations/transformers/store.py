@@ -126,11 +126,13 @@ class SequenceRecord:
         self._held = list(match.block_ids)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(self._held)
+        self._num_blocks_to_state = match.state_matched_blocks
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         other = SequenceRecord(self._store, self.chain.copy(), self.match)
         other.num_published = self.num_published
+        other._num_blocks_to_state = self._num_blocks_to_state
         return other
 
     def load(self) -> SequenceMemory | None:
@@ -194,7 +196,10 @@ class SequenceRecord:
         except BaseException:
             slots.cancel_reserved([slot])
             raise
-        slots.commit_reserved([slot], [block], [hashes[index]])
+        blocks_saved = index + 1 - self._num_blocks_to_state
+        saved_tokens = blocks_saved * self._store.layout.block_size_tokens
+        slots.commit_reserved([slot], [block], [hashes[index]], saved_tokens=[saved_tokens])
+        self._num_blocks_to_state = index + 1
         self._store.counters.saved_states += 1
 
     def _take(self, count: int) -> list[int]:
