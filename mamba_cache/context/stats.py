@@ -31,7 +31,8 @@ class CacheStats:
         kv_matched_blocks: Blocks found cached.
         state_matched_blocks: Blocks skipped because a state was restored.
         skipped_tokens: Prompt tokens not computed again.
-        computed_tokens: Tokens computed, prefill and decode.
+        computed_tokens: Tokens computed in committed steps, prefill and decode, with the drafts
+            that were not accepted; those of a decoding request once its step is collected.
         saved_states: States that became findable.
         skipped_checkpoints: States not saved because no slot or no room in the step was left.
         evicted_blocks: Cached KV blocks given up for others.

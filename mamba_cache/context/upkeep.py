@@ -135,7 +135,7 @@ class ContextUpkeep(CacheMemory):
         )
 
     def fingerprint(self) -> int:
-        """Digest what decides the next step: slots, rows, block tables, and requests' progress.
+        """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
 
         Ranks that run the same requests over shards of the same model must have equal ones after
         every call, given equal settings and ``hash_secret``. Linear in slots and block tables.
@@ -149,7 +149,9 @@ class ContextUpkeep(CacheMemory):
             hashes, end = active.chain.hashes, active.num_tokens
             # The last hash names all blocks before; without prefix caching the last tokens must do.
             start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
-            parts += [(active.row, active.num_computed, *hashes[-1:]), active.tokens(start, end)]
+            due = active.chunk.num_tokens if active.chunk else 0
+            progress = active.row, active.num_computed, active.most_computed, due
+            parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
         return fingerprint_of(
             self.slot_allocator.fingerprint(),
             self.request_memory.block_tables,

@@ -318,3 +318,15 @@ def test_a_gpu_needs_the_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "mamba_cache.context.kernels.decode", None)
     with pytest.raises(MissingExtraError, match="pip install triton"):
         _kernels_for(device)
+
+
+def test_drafts_that_are_not_accepted_count_as_computed(context):
+    prefill(context, "a")
+    compute(context, drafts={"a": [4, 4]})
+    context.commit_step({"a": [4]})
+    assert context.stats().computed_tokens == len(PROMPT) + 3
+    compute(context, drafts={"a": [4]})
+    context.commit_step(on_device([1]))
+    assert context.stats().computed_tokens == len(PROMPT) + 3
+    context.collect_step()
+    assert context.stats().computed_tokens == len(PROMPT) + 5

@@ -1,0 +1,74 @@
+"""Ranks whose next steps would differ are told apart before those steps."""
+
+import pytest
+import torch
+from context_rig import MODEL, add, make_config, make_context
+
+from mamba_cache import DeviceTokens
+
+DRAFTS = 2
+
+
+@pytest.fixture
+def ranks():
+    config = make_config(num_speculative_tokens=DRAFTS, hash_secret=b"equal")
+    made = [make_context(config) for _ in range(2)]
+    for context in made:
+        add(context, "old", [3, 1, 4])
+        step(context, {"old": 9})
+    assert agree(made)
+    return made
+
+
+def step(context, tokens, **options):
+    begun = context.begin_step(**options)
+    MODEL.forward(begun.metadata, context)
+    context.commit_step(tokens)
+
+
+def nothing_taken():
+    return DeviceTokens(torch.zeros(1, 1 + DRAFTS, dtype=torch.int64), torch.tensor([0]).int())
+
+
+def agree(ranks):
+    return ranks[0].fingerprint() == ranks[1].fingerprint()
+
+
+def test_ranks_that_do_the_same_agree_after_every_call(ranks):
+    for call in (
+        lambda context: add(context, "new", [2, 7, 1, 8], chunk_tokens=3),
+        lambda context: context.begin_step(decode_ids=["old"], drafts={"old": [4]}),
+        lambda context: context.commit_step({"old": [4, 6]}),
+        lambda context: context.preempt("new"),
+        lambda context: step(context, nothing_taken()),
+        lambda context: context.resume_request("new"),
+        lambda context: context.collect_step(),
+    ):
+        before = ranks[0].fingerprint()
+        call(ranks[0])
+        # A collection that brings nothing is one that changes what the next step may do.
+        assert ranks[0].fingerprint() != before
+        call(ranks[1])
+        assert agree(ranks)
+
+
+def test_chunks_of_other_lengths_are_told_apart(ranks):
+    for context, chunk_tokens in zip(ranks, (2, 3), strict=True):
+        add(context, "new", [2, 7, 1, 8], chunk_tokens=chunk_tokens)
+    assert not agree(ranks)
+
+
+def test_other_numbers_of_drafts_are_told_apart_while_a_step_is_uncollected(ranks):
+    for context, drafts in zip(ranks, ([4], [4, 4]), strict=True):
+        step(context, nothing_taken(), drafts={"old": drafts})
+    assert not agree(ranks)
+    for context in ranks:
+        context.collect_step()
+    assert agree(ranks)
+
+
+def test_a_rank_that_has_not_collected_is_told_apart(ranks):
+    for context in ranks:
+        step(context, nothing_taken())
+    ranks[0].collect_step()
+    assert not agree(ranks)
