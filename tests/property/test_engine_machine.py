@@ -3,7 +3,6 @@
 from functools import cache
 
 from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -160,4 +159,3 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(stateful_step_count=30)

@@ -196,6 +196,4 @@ class SpeculationMachine(ContextMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(
-    stateful_step_count=40, max_examples=3 * settings.default.max_examples
-)
+TestSpeculationMachine.settings = settings(max_examples=3 * settings.default.max_examples)
