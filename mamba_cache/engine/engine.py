@@ -228,6 +228,8 @@ class Engine:
     def cancel(self, request_id: Hashable) -> None:
         """End a request, queued or running; what it cached so far stays findable.
 
+        Of one whose failure ``step`` has still to tell, nothing will be told.
+
         Raises:
             UnknownRequestError: There is no such request, or it is finished.
             InvalidArgumentError: The id is not hashable.

@@ -80,14 +80,19 @@ class Scheduler:
         self._queue[request_id] = request
 
     def remove(self, request_id: Hashable) -> None:
-        """Forget a request, and take back what it holds; what it cached stays findable.
+        """Forget a request, or its failure, and take back what it holds.
+
+        What it cached stays findable.
 
         Raises:
             UnknownRequestError: There is no such request, or it is finished.
             InvalidArgumentError: The id is not hashable.
         """
         _check_hashable(request_id)
-        if request_id in self._queue:
+        untold = [x for x in self.failed if x.request.request_id == request_id]
+        if untold:
+            self.failed.remove(*untold)
+        elif request_id in self._queue:
             del self._queue[request_id]
         else:
             self._context.finish(request_id)

@@ -330,6 +330,20 @@ def test_a_failure_is_told_even_if_its_step_raised_and_nobody_else_is_left(rng):
     assert engine.num_requests == 0
 
 
+def test_a_request_whose_failure_is_not_told_yet_can_be_cancelled(rng):
+    """Found by search: its id was in use and yet unknown."""
+    engine = make_engine(FailingModel(1), num_kv_blocks=4)
+    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
+    engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
+    with pytest.raises(ModelFailure):
+        engine.step()
+    engine.cancel("large")
+    assert engine.num_requests == 1
+    assert [event.request_id for event in engine.stream()] == ["small"]
+    with pytest.raises(UnknownRequestError, match="'large'"):
+        engine.cancel("large")
+
+
 def test_progress_goes_to_stderr_alone(rng, capsys):
     completions = make_engine().generate([draw_prompt(rng, 5)], greedy(2), progress=True)
     captured = capsys.readouterr()
