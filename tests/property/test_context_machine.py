@@ -4,4 +4,4 @@ from context_machine import ContextMachine
 from hypothesis import settings
 
 TestContextMachine = ContextMachine.TestCase
-TestContextMachine.settings = settings(max_examples=3 * settings.default.max_examples)
+TestContextMachine.settings = settings(max_examples=2 * settings.default.max_examples)

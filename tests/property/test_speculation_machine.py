@@ -196,4 +196,4 @@ class SpeculationMachine(ContextMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(max_examples=3 * settings.default.max_examples)
+TestSpeculationMachine.settings = settings(max_examples=2 * settings.default.max_examples)
