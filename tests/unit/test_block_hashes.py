@@ -170,6 +170,7 @@ def test_narrow_dtypes_and_bytes_are_tokens_too(kind):
     [
         ([3, -1], "got -1 at position 1"),
         ([3, 2**31], "got 2147483648 at position 1"),
+        ([0, 2**31 - 1, -1], "got -1 at position 2"),
         ([3, 2**80], "at position 1"),
         ([3, True], "got True at position 1"),
         ([3, 1.0], "got 1.0 at position 1"),
@@ -181,6 +182,7 @@ def test_narrow_dtypes_and_bytes_are_tokens_too(kind):
         (np.array([3, -1]), "got .*-1.* at position 1"),
         (np.array([3, -1], dtype=np.int8), "got .*-1.* at position 1"),
         (np.array([3, 2**31]), "got .*2147483648.* at position 1"),
+        (np.array([0, 2**31 - 1, -1]), "got .*-1.* at position 2"),
         (np.array([3, 2**64 - 1], dtype=np.uint64), "at position 1"),
         (np.array([1.5]), "float64, first value .*1.5"),
         (np.array([True]), "bool"),
@@ -205,6 +207,7 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
     with pytest.raises(InvalidArgumentError, match=message):
         chain.append(bad)
     assert (chain.num_tokens, chain.hashes) == (3, before)
+    assert isinstance(chain.num_tokens, int)
 
 
 @pytest.mark.parametrize(

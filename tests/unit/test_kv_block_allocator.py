@@ -96,6 +96,16 @@ def test_a_parent_with_two_children_waits_for_both(pool):
     assert pool.allocate_memory_blocks(1) == [trunk[0]]
 
 
+def test_one_call_takes_both_children_and_then_their_parent(pool):
+    root = cache(pool, 1)
+    for token in (2, 3):
+        branch = pool.allocate_memory_blocks(1)
+        pool.register_kv_block_hashes(branch, prefix(1, token)[1:], parent_hash=prefix(1)[0])
+        pool.release_memory_blocks(branch)
+    assert pool.num_cached_blocks == 3
+    assert pool.allocate_memory_blocks(8)[-1:] == root
+
+
 def test_a_cached_parent_of_a_used_child_is_not_available(pool):
     """The child's request holds a private duplicate of the parent, so the parent is cached."""
     parent = cache(pool, 1)
@@ -270,8 +280,10 @@ def test_the_same_calls_give_the_same_blocks():
         (lambda pool: pool.block_hashes.__setitem__(5, 7), "block_hashes and the registered"),
         (lambda pool: pool._free.append(pool._free[0]), "free twice"),
         (lambda pool: pool._free.pop(), "every block but the dummy"),
+        (lambda pool: pool.block_ref_counts.__setitem__(pool._free[0], 1), "every block but"),
         (lambda pool: pool._tree._num_children.clear(), "children are counted"),
         (lambda pool: pool._leaves.clear(), "the queue"),
+        (lambda pool: (pool._leaves.pop(), pool._leaves.push(7, 0)), "the queue"),
         (lambda pool: setattr(pool, "_num_cached", 0), "counted right"),
     ],
 )

@@ -62,6 +62,7 @@ def test_another_hash_for_a_registered_block_is_refused(pool):
         ([1, 2.0], {}, "block_hashes must be ints, got 2.0"),
         ([1, 2], {"parent_hash": 0}, "got 0"),
         ([1, 2], {"parent_hash": "1"}, "got '1'"),
+        ([1, 2], {"parent_hash": 2**63}, "got 9223372036854775808"),
         ([1, 2], {"parent_hash": 1}, "own ancestor"),
     ],
 )
@@ -123,7 +124,8 @@ def test_an_id_collision_never_serves_the_other_prefix(pool):
     block_ids = pool.allocate_memory_blocks(2)
     assert pool.register_kv_block_hashes(block_ids[:1], mine) == block_ids[:1]
     assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
-    assert pool.hash_collisions_total == 1
+    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
+    assert pool.hash_collisions_total == 2
     assert pool.match_prefix(foreign) == []
     assert pool.match_prefix(mine) == block_ids[:1]
     assert pool.find_block(mine[0], foreign.digests[0]) is None

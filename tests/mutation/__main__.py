@@ -1,0 +1,91 @@
+"""Mutation check of the control plane: ``python tests/mutation``.
+
+Needs the extra ``mutation``. Prints Markdown, and fails if a mutant survives that
+``equivalent.json`` does not explain.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mutants import Mutant, mutants_of
+from report import as_markdown, summary
+from search import Search
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTROL_PLANE = (
+    *("blocks", "slots", "context", "metadata"),
+    *("config.py", "errors.py", "protocols.py", "_checks.py", "_eviction_queue.py"),
+)
+TESTS = (
+    "tests/conformance",
+    "tests/property",
+    "tests/unit",
+    "tests/integration/test_distributed.py",
+)
+# Of other rooms, or of the text of files.
+OTHER_TESTS = (
+    *("align", "bench", "engine", "extraction", "model", "plan.", "prometheus", "state_copy"),
+    *("docs", "fault", "figures", "floors", "fuzz.", "package", "peers", "readme", "style"),
+)
+
+
+def main() -> int:
+    """Makes the mutants, tries them, and reports."""
+    args = _parse()
+    if args.report:
+        print(as_markdown(json.loads(args.report.read_text(encoding="utf-8"))))
+        return 0
+    os.chdir(ROOT)
+    os.environ["HYPOTHESIS_PROFILE"] = "mutation"
+    search = Search(_sample(args), args.processes, args.seconds)
+    began = time.monotonic()
+    status = pytest.main([*_options(), *args.tests], plugins=[search])
+    if status:
+        return int(status)
+    result = summary(search.outcomes, ROOT)
+    result["minutes"] = round((time.monotonic() - began) / 60, 1)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(as_markdown(result))
+    return int(any(survivor["why"] is None for survivor in result["survivors"]))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python tests/mutation", description=__doc__)
+    parser.add_argument("paths", nargs="*", default=CONTROL_PLANE, help="inside mamba_cache")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="files or folders of tests")
+    parser.add_argument("--processes", type=int, default=2, help="mutants tried at once")
+    parser.add_argument("--seconds", type=float, default=20, help="of tests, at most, per mutant")
+    parser.add_argument("--sample", type=int, help="this many mutants, chosen by chance")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--json", type=Path, help="file to write the result to")
+    parser.add_argument("--report", type=Path, help="print such a file as Markdown, and stop")
+    return parser.parse_args()
+
+
+def _options() -> list[str]:
+    ignored = [f"--ignore-glob=*{name}*" for name in OTHER_TESTS]
+    return ["-qq", "--capture=sys", "--tb=short", "-p", "no:cacheprovider", "--seed=0", *ignored]
+
+
+def _sample(args: argparse.Namespace) -> list[Mutant]:
+    mutants = [m for name in args.paths for file in _files(name) for m in mutants_of(file)]
+    if args.sample is None or args.sample >= len(mutants):
+        return mutants
+    chosen = random.Random(args.seed).sample(range(len(mutants)), args.sample)
+    return [mutants[number] for number in sorted(chosen)]
+
+
+def _files(name: str) -> list[Path]:
+    path = ROOT / "mamba_cache" / name
+    return sorted(path.glob("*.py")) if path.is_dir() else [path]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Runs tests against mutants, each in a fork of a process that has collected the tests already."""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from types import CodeType, FunctionType
+from typing import NoReturn
+
+import coverage
+import pytest
+from mutants import Mutant
+
+__all__ = ["Search"]
+
+SURVIVED, KILLED = 0, 1
+BOUND_BYTES = 12 << 30  # of a fork's address space: a mutant may ask for any amount of memory
+
+Key = tuple[str, str, int]
+
+
+class Search:
+    """A pytest plugin that runs each test once, and then those that can notice it on each mutant.
+
+    Args:
+        mutants: The mutants to try.
+        num_processes: Forks at once.
+        budget_seconds: Per mutant: the quickest tests run, as many as took this long together.
+
+    Attributes:
+        outcomes: For each mutant whether it was "killed", "survived", or "uncovered", when no test
+            runs its lines.
+    """
+
+    def __init__(
+        self, mutants: Iterable[Mutant], num_processes: int, budget_seconds: float
+    ) -> None:
+        self.outcomes: dict[Mutant, str] = {}
+        self._mutants = list(mutants)
+        self._num_processes = num_processes
+        self._budget_seconds = budget_seconds
+        self._failed = False
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes a test that failed."""
+        self._failed |= report.failed
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Takes the place of pytest's loop over the tests."""
+        covering = self._covering(session)
+        functions = _functions({str(mutant.file) for mutant in self._mutants})
+        running: dict[int, Mutant] = {}
+        for number, mutant in enumerate(self._mutants):
+            _show(f"{number} of {len(self._mutants)} mutants, {self._num_survivors()} survivors")
+            items = self._chosen(covering, mutant)
+            if not items:
+                self.outcomes[mutant] = "uncovered"
+                continue
+            with contextlib.suppress(SyntaxError):
+                code = mutant.code()
+                while len(running) >= self._num_processes:
+                    self._wait(running)
+                running[self._fork(items, functions[_key(mutant)], code)] = mutant
+        while running:
+            self._wait(running)
+        return True
+
+    def _covering(self, session: pytest.Session) -> dict[tuple[str, int], list[pytest.Item]]:
+        """Runs each test as it is; which tests run each line."""
+        files = sorted({str(mutant.file) for mutant in self._mutants})
+        watch = coverage.Coverage(data_file=None, config_file=False, include=files)
+        for number, item in enumerate(session.items):
+            _show(f"{number} of {len(session.items)} tests")
+            began = time.monotonic()
+            watch.start()
+            watch.switch_context(item.nodeid)
+            self._run(item)
+            watch.stop()
+            self._seconds[item.nodeid] = time.monotonic() - began
+            if self._failed:
+                raise session.Failed(f"{item.nodeid} fails without a mutant")
+        items = {item.nodeid: item for item in session.items}
+        return {
+            (file, line): [items[name] for name in names if name]
+            for file in files
+            for line, names in watch.get_data().contexts_by_lineno(file).items()
+        }
+
+    def _chosen(
+        self, covering: dict[tuple[str, int], list[pytest.Item]], mutant: Mutant
+    ) -> list[pytest.Item]:
+        items = {i for line in mutant.lines for i in covering.get((str(mutant.file), line), ())}
+        chosen, seconds = [], 0.0
+        for item in sorted(items, key=lambda item: (self._seconds[item.nodeid], item.nodeid)):
+            seconds += self._seconds[item.nodeid]
+            if chosen and seconds > self._budget_seconds:
+                break
+            chosen.append(item)
+        return chosen
+
+    def _run(self, item: pytest.Item) -> None:
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+
+    def _fork(self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self._try(items, functions, code)
+        finally:
+            os._exit(KILLED)  # an exception that left pytest
+
+    def _try(
+        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType
+    ) -> NoReturn:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        gc.freeze()  # collecting would copy the parent's pages
+        resource.setrlimit(resource.RLIMIT_AS, (BOUND_BYTES, BOUND_BYTES))
+        for function in functions:
+            function.__code__ = code
+        for item in items:
+            seconds = self._seconds[item.nodeid]
+            signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
+            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds)  # a wait without an end
+            self._run(item)
+            if self._failed:
+                os._exit(KILLED)
+        os._exit(SURVIVED)
+
+    def _wait(self, running: dict[int, Mutant]) -> None:
+        pid, status = os.wait()
+        survived = os.waitstatus_to_exitcode(status) == SURVIVED
+        self.outcomes[running.pop(pid)] = "survived" if survived else "killed"
+
+    def _num_survivors(self) -> int:
+        return sum(outcome != "killed" for outcome in self.outcomes.values())
+
+
+def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:
+    """Finds the functions of the files, wherever a decorator or a class keeps them."""
+    found: dict[Key, list[FunctionType]] = {}
+    # `isinstance` would ask some objects for their `__class__`, and they warn.
+    for function in (thing for thing in gc.get_objects() if type(thing) is FunctionType):
+        code = function.__code__
+        if code.co_filename in files:
+            found.setdefault((code.co_filename, code.co_name, code.co_firstlineno), []).append(
+                function
+            )
+    return found
+
+
+def _key(mutant: Mutant) -> Key:
+    return str(mutant.file), mutant.function.rpartition(".")[2], mutant.first_line
+
+
+def _show(text: str) -> None:
+    print(f"\r{text} ", end="", file=sys.__stderr__, flush=True)

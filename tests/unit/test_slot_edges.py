@@ -1,0 +1,211 @@
+"""Slots at their edges: slot 0, block 0, batches of one, and the second of two calls."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from slot_rig import (
+    CONV,
+    DTYPES,
+    SSM,
+    add_live_states,
+    full,
+    make_allocator,
+    make_context,
+    refer,
+    slot_bits,
+)
+
+from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
+from mamba_cache.slots import (
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+    SlotPool,
+)
+from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
+from mamba_cache.slots.placement import EveryNthBlock, LastBlock, checkpoint_offsets
+from mamba_cache.slots.policies import hand_over
+
+
+def test_slot_zero_is_not_among_those_outside_the_pool():
+    with pytest.raises(InvalidArgumentError, match=r"got \[5\]$"):
+        SlotPool(5, 10).evict([0, 5])
+
+
+def test_block_zero_may_have_readers():
+    pool = SlotPool(2, 2)
+    pool.pin(pool.store([0]))
+    pool.check_invariants()
+
+
+def test_an_embedder_may_drop_a_hash_by_itself():
+    pool = SlotPool(2, 2)
+    pool.store([1])
+    pool.register_hashes([1], [10])
+    del pool.hash_to_block_id[10]
+    pool.check_invariants()
+
+
+def test_generations_count_how_often_a_slot_was_taken_from_a_block():
+    pool = SlotPool(2, 3)
+    for block in (0, 1):
+        assert pool.store([block]) == [1]
+        pool.free_blocks([block])
+    pool.store([0, 1])
+    pool.store([2], victims=[0])
+    assert pool.generations.tolist() == [1, 2]
+    pool.reset()
+    assert pool.generations.tolist() == [2, 3]
+
+
+def test_epochs_count_resets():
+    pool = SlotPool(1, 1)
+    pool.reset()
+    pool.reset()
+    assert pool.epoch == 2
+
+
+def test_slot_zero_holds_states_like_any_other(generator):
+    context = make_context()
+    add_live_states(context, generator)
+    allocator = make_allocator(1, context=context)
+    assert allocator.allocate_slots_batch([0]) == [0]
+    for layer in (0, 1):
+        conv = context.mamba_conv_states[layer, 2]
+        allocator.store_from_tensors(0, layer, context.mamba_ssm_states[layer, 2], conv)
+    saved = slot_bits(allocator, 0)
+    assert allocator.restore_to_live_batch([1], [0]) == [True]
+    allocator.store_from_live_batch([0], [1])
+    assert slot_bits(allocator, 0) == saved
+
+
+def test_checkpoints_skipped_by_several_requests_add_up():
+    context = make_context(
+        block_size_tokens=4,
+        mamba_chunk_size=4,
+        ssm_chunk_alignment=4,
+        request_to_kv_block_ids=torch.arange(12, dtype=torch.int32).reshape(2, 6),
+    )
+    allocator = make_allocator(context=context, placement=EveryNthBlock(1))
+    request = SimpleNamespace(prompt_tokens=range(22), finished_chunk_token_count=0)
+    for row in (0, 1):
+        allocator.compute_and_store_offsets(request, row, 0, 22, 0, [], 6)
+    assert allocator.skipped_checkpoints_total == 4
+
+
+def test_the_error_says_how_many_slots_were_needed_and_how_many_there_were():
+    allocator = full(slots=4)
+    refer(allocator, 1, 2, 3)
+    with pytest.raises(MambaSlotCapacityError, match=r"\b3\b.*\b1\b"):
+        allocator._evict_lru_slots_batch(3)
+
+
+def test_requests_without_a_row_have_row_minus_one_in_the_error(generator):
+    context = make_context()
+    add_live_states(context, generator)
+    with pytest.raises(InvalidArgumentError, match=r"are \[3, -1\]"):
+        make_allocator(context=context).store_from_live_batch([0, 1], [0, 4])
+
+
+@pytest.mark.parametrize("state", [None, [1.0], "state"], ids=repr)
+def test_the_error_names_the_type_of_what_is_no_tensor(state):
+    allocator = full()
+    with pytest.raises(InvalidArgumentError, match=f"got {type(state).__name__}$"):
+        allocator.store_from_tensors(0, 0, state, torch.ones(CONV, dtype=DTYPES[0]))
+
+
+def test_every_move_of_states_counts(generator):
+    context = make_context(max_mamba_intermediate_states_per_step=1)
+    add_live_states(context, generator)
+    allocator = full(context=context)
+    moves = allocator.transfers
+    layer = torch.ones(CONV, dtype=DTYPES[0]), torch.ones(SSM, dtype=DTYPES[1])
+    counts = [moves.num_calls]
+    for move in (
+        lambda: moves.store_layer(0, 0, layer),
+        lambda: moves.live_to_slots([0], [0]),
+        lambda: moves.slots_to_live([0], [0]),
+        lambda: moves.scratch_to_slots([0], [0]),
+    ):
+        move()
+        move()
+        counts.append(moves.num_calls)
+    assert counts == [0, 2, 4, 6, 8]
+
+
+def test_uploading_rows_returns_those_rows_alone():
+    tables = IntermediateTables(4, "cpu")
+    offsets, counts = tables.upload(1, 1)
+    assert (tuple(offsets.shape), tuple(counts.shape)) == ((1, 3), (1,))
+
+
+def test_a_prompt_of_one_token_may_fill_a_block():
+    plan = plan_checkpoints(
+        LastBlock(),
+        SimpleNamespace(prompt_tokens=range(1), finished_chunk_token_count=0),
+        skip_tokens=0,
+        prefill_chunk_length=1,
+        num_matched_blocks=0,
+        num_required_blocks=1,
+        block_ids=[7],
+        block_size_tokens=1,
+        alignment=1,
+    )
+    assert plan.eos_block_id == 7
+
+
+def test_a_checkpoint_may_lie_behind_the_first_token():
+    assert checkpoint_offsets([0, 1, 2], chunk_start=0, num_tokens=2, alignment=1) == [1]
+
+
+def test_a_new_policy_remembers_nothing():
+    policies = (LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy(), ScoreSlotPolicy())
+    for policy in policies:
+        assert (policy.state().shape, policy.state().dtype) == ((0,), np.int64)
+
+
+def test_policies_remember_integers():
+    policy = ConsumedSlotPolicy()
+    policy.reset(3)
+    assert policy.state().dtype == np.int64
+
+
+def test_lru_tells_large_timestamps_apart():
+    times = SimpleNamespace(block_timestamps=np.array([2**60 + 1, 2**60], np.int64))
+    assert LruSlotPolicy().choose(1, np.arange(2), np.arange(2, dtype=np.int32), times) == [1]
+
+
+def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():
+    policy = ScoreSlotPolicy()
+    policy.reset(40)
+    for slot in range(40):
+        policy.on_stored([slot], [1])
+    policy._clock = 2**40  # long ago: every score rounds to 0
+    for count in (1, 16, 17, 40):
+        slots = np.arange(40)
+        assert policy.choose(count, slots, slots.astype(np.int32), None) == [*range(count)]
+
+
+def test_a_policy_is_not_asked_for_none_of_no_slots():
+    class Asked(LruSlotPolicy):
+        def choose(self, num_slots, slots, blocks, kv_blocks):
+            raise AssertionError("there is nothing to choose")
+
+    new = ConsumedSlotPolicy()
+    hand_over(Asked(), new, np.full(3, -1, np.int32), None)
+    assert new.state().tolist() == [0, 0, 0]
+
+
+def test_readers_of_block_zeros_slot_show_in_the_fingerprint():
+    allocator = full(slots=1)
+    before = allocator.fingerprint()
+    allocator.pool.pin([0])
+    assert allocator.fingerprint() != before
+
+
+def test_equal_numbers_of_any_width_have_one_fingerprint():
+    assert fingerprint_of(np.array([1, 2], np.int32)) == fingerprint_of([1, 2])
