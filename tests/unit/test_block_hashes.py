@@ -165,41 +165,40 @@ def test_narrow_dtypes_and_bytes_are_tokens_too(kind):
     assert len(hashes(np.array([], dtype=kind))) == len(hashes([])) == len(hashes(())) == 0
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ([3, -1], "got -1 at position 1"),
-        ([3, 2**31], "got 2147483648 at position 1"),
-        ([0, 2**31 - 1, -1], "got -1 at position 2"),
-        ([3, 2**80], "at position 1"),
-        ([3, True], "got True at position 1"),
-        ([3, 1.0], "got 1.0 at position 1"),
-        ([3, "a"], "got 'a' at position 1"),
-        ([[1, 2]], r"got \[1, 2\] at position 0"),
-        ("text", "got str"),
-        (7, "got int"),
-        (None, "got NoneType"),
-        (np.array([3, -1]), "got .*-1.* at position 1"),
-        (np.array([3, -1], dtype=np.int8), "got .*-1.* at position 1"),
-        (np.array([3, 2**31]), "got .*2147483648.* at position 1"),
-        (np.array([0, 2**31 - 1, -1]), "got .*-1.* at position 2"),
-        (np.array([3, 2**64 - 1], dtype=np.uint64), "at position 1"),
-        (np.array([1.5]), "float64, first value .*1.5"),
-        (np.array([True]), "bool"),
-        (np.array([], dtype=np.float32), "float32"),
-        (np.array([[1]]), r"shape \(1, 1\)"),
-        (np.array(1), r"shape \(\)"),
-        (torch.tensor([1.5]), "float32"),
-        (torch.tensor([1.5], dtype=torch.bfloat16), "bfloat16"),
-        (torch.tensor([True]), "bool"),
-        (torch.empty(3, dtype=torch.int32, device="meta"), "int32.* on meta"),
-        (torch.ones(3, dtype=torch.int32).to_sparse(), "sparse_coo"),
-        (memoryview(np.ones((2, 2), np.int32)), "one dimension"),
-        (memoryview(np.ones(2)), "float64"),
-        (torch.tensor([3, -1]), "got .*-1.* at position 1"),
-    ],
-    ids=repr,
-)
+BAD_TOKENS = [
+    ([3, -1], "got -1 at position 1"),
+    ([3, 2**31], "got 2147483648 at position 1"),
+    ([0, 2**31 - 1, -1], "got -1 at position 2"),
+    ([3, 2**80], "at position 1"),
+    ([3, True], "got True at position 1"),
+    ([3, 1.0], "got 1.0 at position 1"),
+    ([3, "a"], "got 'a' at position 1"),
+    ([[1, 2]], r"got \[1, 2\] at position 0"),
+    ("text", "got str"),
+    (7, "got int"),
+    (None, "got NoneType"),
+    (np.array([3, -1]), "got .*-1.* at position 1"),
+    (np.array([3, -1], dtype=np.int8), "got .*-1.* at position 1"),
+    (np.array([3, 2**31]), "got .*2147483648.* at position 1"),
+    (np.array([0, 2**31 - 1, -1]), "got .*-1.* at position 2"),
+    (np.array([3, 2**64 - 1], dtype=np.uint64), "at position 1"),
+    (np.array([1.5]), "float64, first value .*1.5"),
+    (np.array([True]), "bool"),
+    (np.array([], dtype=np.float32), "float32"),
+    (np.array([[1]]), r"shape \(1, 1\)"),
+    (np.array(1), r"shape \(\)"),
+    (torch.tensor([1.5]), "float32"),
+    (torch.tensor([1.5], dtype=torch.bfloat16), "bfloat16"),
+    (torch.tensor([True]), "bool"),
+    (torch.empty(3, dtype=torch.int32, device="meta"), "int32.* on meta"),
+    (torch.ones(3, dtype=torch.int32).to_sparse(), "sparse_coo"),
+    (memoryview(np.ones((2, 2), np.int32)), "one dimension"),
+    (memoryview(np.ones(2)), "float64"),
+    (torch.tensor([3, -1]), "got .*-1.* at position 1"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_TOKENS, ids=repr)
 def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
     chain = BlockHashChain(2)
     chain.append([1, 2, 3])
