@@ -127,6 +127,17 @@ def test_bad_varlen_query_start_loc(starts):
         compute_varlen_chunk_metadata(starts, 4)
 
 
+def test_errors_name_the_dtype_and_the_shape_or_the_type():
+    with pytest.raises(InvalidArgumentError, match=r"got float64, shape \(1, 2\)$"):
+        compute_chunk_metadata(np.array([[0.0, 4.0]]), np.array([0]), 4)
+    with pytest.raises(InvalidArgumentError, match=r"got list, shape \(\)$"):
+        compute_chunk_metadata([0, 4], np.array([0]), 4)
+    with pytest.raises(InvalidArgumentError, match=r"got torch.int64, shape \(1, 2\)$"):
+        compute_varlen_chunk_metadata(torch.tensor([[0, 4]]), 4)
+    with pytest.raises(InvalidArgumentError, match=r"got list, shape \(\)$"):
+        compute_varlen_chunk_metadata([0, 4], 4)
+
+
 def test_1024_sequences_of_32768_tokens_within_20_ms(rng):
     starts = np.arange(1025) * 32768
     computed = rng.integers(0, 10_000, 1024)

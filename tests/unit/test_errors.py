@@ -74,6 +74,11 @@ def test_capacity_errors_survive_a_process_boundary(error: type[errors.CapacityE
     assert (str(copy), copy.required, copy.available) == (str(raised), 7, 3)
 
 
+def test_the_arguments_of_an_error_show_in_what_logs_print() -> None:
+    assert repr(errors.BlockCapacityError(7, 3, "x")) == "BlockCapacityError(7, 3, 'x')"
+    assert repr(errors.DivergenceError(3, [1, 2])) == "DivergenceError(3, [1, 2])"
+
+
 def test_a_divergence_names_the_ranks_on_each_side() -> None:
     raised = errors.DivergenceError(32, [0xAB, 0xAB, 0x1C, 0xAB])
     assert (raised.step, raised.fingerprints) == (32, (0xAB, 0xAB, 0x1C, 0xAB))

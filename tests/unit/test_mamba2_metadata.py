@@ -1,6 +1,7 @@
 """Metadata of Mamba2 layers from an engine's batch, against loops over its sequences."""
 
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +21,9 @@ from mamba_cache.errors import InvalidArgumentError
 CHUNK, COLUMN, NUM_COLUMNS = 8, 6, 20
 
 
-def make_builder(chunk_size=CHUNK, *, mode="none", num_drafts=0):
+def make_builder(chunk_size=CHUNK, *, mode="none", num_drafts=0, column=COLUMN, device="cpu"):
     spec = MambaSpec(
-        block_size=COLUMN,
+        block_size=column,
         num_speculative_blocks=num_drafts,
         shapes=(),
         dtypes=(),
@@ -31,7 +32,7 @@ def make_builder(chunk_size=CHUNK, *, mode="none", num_drafts=0):
     config = SimpleNamespace(model_config=SimpleNamespace(get_mamba_chunk_size=lambda: chunk_size))
     builder = Mamba2AttentionBackend.get_builder_cls()
     assert builder is Mamba2AttentionMetadataBuilder
-    return builder(spec, ["mamba.0"], config, torch.device("cpu"))
+    return builder(spec, ["mamba.0"], config, device)
 
 
 def make_batch(computed, lengths, rng):
@@ -116,6 +117,32 @@ def mixed_batch(rng):
     return make_batch([13, 0, 2 * COLUMN, 3 * COLUMN + 2], [1, 5, COLUMN, 2 * COLUMN], rng)
 
 
+def test_prefills_say_which_of_them_resume(mixed_batch, rng):
+    metadata = make_builder().build(0, mixed_batch)
+    assert metadata.has_initial_states_p.tolist() == [False, True, True]
+    for computed in (0, 1):
+        metadata = make_builder().build(0, make_batch([computed], [5], rng))
+        assert metadata.prep_initial_states == bool(computed)
+        assert metadata.chunk_size == CHUNK
+
+
+def test_starts_of_any_width_become_int32(mixed_batch):
+    mixed_batch.query_start_loc = mixed_batch.query_start_loc.long()
+    assert make_builder().build(0, mixed_batch).query_start_loc_p.dtype == torch.int32
+
+
+def test_tensors_lie_where_the_kernels_read(mixed_batch):
+    """On the device that holds no data, which no copy to the host survives."""
+    mixed_batch.block_table_tensor = mixed_batch.block_table_tensor.to("meta")
+    mixed_batch.seq_lens = mixed_batch.seq_lens.to("meta")
+    for mode in ("all", "align"):
+        metadata = make_builder(mode=mode, num_drafts=1, device="meta").build(0, mixed_batch)
+        values = [getattr(metadata, field.name) for field in fields(metadata)]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        assert len(tensors) > 5
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 def test_columns_in_all_mode(mixed_batch):
     metadata = make_builder(mode="all").build(0, mixed_batch)
     assert torch.equal(metadata.state_indices_tensor, mixed_batch.block_table_tensor)
@@ -134,6 +161,15 @@ def test_running_columns_in_align_mode(mixed_batch, num_drafts):
     wanted = torch.stack(wanted)
     assert torch.equal(metadata.state_indices_tensor, wanted if num_drafts else wanted[:, 0])
     assert metadata.block_idx_last_scheduled_token is None
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_the_running_column_holds_the_last_token(rng, length):
+    for column in (1, 2, 3):
+        batch = make_batch([length - 1], [1], rng)
+        metadata = make_builder(mode="align", column=column).build(0, batch)
+        running = (length - 1) // column
+        assert metadata.state_indices_tensor.tolist() == [batch.block_table_tensor[0, running]]
 
 
 def test_a_decode_with_its_drafts_is_no_prefill(rng):
