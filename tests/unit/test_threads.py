@@ -46,7 +46,14 @@ def halted():
     """A context in the middle of another thread's ``add_request``."""
     placement = Halting()
     context = make_context(placement=placement)
-    thread = threading.Thread(target=add, args=(context, "x", PROMPT))
+
+    def enter():
+        try:
+            add(context, "x", PROMPT)
+        finally:
+            placement.entered.set()  # should it fail before: nobody waits for it then
+
+    thread = threading.Thread(target=enter)
     thread.start()
     assert placement.entered.wait(timeout=30)
     yield context
