@@ -128,7 +128,7 @@ class Search:
         for item in items:
             seconds = self._seconds[item.nodeid]
             signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
-            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds)  # a wait without an end
+            signal.setitimer(signal.ITIMER_REAL, 10 + 20 * seconds)  # a wait without an end
             self._run(item)
             if self._failed:
                 os._exit(KILLED)
