@@ -37,7 +37,7 @@ def find_breaches(
     with_hash = np.flatnonzero(hashes != NO_HASH)
     used = set(np.flatnonzero(ref_counts).tolist())
     cached = registered.keys() - used
-    evictable = {b for b in cached if not tree.num_children(registered[b])}
+    evictable = {b for b in cached if not tree.num_cached_children(registered[b])}
     free = set(free_block_ids)
     real_blocks = set(range(len(ref_counts) - 1))
     statements = {
@@ -45,12 +45,13 @@ def find_breaches(
         "no block is registered under two hashes": len(registered) == len(tree),
         "block_hashes and the registered blocks agree": registered
         == dict(zip(with_hash.tolist(), hashes[with_hash].tolist(), strict=True)),
-        "children are counted by what their parents say": tree.counts_children_right(),
+        "children are counted by what their parents say": tree.counts_children_right(cached),
         "no block is free twice": len(free) == len(free_block_ids),
         "free + used + cached is every block but the dummy": free | used | cached == real_blocks
         and len(free) + len(used) + len(cached) == len(real_blocks),
         "cached blocks are counted right": num_cached == len(cached),
-        "the queue holds exactly the cached blocks without children": len(leaves) == len(evictable)
+        "the queue holds exactly the cached blocks without cached children": len(leaves)
+        == len(evictable)
         and all(block_id in leaves for block_id in evictable),
     }
     return [statement for statement, holds in statements.items() if not holds]

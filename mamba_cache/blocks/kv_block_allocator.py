@@ -14,12 +14,11 @@ from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.invariants import find_breaches
 from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
-from mamba_cache.blocks.registration import NO_HASH, plan_registration
+from mamba_cache.blocks.registration import NO_HASH, check_carried_hashes, plan_registration
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     DoubleFreeError,
-    HashConflictError,
     InvalidArgumentError,
     InvariantError,
     UnknownBlockError,
@@ -30,6 +29,9 @@ __all__ = ["DeregistrationObserver", "KVBlockAllocator"]
 DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
 """Called with the blocks that were deregistered and the hash id that each of them had."""
 
+_LAST_RESORT = 1 << 62
+"""Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
+
 
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
@@ -37,7 +39,9 @@ class KVBlockAllocator:
     A block is *free*, *used* (its reference count is positive), or *cached* (nobody refers to it,
     but it is registered under a hash, so that a later request can take it up). Room is made by
     evicting cached blocks, the least recently used first, but no parent before its children: a
-    child without its parent could never be matched.
+    child without its parent could never be matched. Only when nothing else is left does a parent go
+    whose last children are used: by a request that computed the parent's tokens too, and keeps a
+    block of its own for them.
 
     "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
     costs as much as the blocks it names, times the logarithm of the number of cached blocks.
@@ -103,7 +107,7 @@ class KVBlockAllocator:
         np.asarray(self._hashes)[:] = NO_HASH
         self._free = deque(range(self.dummy_block_id))
         self._tree = PrefixTree()
-        # Exactly the cached blocks without registered children, by timestamp.
+        # Exactly the cached blocks without cached children; those with used ones go last.
         self._leaves = EvictionQueue()
         self._num_cached = 0
         self._clock = 0
@@ -153,12 +157,16 @@ class KVBlockAllocator:
         """
         ids = self._held_or_cached(block_ids)
         self._clock += 1
+        cached = []
         for block_id in ids:
             if not self._ref_counts[block_id]:
-                self._num_cached -= 1
+                cached.append(self._hashes[block_id])
                 self._leaves.discard(block_id)
             self._ref_counts[block_id] += 1
             self._timestamps[block_id] = self._clock
+        self._num_cached -= len(cached)
+        for parent_hash in self._tree.note_used(cached):
+            self._offer_for_eviction(parent_hash)
 
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference to each block; a block named twice loses two.
@@ -188,6 +196,9 @@ class KVBlockAllocator:
             else:
                 cached.append(block_id)
         self._num_cached += len(cached)
+        for parent_hash in self._tree.note_cached([self._hashes[b] for b in cached]):
+            if (parent := self._tree.find(parent_hash)) is not None:
+                self._leaves.discard(parent.block_id)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
         else:
@@ -226,7 +237,7 @@ class KVBlockAllocator:
         plan = plan_registration(
             self._tree, self._held_or_cached(block_ids), block_hashes, digests, parent_hash
         )
-        self._check_carried_hashes(plan)
+        check_carried_hashes(plan, self._hashes)
         if not self.enable_prefix_caching:
             return [None] * len(plan)
         return [self._register(hash_id, block) for hash_id, block in plan]
@@ -306,24 +317,12 @@ class KVBlockAllocator:
                 raise UnknownBlockError(f"block {block_id} is free: allocate it first")
         return ids
 
-    def _check_carried_hashes(self, plan: list[tuple[int, RegisteredBlock]]) -> None:
-        carried: dict[int, int] = {}
-        for hash_id, (block_id, _, _) in plan:
-            own = carried.setdefault(block_id, self._hashes[block_id])
-            if own not in (NO_HASH, hash_id):
-                raise HashConflictError(
-                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
-                )
-            carried[block_id] = hash_id
-
     def _register(self, hash_id: int, block: RegisteredBlock) -> int | None:
         holder = self._tree.find(hash_id)
         if holder is None:
             self._tree.add(hash_id, block)
             self._hashes[block.block_id] = hash_id
-            parent = self._tree.find(block.parent_hash)
-            if parent is not None:
-                self._leaves.discard(parent.block_id)
+            self._offer_for_eviction(block.parent_hash)
             return block.block_id
         if holder.digest != block.digest:
             self.hash_collisions_total += 1
@@ -352,25 +351,26 @@ class KVBlockAllocator:
                 self._offer_for_eviction(block.parent_hash, chosen_children[block.parent_hash])
         return victims
 
-    def _offer_for_eviction(self, hash_id: int, num_chosen_children: int = 0) -> None:
-        """Queue the block behind ``hash_id`` if it is cached and has none but chosen children."""
+    def _offer_for_eviction(self, hash_id: int | None, num_chosen_children: int = 0) -> None:
+        """Queue the block behind ``hash_id`` if it and none but chosen children are cached."""
         block = self._tree.find(hash_id)
-        if block is None or self._ref_counts[block.block_id]:
+        if hash_id is None or block is None or self._ref_counts[block.block_id]:
             return
-        if self._tree.num_children(hash_id) == num_chosen_children:
-            self._leaves.push(block.block_id, self._timestamps[block.block_id])
+        num_cached = self._tree.num_cached_children(hash_id)
+        if num_cached == num_chosen_children:
+            delay = _LAST_RESORT if self._tree.num_children(hash_id) > num_cached else 0
+            self._leaves.push(block.block_id, self._timestamps[block.block_id] + delay)
 
     def _deregister(self, block_ids: list[int]) -> None:
         hash_ids = [self._hashes[block_id] for block_id in block_ids]
         for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
             self._hashes[block_id] = NO_HASH
             self._leaves.discard(block_id)
-            parent_hash = self._tree.remove(hash_id).parent_hash
-            if parent_hash is not None:
-                self._offer_for_eviction(parent_hash)
             if not self._ref_counts[block_id]:
+                self._tree.note_used([hash_id])
                 self._num_cached -= 1
                 self._free.append(block_id)
+            self._offer_for_eviction(self._tree.remove(hash_id).parent_hash)
         self._notify(block_ids, hash_ids)
 
     def _notify(self, block_ids: list[int], hash_ids: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mamba_cache._checks import check_int
@@ -31,14 +31,16 @@ class PrefixTree:
     """Registered blocks by hash id.
 
     Children are counted by their parent's hash id, not its block: the count outlives a parent that
-    is deregistered before its children, and holds again when another block takes its hash.
+    is deregistered before its children, and holds again when another block takes its hash. Those
+    of them that are cached, so that nobody refers to them, are counted as well.
     """
 
-    __slots__ = ("_blocks", "_num_children")
+    __slots__ = ("_blocks", "_num_cached_children", "_num_children")
 
     def __init__(self) -> None:
         self._blocks: dict[int, RegisteredBlock] = {}
         self._num_children: dict[int, int] = {}
+        self._num_cached_children: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -78,22 +80,50 @@ class PrefixTree:
         """Return how many registered blocks have this one as their parent."""
         return self._num_children.get(hash_id, 0)
 
+    def num_cached_children(self, hash_id: int) -> int:
+        """Return how many of them are cached."""
+        return self._num_cached_children.get(hash_id, 0)
+
     def add(self, hash_id: int, block: RegisteredBlock) -> None:
-        """Register ``block`` under a hash id that nobody holds."""
+        """Register a block that is used under a hash id that nobody holds."""
         self._blocks[hash_id] = block
-        if block.parent_hash is not None:
-            self._num_children[block.parent_hash] = self.num_children(block.parent_hash) + 1
+        _count(self._num_children, [block.parent_hash], 1)
 
     def remove(self, hash_id: int) -> RegisteredBlock:
-        """Deregister and return the block behind a registered hash id."""
+        """Deregister and return the block behind a registered hash id, which is not cached."""
         block = self._blocks.pop(hash_id)
-        if block.parent_hash is not None:
-            self._num_children[block.parent_hash] -= 1
-            if not self._num_children[block.parent_hash]:
-                del self._num_children[block.parent_hash]
+        _count(self._num_children, [block.parent_hash], -1)
         return block
 
-    def counts_children_right(self) -> bool:
+    def note_cached(self, hash_ids: Sequence[int]) -> set[int | None]:
+        """Note that nobody refers to registered blocks any more; return their other parents."""
+        return self._count_cached(hash_ids, 1)
+
+    def note_used(self, hash_ids: Sequence[int]) -> set[int | None]:
+        """Note that cached blocks are cached no longer; return their other parents."""
+        return self._count_cached(hash_ids, -1)
+
+    def _count_cached(self, hash_ids: Sequence[int], step: int) -> set[int | None]:
+        parents = [self._blocks[hash_id].parent_hash for hash_id in hash_ids]
+        _count(self._num_cached_children, parents, step)
+        return set(parents).difference(hash_ids)
+
+    def counts_children_right(self, cached_block_ids: Collection[int]) -> bool:
         """Return whether the counts of children are what the blocks' parents add up to."""
-        parents = [block.parent_hash for block in self._blocks.values()]
-        return self._num_children == Counter(parent for parent in parents if parent is not None)
+        blocks = [block for block in self._blocks.values() if block.parent_hash is not None]
+        cached = [block for block in blocks if block.block_id in cached_block_ids]
+        return self._num_children == Counter(block.parent_hash for block in blocks) and (
+            self._num_cached_children == Counter(block.parent_hash for block in cached)
+        )
+
+
+def _count(counts: dict[int, int], parents: Iterable[int | None], step: int) -> None:
+    """Count children up or down by their parents; a count of 0 takes no room."""
+    for parent_hash in parents:
+        if parent_hash is None:
+            continue
+        count = counts.get(parent_hash, 0) + step
+        if count:
+            counts[parent_hash] = count
+        else:
+            del counts[parent_hash]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from mamba_cache._checks import as_ints, as_items, check_int
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import HashConflictError, InvalidArgumentError
 
-__all__ = ["MAX_HASH_ID", "NO_HASH", "plan_registration"]
+__all__ = ["MAX_HASH_ID", "NO_HASH", "check_carried_hashes", "plan_registration"]
 
 NO_HASH = -1
 """What stands in ``block_hashes`` for a block that is not registered."""
@@ -52,6 +52,26 @@ def plan_registration(
     _check_ancestry(tree, hash_ids, parents)
     blocks = map(RegisteredBlock, block_ids, all_digests, parents)
     return list(zip(hash_ids, blocks, strict=True))
+
+
+def check_carried_hashes(plan: Sequence[tuple[int, RegisteredBlock]], hashes: memoryview) -> None:
+    """Check that no block would get a second hash.
+
+    Args:
+        plan: As ``plan_registration`` returns it.
+        hashes: [pool_size] int64. The hash id of each block, ``NO_HASH`` for none.
+
+    Raises:
+        HashConflictError: A block carries another hash already, or is named twice with two.
+    """
+    carried: dict[int, int] = {}
+    for hash_id, (block_id, _, _) in plan:
+        own = carried.setdefault(block_id, hashes[block_id])
+        if own not in (NO_HASH, hash_id):
+            raise HashConflictError(
+                f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
+            )
+        carried[block_id] = hash_id
 
 
 def _check_ancestry(

@@ -35,10 +35,19 @@ class Model:
         return [b for b, refs in enumerate(self.refs) if not refs and b not in self.prefix_of]
 
     def leaves(self):
-        """Cached blocks without registered children, the first to evict in front."""
+        """Cached blocks without cached children, the first to evict in front.
+
+        Those with used children, of requests with a copy of their own, go last.
+        """
+        cached = {prefix: b for prefix, b in self.block_of.items() if not self.refs[b]}
         parents = {prefix[:-1] for prefix in self.block_of}
-        leaves = [b for p, b in self.block_of.items() if not self.refs[b] and p not in parents]
-        return sorted(leaves, key=lambda block: (self.used_at[block], block))
+        parents_of_cached = {prefix[:-1] for prefix in cached}
+        leaves = [
+            (prefix in parents, self.used_at[block], block)
+            for prefix, block in cached.items()
+            if prefix not in parents_of_cached
+        ]
+        return [block for _, _, block in sorted(leaves)]
 
     def victims(self):
         """All that could be evicted, in order."""
