@@ -1,5 +1,7 @@
 """What came of a search for mutants that survive, as plain values and as Markdown."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
@@ -8,31 +10,54 @@ import sys
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mutants import Mutant
+if TYPE_CHECKING:  # needs the extra, and this does not
+    from mutants import Mutant
 
-__all__ = ["EQUIVALENT", "as_markdown", "summary"]
+__all__ = ["EXPLAINED", "as_markdown", "described", "identity", "summary"]
 
-EQUIVALENT = Path(__file__).parent / "equivalent.json"
+EXPLAINED = Path(__file__).parent / "explained.json"
 
 
-def summary(outcomes: dict[Mutant, str], root: Path) -> dict[str, Any]:
-    """Counts outcomes by module, and lists the survivors with the reason where one is known."""
+def described(mutant: Mutant, root: Path) -> dict[str, Any]:
+    """Where a mutant is and what it changes, as plain values."""
+    was, becomes = mutant.change()
+    file = mutant.file.relative_to(root).as_posix()
+    line = min(mutant.lines)
+    return {"file": file, "line": line, "function": mutant.function, "was": was, "becomes": becomes}
+
+
+def identity(description: dict[str, Any]) -> tuple[str, ...]:
+    """What a mutant is known by, wherever its lines have moved to."""
+    return tuple(description[key] for key in ("file", "function", "was", "becomes"))
+
+
+def summary(
+    outcomes: dict[Mutant, str], root: Path, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Counts outcomes by module, and lists the survivors with the reason where one is known.
+
+    Args:
+        outcomes: What became of each mutant.
+        root: The project's folder.
+        before: A result of which only the survivors were tried again: it counts for the others.
+    """
     reasons = _reasons()
     modules: dict[str, Counter[str]] = {}
+    for file, counts in (before or {"modules": {}})["modules"].items():
+        modules[file] = Counter({kind: counts.get(kind, 0) for kind in ("killed", "stopped")})
     survivors = []
     for mutant, outcome in outcomes.items():
-        was, becomes = mutant.change()
-        file = mutant.file.relative_to(root).as_posix()
-        why = reasons.get((file, mutant.function, was, becomes))
-        counts = modules.setdefault(file, Counter())
-        if outcome == "killed":
+        description = described(mutant, root)
+        counts = modules.setdefault(description["file"], Counter())
+        if outcome in ("killed", "stopped"):
             counts["killed"] += 1
+            counts["stopped"] += outcome == "stopped"
         else:
-            counts["equivalent" if why else "survived"] += 1
-            names = {"file": file, "line": min(mutant.lines), "function": mutant.function}
-            survivors.append({**names, "was": was, "becomes": becomes, "why": why})
+            why = reasons.get(identity(description))
+            counts["explained" if why else "survived"] += 1
+            survivors.append({**description, "why": why})
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
@@ -47,7 +72,7 @@ def summary(outcomes: dict[Mutant, str], root: Path) -> dict[str, Any]:
 def as_markdown(result: dict[str, Any]) -> str:
     """Tables of the modules and, if there are any, of the survivors without an explanation."""
     lines = [
-        "| module | mutants | killed | survived | equivalent | score |",
+        "| module | mutants | killed | survived | explained | score |",
         "|---|--:|--:|--:|--:|--:|",
         *(_row(f"`{name}`", Counter(counts)) for name, counts in result["modules"].items()),
         _row("together", sum(map(Counter, result["modules"].values()), Counter())),
@@ -60,18 +85,17 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def _row(name: str, counts: Counter[str]) -> str:
-    kinds = [counts[kind] for kind in ("killed", "survived", "equivalent")]
+    kinds = [counts[kind] for kind in ("killed", "survived", "explained")]
     score = 100 * counts["killed"] / max(sum(kinds), 1)
     return (
         f"| {name} | " + " | ".join(f"{n:,}" for n in (sum(kinds), *kinds)) + f" | {score:.1f}% |"
     )
 
 
-def _reasons() -> dict[tuple[str, str, str, str], str]:
-    """Why each equivalent mutant is one, by its file, its function and its change."""
+def _reasons() -> dict[tuple[str, ...], str]:
     return {
-        (mutant["file"], mutant["function"], mutant["was"], mutant["becomes"]): group["why"]
-        for group in json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+        identity(mutant): group["why"]
+        for group in json.loads(EXPLAINED.read_text(encoding="utf-8"))
         for mutant in group["mutants"]
     }
 

@@ -1,6 +1,5 @@
 """Runs tests against mutants, each in a fork of a process that has collected the tests already."""
 
-import contextlib
 import gc
 import os
 import resource
@@ -32,8 +31,8 @@ class Search:
         budget_seconds: Per mutant: the quickest tests run, as many as took this long together.
 
     Attributes:
-        outcomes: For each mutant whether it was "killed", "survived", or "uncovered", when no test
-            runs its lines.
+        outcomes: For each mutant whether it was "killed"; "stopped", for it waited, looped or took
+            memory without an end; "survived"; or "uncovered", when no test runs its lines.
     """
 
     def __init__(
@@ -53,6 +52,7 @@ class Search:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Takes the place of pytest's loop over the tests."""
         covering = self._covering(session)
+        self._check_forks(session)
         functions = _functions({str(mutant.file) for mutant in self._mutants})
         running: dict[int, Mutant] = {}
         for number, mutant in enumerate(self._mutants):
@@ -61,11 +61,13 @@ class Search:
             if not items:
                 self.outcomes[mutant] = "uncovered"
                 continue
-            with contextlib.suppress(SyntaxError):
+            try:
                 code = mutant.code()
-                while len(running) >= self._num_processes:
-                    self._wait(running)
-                running[self._fork(items, functions[_key(mutant)], code)] = mutant
+            except SyntaxError:
+                continue
+            while len(running) >= self._num_processes:
+                self._wait(running)
+            running[self._fork(items, functions[_key(mutant)], code)] = mutant
         while running:
             self._wait(running)
         return True
@@ -91,6 +93,13 @@ class Search:
             for line, names in watch.get_data().contexts_by_lineno(file).items()
         }
 
+    def _check_forks(self, session: pytest.Session) -> None:
+        """Runs all tests again in a fork: a mutant must not be what they fail for then."""
+        _show("all tests in a fork")
+        _, status = os.waitpid(self._fork(session.items, [], None), 0)
+        if os.waitstatus_to_exitcode(status) != SURVIVED:
+            raise session.Failed("a test fails in a fork without a mutant")
+
     def _chosen(
         self, covering: dict[tuple[str, int], list[pytest.Item]], mutant: Mutant
     ) -> list[pytest.Item]:
@@ -106,7 +115,9 @@ class Search:
     def _run(self, item: pytest.Item) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 
-    def _fork(self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType) -> int:
+    def _fork(
+        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType | None
+    ) -> int:
         pid = os.fork()
         if pid:
             return pid
@@ -116,14 +127,16 @@ class Search:
             os._exit(KILLED)  # an exception that left pytest
 
     def _try(
-        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType
+        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType | None
     ) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        if code is not None:
+            os.dup2(nowhere, 2)
         gc.freeze()  # collecting would copy the parent's pages
         resource.setrlimit(resource.RLIMIT_AS, (BOUND_BYTES, BOUND_BYTES))
         for function in functions:
+            assert code is not None
             function.__code__ = code
         for item in items:
             seconds = self._seconds[item.nodeid]
@@ -131,16 +144,18 @@ class Search:
             signal.setitimer(signal.ITIMER_REAL, 10 + 20 * seconds)  # a wait without an end
             self._run(item)
             if self._failed:
+                _show(f"{item.nodeid} fails\n") if code is None else None
                 os._exit(KILLED)
         os._exit(SURVIVED)
 
     def _wait(self, running: dict[int, Mutant]) -> None:
         pid, status = os.wait()
-        survived = os.waitstatus_to_exitcode(status) == SURVIVED
-        self.outcomes[running.pop(pid)] = "survived" if survived else "killed"
+        ended = os.waitstatus_to_exitcode(status)
+        outcome = "survived" if ended == SURVIVED else "killed" if ended == KILLED else "stopped"
+        self.outcomes[running.pop(pid)] = outcome
 
     def _num_survivors(self) -> int:
-        return sum(outcome != "killed" for outcome in self.outcomes.values())
+        return sum(outcome in ("survived", "uncovered") for outcome in self.outcomes.values())
 
 
 def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:

@@ -106,6 +106,10 @@ def test_no_slots_need_be_given_without_prefix_caching() -> None:
     assert (config.max_slots, config.mamba_cache_gb) == (None, 1)
 
 
+def test_the_largest_budget_is_allowed() -> None:
+    assert make(kv_cache_gb=2**33).kv_cache_gb == 2**33
+
+
 def test_alignment_is_a_multiple_of_the_chunk() -> None:
     expected = r"ssm_chunk_alignment must be a multiple of ssm_chunk_size \(4\), got 6"
     with pytest.raises(InvalidArgumentError, match=expected):
