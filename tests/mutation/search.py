@@ -48,6 +48,8 @@ class Search:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes a test that failed."""
         self._failed |= report.failed
+        if report.failed:
+            print(f"\n{report.nodeid} failed", file=sys.__stderr__, flush=True)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Takes the place of pytest's loop over the tests."""
@@ -143,10 +145,9 @@ class Search:
             signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
             signal.setitimer(signal.ITIMER_REAL, 10 + 20 * seconds)  # a wait without an end
             self._run(item)
-            if self._failed:
-                _show(f"{item.nodeid} fails\n") if code is None else None
+            if self._failed and code is not None:
                 os._exit(KILLED)
-        os._exit(SURVIVED)
+        os._exit(KILLED if self._failed else SURVIVED)
 
     def _wait(self, running: dict[int, Mutant]) -> None:
         pid, status = os.wait()

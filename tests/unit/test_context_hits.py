@@ -131,10 +131,10 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
     assert kept == ([3, 4, 6] if save_decode_states else [3, 4])
 
 
-@pytest.mark.parametrize("given", [(p for p in [17]), np.array([17]), [np.int64(17)]])
-def test_wanted_checkpoints_come_in_any_collection(given):
+@pytest.mark.parametrize("collect", [iter, np.array, np.int64])
+def test_wanted_checkpoints_come_in_any_collection(collect):
     context = make_context()
-    generate(context, PROMPT, 1, checkpoint_positions=given)
+    generate(context, PROMPT, 1, checkpoint_positions=collect([17]))
     assert saved_prefix_lengths(context, PROMPT) == [2, 3]
 
 
