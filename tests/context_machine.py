@@ -88,13 +88,17 @@ class Breaking:
 
 
 class ContextMachine(RuleBasedStateMachine):
-    """Large pools: matches are known exactly but for decode states. Small pools: never too much."""
+    """Large pools: matches are known exactly but for decode states. Small pools: never too much.
+
+    ``self.keeps_all`` says that no state goes before its request, ``self.exact`` that matches are
+    known.
+    """
 
     longest_answer = 12
 
     @initialize(
         ample=st.booleans(),
-        policy=st.sampled_from(["lru", "ref_zero"]),
+        policy=st.sampled_from(["lru", "lru", "ref_zero"]),
         save_decode_states=st.booleans(),
         max_checkpoints=st.sampled_from([0, 1, None]),
         chunk=st.sampled_from([2, 4, BLOCK]),
@@ -104,9 +108,9 @@ class ContextMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True] * 7 + [False]),
     )
     def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
+        self.keeps_all = ample and policy == "lru" and settings["enable_prefix_caching"]
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)
-        self.exact = ample and policy == "lru" and max_checkpoints is None and last_block_is_saved
-        self.exact = self.exact and settings["enable_prefix_caching"]
+        self.exact = self.keeps_all and max_checkpoints is None and last_block_is_saved
         self.longest = longest
         sizes = {} if ample else {"num_kv_blocks": 14, "max_slots": 3}
         chunk = settings.pop("chunk")
@@ -264,7 +268,7 @@ class ContextMachine(RuleBasedStateMachine):
             self.context.kv_block_allocator.deregister_blocks(
                 [data.draw(st.sampled_from(registered))]
             )
-            self.exact = False
+            self.exact = self.keeps_all = False
 
     @rule(policy=st.sampled_from(POLICIES))
     def change_policy(self, policy):

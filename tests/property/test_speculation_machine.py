@@ -170,7 +170,7 @@ class SpeculationMachine(ContextMachine):
             self.perhaps_saved.add(seen.prefix(boundary))
         newest = (len(seen.tokens) - 1) // BLOCK * BLOCK
         is_reached = newest >= self.lengths_before[request_id] and not seen.tenant
-        if is_reached and self.exact and self.context.config.save_decode_states:
+        if is_reached and self.keeps_all and self.context.config.save_decode_states:
             saved = saved_prefix_lengths(self.context, list(seen.tokens[:newest]))
             assert newest // BLOCK in saved
 
