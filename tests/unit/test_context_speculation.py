@@ -248,6 +248,17 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
     assert not slots.ssm_states[:, saved].isnan().any()
 
 
+def test_a_state_that_the_step_before_might_have_reached_is_saved_by_the_next(context):
+    prompt = [1, 2, 3, 4, 5, 6]
+    prefill(context, "a", prompt=prompt, token=0)
+    compute(context, drafts={"a": [1, 2]})  # may end the block, but does not
+    context.commit_step(on_device([1]))
+    compute(context, drafts={"a": [2, 3]})
+    assert context.collect_step() == {"a": [1]}
+    context.commit_step({"a": [2, 3]})
+    assert saved_prefix_lengths(context, [*prompt, 0, 1]) == [1]
+
+
 def test_aborting_gives_back_a_checkpoint_of_two_steps_once(context):
     prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
     compute(context, drafts={"a": [1, 2]})
