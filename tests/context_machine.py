@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mamba_cache.context import Request, RequestStatus
-from mamba_cache.errors import CapacityError, SequenceLengthError
+from mamba_cache.errors import CapacityError, MambaCacheError, SequenceLengthError
 from mamba_cache.slots import (
     ConsumedSlotPolicy,
     EveryNthBlock,
@@ -154,7 +154,8 @@ class ContextMachine(RuleBasedStateMachine):
         seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
         request = seen.request(self.next_id, list(seen.prompt), checkpoint_positions=wanted)
         try:
-            seen.admission = self.context.add_request(request, chunk_tokens=chunk)
+            with self.unchanged_by_an_error():
+                seen.admission = self.context.add_request(request, chunk_tokens=chunk)
         except CapacityError:
             return
         self.requests[self.next_id] = seen
@@ -166,7 +167,8 @@ class ContextMachine(RuleBasedStateMachine):
     def resume(self, data, chunk):
         chosen = data.draw(st.sampled_from(self.with_status(RequestStatus.PREEMPTED)))
         try:
-            admission = self.context.resume_request(chosen, chunk_tokens=chunk)
+            with self.unchanged_by_an_error():
+                admission = self.context.resume_request(chosen, chunk_tokens=chunk)
         except CapacityError:
             return
         except SequenceLengthError:
@@ -283,12 +285,17 @@ class ContextMachine(RuleBasedStateMachine):
         assert not slots.conv_states[:, free].any()
         assert not slots.ssm_states[:, free].any()
 
-    @rule(preserve=st.booleans())
-    def reset(self, preserve):
-        self.context.reset(preserve_prefix_cache=preserve)
+    @rule(what=st.sampled_from(["requests", "slots", "everything"]))
+    def reset(self, what):
+        if what == "slots":
+            self.context.slot_allocator.reset()
+            self.surely_saved.clear()
+            self.keeps_all = False  # of what is scheduled or uncollected now
+            return
+        self.context.reset(preserve_prefix_cache=what == "requests")
         self.forget_all_uncollected()
         self.requests.clear()
-        if not preserve:
+        if what == "everything":
             self.forget()
             assert self.context.stats().cached_slots == 0
             assert self.context.stats().cached_blocks == 0
@@ -301,6 +308,15 @@ class ContextMachine(RuleBasedStateMachine):
                 [i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED]
             )
 
+    @contextlib.contextmanager
+    def unchanged_by_an_error(self):
+        before = self.context.fingerprint()
+        try:
+            yield
+        except MambaCacheError:
+            assert self.context.fingerprint() == before
+            raise
+
     def with_status(self, status):
         return [i for i in self.requests if self.context.status(i) is status]
 
@@ -310,7 +326,8 @@ class ContextMachine(RuleBasedStateMachine):
     def begin(self, decode_ids=None, **drafts):
         """Begins a step; whatever was restored must be, bit for bit, what was saved."""
         try:
-            step = self.context.begin_step(decode_ids, **drafts)
+            with self.unchanged_by_an_error():
+                step = self.context.begin_step(decode_ids, **drafts)
         except CapacityError:
             return None
         except SequenceLengthError:
