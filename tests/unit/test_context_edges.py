@@ -1,0 +1,203 @@
+"""The context at its edges: the second of two calls, and what errors and plans say in numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    MODEL_CONFIG,
+    add,
+    generate,
+    make_config,
+    make_context,
+    prepared,
+    run_step,
+    saved_prefix_lengths,
+)
+
+from mamba_cache import errors
+from mamba_cache.context import DynamicInferenceContext, MissReason
+from mamba_cache.context.stats import StatsCounters, collect_stats
+from mamba_cache.slots import EveryNthBlock, LastBlock
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
+
+
+def test_a_match_without_a_cache_knows_the_prompts_length():
+    context = make_context(make_config(enable_prefix_caching=False))
+    found = context.match(prepared(context, PROMPT))
+    assert (found.prompt_tokens, found.miss_reason) == (len(PROMPT), MissReason.CACHE_DISABLED)
+
+
+def test_every_hit_counts_and_every_aborted_step():
+    context = make_context()
+    for _ in range(3):
+        generate(context, PROMPT, 1)
+    for name in ("a", "b"):
+        add(context, name, PROMPT)
+        context.begin_step()
+        context.abort_step()
+        context.finish(name)
+    stats = context.stats()
+    assert (stats.hits, stats.aborted_steps) == (2, 2)
+
+
+def test_statistics_are_the_counters_of_the_same_names():
+    context = make_context()
+    counters = StatsCounters()
+    names = [f.name for f in dataclasses.fields(counters) if f.name != "misses"]
+    numbers = {name: number for number, name in enumerate(names, start=1)}
+    for name, number in numbers.items():
+        setattr(counters, name, number)
+    stats = collect_stats(counters, context.kv_block_allocator, context.slot_allocator, 77)
+    assert {name: getattr(stats, name) for name in names} == numbers
+    assert stats.bytes_per_slot == 77
+
+
+def test_statistics_are_the_totals_of_the_allocators():
+    context = make_context()
+    kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
+    kv_blocks.evicted_blocks_total, kv_blocks.hash_collisions_total = 11, 12
+    slots.skipped_checkpoints_total, slots.pool.evicted_slots_total = 13, 14
+    slots.reserve_slots([3])
+    stats = context.stats()
+    assert (stats.evicted_blocks, stats.hash_collisions) == (11, 12)
+    assert (stats.skipped_checkpoints, stats.evicted_slots) == (13, 14)
+    assert (stats.free_slots, stats.reserved_slots, stats.cached_slots) == (99, 1, 0)
+
+
+def test_errors_of_capacity_say_what_is_needed_and_what_there_is():
+    context = make_context(make_config(max_tokens=20, max_requests=2))
+    with pytest.raises(errors.TokenCapacityError) as chunk:
+        add(context, "long", [1] * 21)
+    assert (chunk.value.required, chunk.value.available) == (21, 20)
+    add(context, "a", [1])
+    add(context, "b", [2])
+    with pytest.raises(errors.RequestCapacityError) as row:
+        add(context, "c", [3])
+    assert (row.value.required, row.value.available) == (1, 0)
+
+
+def test_positions_of_every_chunk_stay_wanted():
+    context = make_context(placement=LastBlock())
+    add(context, "x", [5] * 40, chunk_tokens=2, checkpoint_positions=[8])
+    run_step(context)
+    context.schedule_prefill("x", chunk_tokens=2, checkpoint_positions=[16])
+    run_step(context)
+    context.schedule_prefill("x")
+    run_step(context)
+    assert saved_prefix_lengths(context, [5] * 40) == [1, 2, 5]
+
+
+class BreaksOnce(EveryNthBlock):
+    """A placement that fails when it is told to."""
+
+    broken = False
+
+    def positions(self, facts):
+        if BreaksOnce.broken:
+            raise OSError("planning failed")
+        return super().positions(facts)
+
+
+def test_a_chunk_that_could_not_be_planned_is_planned_later(monkeypatch):
+    context = make_context(placement=BreaksOnce(1))
+    add(context, "x", [5] * 30, chunk_tokens=3, checkpoint_positions=[8])
+    run_step(context)
+    with monkeypatch.context() as patch:
+        patch.setattr(BreaksOnce, "broken", True)
+        with pytest.raises(OSError, match="planning failed"):
+            context.schedule_prefill("x", checkpoint_positions=[16])
+    context.schedule_prefill("x")
+    run_step(context)
+    assert saved_prefix_lengths(context, [5] * 30) == [1, 2, 3]
+
+
+def hit_whose_state_is_gone(placement):
+    context = make_context(placement=placement)
+    generate(context, PROMPT, 1)
+    admission = add(context, "hit", PROMPT)
+    assert admission.state_matched_blocks == 3
+    block = context.kv_block_allocator.match_prefix(prepared(context, PROMPT).hashes)[2]
+    context.slot_allocator.invalidate_block(block)
+    return context
+
+
+def test_a_hit_from_further_back_counts_as_what_it_became():
+    context = hit_whose_state_is_gone(EveryNthBlock(1))
+    context.begin_step()
+    assert context.slot_allocator.pool.pin_counts.sum() == 1
+    context.check_invariants()
+    context.commit_step({})
+    stats = context.stats()
+    assert (stats.hits, stats.misses) == (1, {"no_kv_match": 1})
+    assert (stats.state_matched_blocks, stats.skipped_tokens) == (2, 2 * BLOCK)
+    context.check_invariants()
+
+
+def test_states_that_are_read_agree_with_the_pins():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    add(context, "reader", PROMPT)
+    context.check_invariants()
+    [slot] = np.flatnonzero(context.slot_allocator.pool.pin_counts)
+    context.slot_allocator.pool.pin_counts[slot] += 1
+    with pytest.raises(errors.InvariantError, match=rf"slots \[{slot}\] are pinned, .* \[{slot}\]"):
+        context.check_invariants()
+
+
+def test_wrong_reference_counts_are_named():
+    context = make_context()
+    add(context, "x", PROMPT)
+    [block] = context.kv_block_allocator.allocate_memory_blocks(1)
+    with pytest.raises(errors.InvariantError, match=rf"of blocks \[{block}\] do not match"):
+        context.check_invariants()
+
+
+def test_tokens_are_int32_wherever_they_come_from():
+    context = make_context()
+    add(context, "x", [1, 2, 3])
+    for _ in range(3):
+        run_step(context)
+    [active] = context._requests
+    every = [1, 2, 3, *active.generated]
+    for start in range(len(every)):
+        for end in range(start, len(every) + 1):
+            tokens = active.tokens(start, end)
+            assert (tokens.dtype, tokens.tolist()) == (np.int32, every[start:end])
+
+
+def test_no_slots_are_made_without_a_cache():
+    context = make_context(make_config(enable_prefix_caching=False))
+    assert context.slot_allocator.max_slots == 0
+
+
+def test_the_smallest_kv_budget_is_one_block_and_the_dummy():
+    block = KV.bytes_per_block(BLOCK)
+    enough = make_config(num_kv_blocks=None, kv_cache_gb=2 * block / 2**30)
+    assert DynamicInferenceContext(enough, STATES, KV).kv_block_allocator.pool_size == 2
+    short = make_config(num_kv_blocks=None, kv_cache_gb=1.9 * block / 2**30)
+    with pytest.raises(errors.BudgetError, match="for one KV block"):
+        DynamicInferenceContext(short, STATES, KV)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda context: context.kv_block_allocator.allocate_memory_blocks(1),
+        lambda context: context.slot_allocator.reserve_slots([7]),
+        lambda context: context.request_memory.block_tables.__setitem__((3, 0), 5),
+        lambda context: context.schedule_prefill("x", chunk_tokens=1),
+    ],
+    ids=["blocks", "slots", "block tables", "a chunk of one token"],
+)
+def test_each_part_of_a_contexts_memory_shows_in_its_fingerprint(change):
+    context = make_context()
+    add(context, "x", PROMPT, chunk_tokens=2)
+    run_step(context)
+    before = context.fingerprint()
+    change(context)
+    assert context.fingerprint() != before
