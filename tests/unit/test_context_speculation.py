@@ -259,6 +259,23 @@ def test_a_state_that_the_step_before_might_have_reached_is_saved_by_the_next(co
     assert saved_prefix_lengths(context, [*prompt, 0, 1]) == [1]
 
 
+def test_requests_that_cross_a_boundary_alike_in_one_step_share_its_state(context):
+    prompt = [1, 2, 3, 4, 5, 6]
+    prefill(context, "a", "b", prompt=prompt, token=0)
+    answer = [0]
+    for drafts in ([1, 2], [3, 4], [5, 6], [7, 8]):  # the first and the last end a block
+        new = [*drafts, drafts[-1] + 1]
+        compute(context, drafts=dict.fromkeys("ab", drafts))
+        context.commit_step(dict.fromkeys("ab", new))
+        context.check_invariants()
+        answer += new
+    # The newest is there once; the one before was superseded by the request that had saved it.
+    assert saved_prefix_lengths(context, [*prompt, *answer]) == [2]
+    assert context.stats().cached_slots == 1
+    assert context.finish("a") == context.finish("b") == answer
+    assert add(context, "next", [*prompt, *answer]).skip_tokens == 2 * BLOCK
+
+
 def test_aborting_gives_back_a_checkpoint_of_two_steps_once(context):
     prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
     compute(context, drafts={"a": [1, 2]})
