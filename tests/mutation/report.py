@@ -77,6 +77,10 @@ def as_markdown(result: dict[str, Any]) -> str:
         *(_row(f"`{name}`", Counter(counts)) for name, counts in result["modules"].items()),
         _row("together", sum(map(Counter, result["modules"].values()), Counter())),
     ]
+    whys = Counter(survivor["why"] for survivor in result["survivors"] if survivor["why"])
+    if whys:
+        lines += ["", "| survivors | why no test notices them |", "|--:|---|"]
+        lines += [f"| {count} | {why} |" for why, count in whys.most_common()]
     unexplained = [survivor for survivor in result["survivors"] if survivor["why"] is None]
     for survivor in unexplained:
         lines += ["", f"{survivor['file']}:{survivor['line']} {survivor['function']}"]

@@ -29,6 +29,7 @@ class Search:
         mutants: The mutants to try.
         num_processes: Forks at once.
         budget_seconds: Per mutant: the quickest tests run, as many as took this long together.
+        minutes: When to stop trying mutants; None: when all are tried.
 
     Attributes:
         outcomes: For each mutant whether it was "killed"; "stopped", for it waited, looped or took
@@ -36,12 +37,17 @@ class Search:
     """
 
     def __init__(
-        self, mutants: Iterable[Mutant], num_processes: int, budget_seconds: float
+        self,
+        mutants: Iterable[Mutant],
+        num_processes: int,
+        budget_seconds: float,
+        minutes: float | None = None,
     ) -> None:
         self.outcomes: dict[Mutant, str] = {}
         self._mutants = list(mutants)
         self._num_processes = num_processes
         self._budget_seconds = budget_seconds
+        self._minutes = minutes
         self._failed = False
         self._seconds: dict[str, float] = {}
 
@@ -57,7 +63,10 @@ class Search:
         self._check_forks(session)
         functions = _functions({str(mutant.file) for mutant in self._mutants})
         running: dict[int, Mutant] = {}
+        began = time.monotonic()
         for number, mutant in enumerate(self._mutants):
+            if self._minutes is not None and time.monotonic() - began > 60 * self._minutes:
+                break
             _show(f"{number} of {len(self._mutants)} mutants, {self._num_survivors()} survivors")
             items = self._chosen(covering, mutant)
             if not items:
