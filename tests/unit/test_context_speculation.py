@@ -57,6 +57,7 @@ REFUSED_DRAFTS = {
     "no mapping": ([1], "drafts must map request ids to tokens, or be a tensor, got list"),
     "another shape": (torch.zeros(4, 3, dtype=torch.int64), "[4, 2] on cpu"),
     "another dtype": (torch.zeros(4, 2), "got torch.float32 [4, 2] on cpu"),
+    "another device": (torch.zeros(4, 2, dtype=torch.int64, device="meta"), "[4, 2] on meta"),
     "strides": (torch.zeros(2, 4, dtype=torch.int64).T, "contiguous"),
 }
 

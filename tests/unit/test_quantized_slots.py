@@ -30,6 +30,11 @@ def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
     assert 0 < error < 0.05 * wanted.abs().max()
 
 
+def test_the_configurations_seed_is_the_slots_own():
+    context = quantized_context(slot_rounding="stochastic", slot_rounding_seed=3)
+    assert context.slot_allocator.quantization == SlotQuantization("stochastic", 3)
+
+
 def test_what_is_restored_is_what_quantising_the_saved_state_gives():
     exact, context = make_context(), quantized_context()
     for one in (exact, context):

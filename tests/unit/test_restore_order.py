@@ -53,6 +53,19 @@ def test_slots_and_rows_have_their_own_last_steps():
     assert order.newest([0], [2]) == order.newest([], [2]) == 3
 
 
+def test_slot_zero_has_its_last_step_and_nothing_has_none():
+    order = RestoreOrder(2, 2)
+    order.end_step(rows=[], slots=[0])
+    assert order.newest([0], []) == 1
+    assert order.newest([], []) == 0
+
+
+def test_a_step_may_end_before_anything_was_restored(context):
+    recorder = Recorder()
+    SideStream(context.slot_allocator, context.config, recorder).end_step()
+    assert recorder.steps == 1
+
+
 def test_a_restore_waits_for_its_own_steps_and_for_no_later_one(context, streams):
     prompt = list(range(2, 13)) * 2
     add(context, "first", prompt)
