@@ -58,6 +58,11 @@ def summary(
             why = reasons.get(identity(description))
             counts["explained" if why else "survived"] += 1
             survivors.append({**description, "why": why})
+    tried = {identity(described(mutant, root)) for mutant in outcomes}
+    for survivor in (before or {"survivors": []})["survivors"]:
+        if identity(survivor) not in tried:
+            modules[survivor["file"]]["explained" if survivor["why"] else "survived"] += 1
+            survivors.append(survivor)
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
