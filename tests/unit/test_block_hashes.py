@@ -120,6 +120,23 @@ def test_a_multimodal_key_concerns_its_block_and_all_after_it(tokens):
     assert hashes(tokens, multimodal_keys=[(48, "in the incomplete block")]) == hashes(tokens)
 
 
+def test_a_block_with_a_multimodal_key_names_the_prefix_before_it_too():
+    """Without it, one picture after two different questions would be one prefix."""
+    keys = [(4, "picture")]
+    one, other = (
+        compute_block_hashes([first, 2, 3, 4, 5, 6], 2, multimodal_keys=keys) for first in (1, 9)
+    )
+    assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [("xxh3_128", 16), ("sha256", 32)])
+def test_a_hasher_says_what_it_is(algorithm, size):
+    hasher = BlockHasher(algorithm)
+    assert (hasher.algorithm, hasher.digest_size_bytes) == (algorithm, size)
+    [digest] = compute_block_hashes([1, 2], 2, hasher=hasher).digests
+    assert len(digest) == size
+
+
 def test_the_order_of_multimodal_keys_is_free(tokens):
     keys = [(9, "b"), (9, b"b"), (9, "a"), (2, "c"), (40, "d")]
     assert hashes(tokens, multimodal_keys=keys) == hashes(tokens, multimodal_keys=keys[::-1])
