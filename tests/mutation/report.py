@@ -95,7 +95,7 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 def _row(name: str, counts: Counter[str]) -> str:
     kinds = [counts[kind] for kind in ("killed", "survived", "explained")]
-    score = 100 * counts["killed"] / max(sum(kinds), 1)
+    score = 100 * counts["killed"] / max(counts["killed"] + counts["survived"], 1)
     return (
         f"| {name} | " + " | ".join(f"{n:,}" for n in (sum(kinds), *kinds)) + f" | {score:.1f}% |"
     )
