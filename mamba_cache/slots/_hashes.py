@@ -30,13 +30,15 @@ class StateHashes:
 
     def forget_block(self, block_id: int) -> None:
         """Forgets the hash under which a block was registered, if it was."""
-        self.unlink(block_id, self.hash_of.pop(block_id, -1))
+        if block_id in self.hash_of:
+            self.unlink(block_id, self.hash_of.pop(block_id))
 
     def forget_hash(self, hash_id: int) -> None:
         """Makes a hash find nothing."""
-        block_id = self.block_of.pop(hash_id, -1)
-        if self.hash_of.get(block_id) == hash_id:
-            del self.hash_of[block_id]
+        if hash_id in self.block_of:
+            block_id = self.block_of.pop(hash_id)
+            if self.hash_of.get(block_id) == hash_id:
+                del self.hash_of[block_id]
 
     def unlink(self, block_id: int, hash_id: int) -> None:
         """Makes a hash find nothing, unless it finds another block by now."""

@@ -157,3 +157,15 @@ def test_a_secret_is_kept() -> None:
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().max_slots = 3  # type: ignore[misc]
+
+
+def test_a_vocabulary_may_have_one_token() -> None:
+    assert make(vocab_size=1).vocab_size == 1
+    with pytest.raises(InvalidArgumentError, match="vocab_size"):
+        make(vocab_size=0)
+
+
+def test_the_seed_of_rounding_is_an_int32() -> None:
+    assert make(slot_rounding_seed=2**31 - 1).slot_rounding_seed == 2**31 - 1
+    with pytest.raises(InvalidArgumentError, match="slot_rounding_seed"):
+        make(slot_rounding_seed=2**31)

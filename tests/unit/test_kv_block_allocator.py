@@ -106,6 +106,14 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert pool.match_prefix(prefix(1, 2)) == [*parent, child]
 
 
+def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool):
+    parent, newer = cache(pool, 1), cache(pool, 3)
+    [child] = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes([child], prefix(1, 2)[1:], parent_hash=prefix(1)[0])
+    pool.allocate_memory_blocks(5)
+    assert pool.allocate_memory_blocks(2) == [*newer, *parent]
+
+
 def test_a_cached_parent_waits_for_a_child_that_is_cached_after_use(pool):
     [first] = pool.allocate_memory_blocks(1)
     own, child = pool.allocate_memory_blocks(2)

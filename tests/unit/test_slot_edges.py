@@ -25,8 +25,9 @@ from mamba_cache.slots import (
     ScoreSlotPolicy,
     SlotPool,
 )
-from mamba_cache.slots.fingerprint import fingerprint_of
-from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
+from mamba_cache.slots._context import check_model, checkpoint_alignment
+from mamba_cache.slots.fingerprint import fingerprint_of, slot_fingerprint
+from mamba_cache.slots.intermediates import CheckpointPlan, IntermediateTables, plan_checkpoints
 from mamba_cache.slots.placement import EveryNthBlock, LastBlock, checkpoint_offsets
 from mamba_cache.slots.policies import hand_over
 
@@ -48,6 +49,46 @@ def test_an_embedder_may_drop_a_hash_by_itself():
     pool.register_hashes([1], [10])
     del pool.hash_to_block_id[10]
     pool.check_invariants()
+
+
+def test_hashes_find_as_many_blocks_as_an_embedder_wrote_in_whatever_order():
+    pools = SlotPool(2, 3), SlotPool(2, 3)
+    pools[0].hash_to_block_id.update({10: 1, 11: 1})
+    pools[1].hash_to_block_id.update({11: 1, 10: 1})
+    policy = LruSlotPolicy()
+    assert slot_fingerprint(pools[0], policy) == slot_fingerprint(pools[1], policy)
+
+
+def test_the_largest_hash_id_is_an_int64():
+    pool = SlotPool(1, 1)
+    pool.store([0])
+    pool.register_hashes([0], [2**63 - 1])
+    assert pool.hash_to_block_id == {2**63 - 1: 0}
+    with pytest.raises(InvalidArgumentError, match="at most"):
+        pool.register_hashes([0], [2**63])
+
+
+def test_a_block_in_slot_zero_keeps_it():
+    pool = SlotPool(2, 2)
+    assert [pool.reserve([0]), pool.reserve([1])] == [[1], [0]]
+    assert pool.commit([0], [0], [5]) == [0]
+    assert pool.commit([1], [0], [5]) == [0]
+    assert (pool.free_count, pool.reserved) == (1, {})
+
+
+def test_a_block_in_slot_zero_gets_no_second_slot():
+    pool = SlotPool(2, 3)
+    assert pool.store([0, 1]) == [0, 1]
+    with pytest.raises(InvalidArgumentError, match=r"blocks \[0, 1\] have a slot already"):
+        pool.store([0, 1])
+
+
+def test_more_slots_than_blocks_are_not_committed():
+    pool = SlotPool(2, 3)
+    slots = pool.reserve([0, 1])
+    with pytest.raises(InvalidArgumentError, match="equally long"):
+        pool.commit(slots, [0], [5])
+    assert sorted(pool.reserved) == sorted(slots)
 
 
 def test_generations_count_how_often_a_slot_was_taken_from_a_block():
@@ -137,6 +178,37 @@ def test_every_move_of_states_counts(generator):
     assert counts == [0, 2, 4, 6, 8]
 
 
+def test_clearing_rows_leaves_the_rows_behind_them():
+    tables = IntermediateTables(3, "cpu")
+    for row in range(3):
+        tables.record(row, CheckpointPlan([8], [row], row, num_skipped=0))
+    tables.clear(0, 1)
+    assert tables.counts_cpu.tolist() == [0, 1, 1]
+    assert tables.eos_block_ids_cpu.tolist() == [-1, 1, 2]
+
+
+def test_without_an_ssm_chunk_states_may_be_saved_anywhere():
+    assert checkpoint_alignment(SimpleNamespace()) == 1
+
+
+def test_one_householder_is_one_too_many():
+    with pytest.raises(InvalidArgumentError, match="must be 0, got 1"):
+        check_model(SimpleNamespace(gdp_num_householder=1))
+
+
+def test_a_state_may_save_no_tokens():
+    allocator = full(slots=1)
+    allocator.reset()
+    slots = allocator.reserve_slots([0])
+    assert allocator.commit_reserved(slots, [0], [5], saved_tokens=[0]) == slots
+
+
+def test_an_epoch_is_not_negative():
+    allocator = full(slots=1)
+    with pytest.raises(InvalidArgumentError, match=r"epoch must be .*got -1"):
+        allocator.cancel_reserved([], epoch=-1)
+
+
 def test_uploading_rows_returns_those_rows_alone():
     tables = IntermediateTables(4, "cpu")
     offsets, counts = tables.upload(1, 1)
@@ -188,6 +260,15 @@ def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():
     for count in (1, 16, 17, 40):
         slots = np.arange(40)
         assert policy.choose(count, slots, slots.astype(np.int32), None) == [*range(count)]
+
+
+def test_scores_are_integers_for_all_ranks_divide_those_alike():
+    policy = ScoreSlotPolicy()
+    policy.reset(2)
+    policy.on_stored([1], [1])
+    policy.on_stored([0], [1])
+    policy._clock += 100_000  # 2**31 over either age is 21,474, and the lower slot goes first
+    assert policy.choose(1, np.arange(2), np.arange(2, dtype=np.int32), None) == [0]
 
 
 def test_a_policy_is_not_asked_for_none_of_no_slots():
