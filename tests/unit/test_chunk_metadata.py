@@ -70,6 +70,11 @@ def test_inputs_are_not_changed():
     assert (starts.tolist(), computed.tolist()) == ([0, 5, 9], [3, 1])
 
 
+def test_a_batch_may_have_as_many_tokens_as_int32_counts():
+    most = 2**31 - 1
+    assert cut([0, most], [0], most) == [[0, most], [0], [0]]
+
+
 def test_position_in_a_sequence_may_pass_int32():
     assert cut([0, 9], [2**31 - 3], 2**31 - 1) == [[0, 2, 9], [0, 0], [1]]
 

@@ -76,6 +76,13 @@ def test_chunks_of_resumed_and_empty_sequences(sequences, chunk_size):
     assert got == cut(computed, lengths, chunk_size)
 
 
+def test_the_tensors_of_a_batch_may_be_longer():
+    """An engine's buffers have room for more prefills; what lies behind is of no batch."""
+    computed, starts = torch.tensor([3, 0, -7]), torch.tensor([0, 7, 12, 5])
+    got = make_builder(4)._compute_chunk_metadata(2, computed.int(), starts.int())
+    assert got == cut([3, 0], [7, 5], 4)
+
+
 @given(
     st.lists(st.integers(0, 60), max_size=4),
     st.lists(st.tuples(st.integers(0, 40), st.integers(2, 30)), max_size=4),
@@ -124,6 +131,13 @@ def test_prefills_say_which_of_them_resume(mixed_batch, rng):
         metadata = make_builder().build(0, make_batch([computed], [5], rng))
         assert metadata.prep_initial_states == bool(computed)
         assert metadata.chunk_size == CHUNK
+
+
+def test_a_builder_knows_its_layers():
+    builder = make_builder(mode="align")
+    assert builder.layer_names == ["mamba.0"]
+    assert builder.kv_cache_spec.mamba_cache_mode == "align"
+    assert (builder.device, builder.chunk_size) == (torch.device("cpu"), CHUNK)
 
 
 def test_starts_of_any_width_become_int32(mixed_batch):

@@ -1,0 +1,80 @@
+"""The memory of a context: what slots and an embedder read of it, and where it lies."""
+
+import pytest
+import torch
+from context_rig import BLOCK, CHUNK, add, make_config, make_context
+
+from mamba_cache.config import EvictionPolicy
+from mamba_cache.context import memory as memory_module
+from mamba_cache.context.decode_rows import DecodeRows
+
+
+def test_a_context_has_every_field_that_slots_read():
+    config = make_config()
+    context = make_context(config)
+    blocks = context.kv_block_allocator
+    assert context.max_requests == config.max_requests
+    assert context.block_size_tokens == BLOCK
+    assert context.prefix_caching_eviction_policy == config.eviction_policy
+    assert context.mamba_chunk_size == context.ssm_chunk_alignment == CHUNK
+    assert context.max_mamba_intermediate_states_per_step == 0
+    assert context.paused_request_count == 0
+    tables = context.request_to_kv_block_ids
+    assert tables.dtype == torch.int32
+    assert tables.shape == (config.max_requests, config.max_blocks_per_request)
+    assert (tables == blocks.dummy_block_id).all()
+    assert context.mamba_conv_states is context.live_states["conv"]
+    assert context.mamba_ssm_states is context.live_states["ssm"]
+    counts = context.batch_dimensions
+    assert (counts.prefill_req_count, counts.decode_req_count) == (0, 0)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_metadata_that_slots_read(num_drafts):
+    """Drafts leave the row of a request's state to the device."""
+    metadata = make_context(make_config(num_speculative_tokens=num_drafts)).mamba_metadata
+    rows = metadata.request_to_mamba_state_idx
+    assert rows.dtype == torch.int32
+    assert rows.tolist() == ([-1] * 4 if num_drafts else [0, 1, 2, 3])
+    assert metadata.intermediate_count == 0
+    assert metadata.per_request_intermediate_counts == ()
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_kv_blocks_follow_the_settings(policy, is_cached):
+    config = make_config(eviction_policy=policy, enable_prefix_caching=is_cached)
+    blocks = make_context(config).kv_block_allocator
+    assert blocks.eviction_policy == policy
+    assert blocks.enable_prefix_caching == is_cached
+    arrays = blocks.block_ref_counts, blocks.block_timestamps, blocks.block_hashes
+    assert [array.dtype for array in arrays] == [torch.int32, torch.int64, torch.int64]
+
+
+def test_decoding_requests_progress_is_kept_where_the_kernels_read():
+    rows = DecodeRows.make(3, 5, torch.device("meta"))
+    assert rows.ring == 5
+    tensors = rows.num_computed, rows.cursors, rows.last_tokens
+    assert [tensor.dtype for tensor in tensors] == [torch.int32, torch.int32, torch.int64]
+    assert {(tensor.shape, tensor.device.type) for tensor in tensors} == {((3,), "meta")}
+
+
+@pytest.mark.parametrize(("num_tokens", "num_checkpoints"), [(3 * BLOCK, 1), (CHUNK, 0)])
+def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_checkpoints):
+    """The buffers have room for many more; a step without any launches nothing."""
+    context = make_context()
+    add(context, "a", [1] * num_tokens)
+    metadata = context.begin_step().metadata
+    calls = []
+    monkeypatch.setattr(
+        memory_module, "extract_checkpoint_states", lambda *_, **options: calls.append(options)
+    )
+    unread = torch.empty(0)
+    context.extract_checkpoint_states(0, unread, unread, metadata)
+    assert len(metadata.checkpoint_slots) > num_checkpoints == metadata.num_checkpoints
+    assert len(calls) == bool(num_checkpoints)
+    for call in calls:
+        names = [name for name in call if name.startswith("checkpoint_")]
+        assert len(names) == 5
+        for name in names:
+            assert torch.equal(call[name], getattr(metadata, name)[:num_checkpoints])
