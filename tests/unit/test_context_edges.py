@@ -67,6 +67,7 @@ def test_statistics_are_the_totals_of_the_allocators():
     assert (stats.evicted_blocks, stats.hash_collisions) == (11, 12)
     assert (stats.skipped_checkpoints, stats.evicted_slots) == (13, 14)
     assert (stats.free_slots, stats.reserved_slots, stats.cached_slots) == (99, 1, 0)
+    assert stats.free_blocks == kv_blocks.num_free_blocks == 200
 
 
 def test_errors_of_capacity_say_what_is_needed_and_what_there_is():

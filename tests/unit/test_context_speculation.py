@@ -92,8 +92,9 @@ def test_drafts_that_the_buffers_do_not_hold_are_refused():
     context = make_context(make_config(num_speculative_tokens=DRAFTS, max_tokens=4))
     for name in ("a", "b"):
         prefill(context, name, prompt=[1])
-    with pytest.raises(TokenCapacityError, match="without drafts"):
+    with pytest.raises(TokenCapacityError, match="without drafts") as refusal:
         context.begin_step(drafts={"a": [1, 2], "b": [1, 2]})
+    assert (refusal.value.required, refusal.value.available) == (6, 4)
     assert context.begin_step(drafts={"a": [1, 2]}).metadata.num_tokens == 4
 
 
@@ -111,6 +112,7 @@ REFUSED_TOKENS = {
     "no draft": ([2, 2, 5], "its drafts are [1, 2], got [2, 2, 5]"),
     "no token id": ([1, VOCAB], "token ids must be below vocab_size"),
     "nested": ([[1]], "token ids must be ints"),
+    "without data": (torch.ones(1, dtype=torch.int64, device="meta"), "must be ints, got tensor"),
 }
 
 
@@ -194,6 +196,21 @@ def test_results_of_requests_that_gave_their_memory_back_are_left_out(context):
     assert context.collect_step() == {"c": [6]}
     context.check_invariants()
     assert context.finish("a") == [9]
+
+
+def test_results_from_before_a_second_preemption_are_left_out(context):
+    prefill(context, "a")
+    context.preempt("a")
+    context.resume_request("a")
+    compute(context)
+    context.commit_step({"a": 4})
+    compute(context)
+    context.commit_step(on_device([5]))
+    context.preempt("a")
+    [active] = context._requests
+    assert active.num_releases == 2
+    assert context.collect_step() == {}
+    assert context.finish("a") == [9, 4]
 
 
 def test_aborting_a_step_keeps_the_results_of_the_one_before(context):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from context_rig import BLOCK, add, make_context, run_step, uncached
 
+from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.context.restore_order import STEPS_REMEMBERED, RestoreOrder, SideStream
 
 
@@ -28,17 +29,20 @@ class Recorder:
 
 
 @pytest.fixture
-def context():
-    return make_context()
+def streams():
+    return Recorder()
 
 
 @pytest.fixture
-def streams(context):
-    """Restores of the context go to a stream that is the current one, and is written down."""
-    recorder = Recorder()
-    runner = context._runner
-    runner._side_stream = SideStream(context.slot_allocator, context.config, recorder)
-    return recorder
+def context(monkeypatch, streams):
+    """A context whose restores go to a stream that is the current one, and is written down."""
+
+    def side_stream(context):
+        return SideStream(context.slot_allocator, context.config, streams)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicInferenceContext, "_side_stream", side_stream)
+        return make_context()
 
 
 def test_slots_and_rows_have_their_own_last_steps():
@@ -113,6 +117,13 @@ def test_what_is_written_beside_the_steps_is_waited_for(context, streams, what):
     add(context, "after", [3] * 5)
     context.begin_step()
     assert streams.waits[-1] == streams.steps > before
+
+
+def test_what_was_copied_before_the_first_step_is_waited_for(context, streams):
+    context.slot_allocator.copy_live_to_slots([0], [5])
+    add(context, "first", [3] * 5)
+    context.begin_step()
+    assert streams.waits == [streams.steps] == [1]
 
 
 @pytest.mark.parametrize("aborts", [False, True])
