@@ -14,30 +14,36 @@ from mamba_cache.errors import (
 )
 
 
-class Thing:
-    """Has a guard, and books that are right or not."""
-
-    def __init__(self):
-        self.is_right, self.num_checks = True, 0
-        self._guard = CallGuard(self.check)
-
-    def check(self):
-        self.num_checks += 1
-        if not self.is_right:
-            raise InvariantError("two and two are five")
-
-    @exclusive
-    def do(self, work):
-        return work()
-
-    @healing
-    def _reset(self, work=lambda: None):
-        work()
-        self.is_right = True
-
-
 @pytest.fixture
 def thing():
+    return make_thing()
+
+
+def make_thing():
+    """Makes something with a guard, and books that are right or not.
+
+    Its class is new as well: the decorators are under test.
+    """
+
+    class Thing:
+        def __init__(self):
+            self.is_right, self.num_checks = True, 0
+            self._guard = CallGuard(self.check)
+
+        def check(self):
+            self.num_checks += 1
+            if not self.is_right:
+                raise InvariantError("two and two are five")
+
+        @exclusive
+        def do(self, work):
+            return work()
+
+        @healing
+        def _reset(self, work=lambda: None):
+            work()
+            self.is_right = True
+
     return Thing()
 
 
@@ -52,6 +58,7 @@ def raise_(error, context=None):
 
 def test_a_call_that_ends_well_costs_no_check(thing):
     assert thing.do(lambda: 5) == 5
+    assert thing.do(work=lambda: 6) == 6
     assert thing.num_checks == 0
 
 
@@ -135,7 +142,7 @@ def test_the_guard_itself_may_be_interrupted_anywhere(thing):
     """Removed to see it fail: the second ``leave`` in ``_guard``."""
     module = sys.modules[CallGuard.__module__]
     for index in range(1, 400):
-        thing = Thing()
+        thing = make_thing()
         tracer = _StrikeIn(module.__file__, index)
         previous = sys.gettrace()
         sys.settrace(tracer)
