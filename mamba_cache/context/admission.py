@@ -178,7 +178,6 @@ class Admitter:
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
         chunks, active.chunk, active.uncollected = active.open_chunks, None, None
-        active.admission = None
         active.status = RequestStatus.PREEMPTED
         active.num_releases += 1
         for chunk in chunks:

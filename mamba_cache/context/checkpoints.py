@@ -112,7 +112,7 @@ class CheckpointPlanner:
             The chunk cut to those tokens, with its checkpoint if that was reached.
         """
         boundary, later = chunk.boundary, active.chunk
-        chunk = replace(chunk, start=active.num_computed, num_tokens=num_tokens)
+        chunk = replace(chunk, num_tokens=num_tokens)
         is_reached = boundary is not None and chunk.start < boundary.position <= chunk.end
         if later is not None:
             is_shared = boundary is not None and later.shares_boundary(chunk)
@@ -250,7 +250,7 @@ class Publisher:
         """
         if boundary.position in active.wanted_boundaries(self._block_size):
             return
-        old, active.decode_lease = active.decode_lease, self._lease_of(active, boundary)
+        old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
         if old is None or not self._slots.is_current(old):
             return
         if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
@@ -267,12 +267,9 @@ class Publisher:
             active.state_position = checkpoint.position
         return saved_tokens
 
-    def _lease_of(self, active: ActiveRequest, boundary: Checkpoint) -> SlotLease | None:
+    def _lease_of(self, boundary: Checkpoint) -> SlotLease | None:
         """Name the state that ``boundary`` saved; None if another request had saved it before."""
-        hashes = active.chain.hashes
-        index = boundary.position // self._block_size - 1
-        block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
-        if block is None or self._slots.get_slot(block) != boundary.slot:
+        if self._slots.pool.slot_to_block[boundary.slot] < 0:
             return None
         lease = self._slots.pin_slots([boundary.slot])[0]
         self._slots.unpin_slots([lease])

@@ -146,7 +146,9 @@ class RequestTable:
         return self._max_tokens - scheduled - num_decoding * self._max_decode_tokens
 
     def check_fits(self, decodes: Sequence[Chunk]) -> None:
-        """Check that the step's buffers hold the decoding requests beside the scheduled chunks.
+        """Check that the step's buffers hold the decoding requests.
+
+        Where chunks are scheduled they do: ``token_room`` has kept room for all of them.
 
         Args:
             decodes: What the decoding requests compute.
@@ -155,9 +157,9 @@ class RequestTable:
             TokenCapacityError: They do not.
         """
         wanted = sum(chunk.num_tokens for chunk in decodes)
-        room = self._max_tokens - sum(a.current_chunk.num_tokens for a in self.scheduled())
-        if wanted > room:
-            raise TokenCapacityError(wanted, room, "let fewer requests decode, or without drafts")
+        if wanted > self._max_tokens:
+            hint = "let fewer requests decode, or without drafts"
+            raise TokenCapacityError(wanted, self._max_tokens, hint)
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]
