@@ -14,7 +14,7 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
-from mamba_cache.context import MissReason
+from mamba_cache.context import MissReason, PrefixMatch
 from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, RefZeroSlotPolicy, ScoreSlotPolicy
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
@@ -27,6 +27,39 @@ def test_identical_prompt_hits():
     tokens, logits, admission = generate(context, prompt, 4)
     assert (admission.kv_matched_blocks, admission.state_matched_blocks) == (3, 2)
     assert_same_run((tokens, logits), prompt)
+
+
+def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
+    context = make_context()
+    generate(context, PROMPT, 1)
+    hashes = prepared(context, PROMPT).hashes
+    blocks = tuple(map(context.kv_block_allocator.find_block, hashes))
+    assert context.match(prepared(context, PROMPT)) == PrefixMatch(
+        prompt_tokens=len(PROMPT),
+        block_ids=blocks,
+        state_matched_blocks=3,
+        skip_tokens=3 * BLOCK,
+        miss_reason=None,
+    )
+    assert context.match(prepared(context, PROMPT[:-3])) == PrefixMatch(
+        prompt_tokens=len(PROMPT) - 3,
+        block_ids=blocks[:2],
+        state_matched_blocks=0,
+        skip_tokens=0,
+        miss_reason=MissReason.NO_STATE,
+    )
+
+
+def test_the_only_token_of_a_prompt_is_computed_though_it_is_a_block():
+    context = make_context(make_config(block_size_tokens=1, ssm_chunk_size=1))
+    for _ in range(2):
+        found = context.match(prepared(context, [5]))
+        add(context, "x", [5])
+        context.begin_step()
+        context.commit_step({"x": 1})
+        context.finish("x")
+    assert (found.kv_matched_blocks, found.skip_tokens) == (1, 0)
+    assert found.miss_reason is MissReason.STATE_TOO_LATE
 
 
 def test_state_at_the_very_end_alone_is_too_late():
@@ -273,6 +306,11 @@ def test_more_checkpoints_than_the_buffers_hold_are_skipped():
 
 def test_disabled_cache_says_so():
     context = make_context(make_config(enable_prefix_caching=False))
-    generate(context, PROMPT, 1)
+    add(context, "x", PROMPT)
+    for _ in range(BLOCK + 1):
+        run_step(context)
+    [active] = context._requests
+    assert list(active.chain.hashes) == [], "the answer is not hashed either"
+    context.finish("x")
     assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.CACHE_DISABLED
     assert context.stats().cached_blocks == 0

@@ -15,7 +15,7 @@ from context_rig import (
     uncached,
 )
 
-from mamba_cache import BlockHasher, DynamicInferenceContext, Request
+from mamba_cache import BlockHasher, DynamicInferenceContext, Request, compute_block_hashes
 from mamba_cache.errors import StepOrderError
 from mamba_cache.slots import EveryNthBlock, scrub_free_slots
 
@@ -46,6 +46,14 @@ def test_tenants_adapters_and_images_share_nothing(algorithm):
         assert_same_run(run, PROMPT)
     for options in KEYS:
         assert generate(context, PROMPT, 1, **options)[2].skip_tokens == 3 * BLOCK, options
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm):
+    secret = b"known to the ranks of one model"
+    context = make_context(make_config(hash_algorithm=algorithm, hash_secret=secret))
+    hasher = BlockHasher(algorithm, secret)
+    assert prepared(context, PROMPT).hashes == compute_block_hashes(PROMPT, BLOCK, hasher=hasher)
 
 
 @pytest.mark.parametrize("num_ids", [1, 3])
