@@ -33,10 +33,10 @@ class CpuGpuBuffer:
 
     def __init__(self, n: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         device = torch.device(device)
-        self.cpu = torch.zeros(n, dtype=dtype, pin_memory=device.type == "cuda")
+        on_cuda = device.type == "cuda"
+        self.cpu = torch.zeros(n, dtype=dtype, device="cpu", pin_memory=on_cuda)
         self.gpu = torch.zeros(n, dtype=dtype, device=device)
         self.np: Any = self.cpu.numpy()
-        on_cuda = device.type == "cuda"
         self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:

@@ -210,7 +210,7 @@ class MambaHybridModelState:
         is_padded = getattr(cudagraph_mode, "name", cudagraph_mode) == "FULL"
         suffix = "_after_padding" if is_padded else ""
         num_reqs: int = getattr(input_batch, f"num_reqs{suffix}")
-        is_prefilling = torch.zeros(num_reqs, dtype=torch.bool)
+        is_prefilling = torch.zeros(num_reqs, dtype=torch.bool, device="cpu")
         is_prefilling[: input_batch.num_reqs] = torch.from_numpy(input_batch.is_prefilling_np)
         max_seq_len = self._config.model_config.max_model_len
         if not for_capture:

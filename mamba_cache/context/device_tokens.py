@@ -132,8 +132,8 @@ class _Buffer:
     def __init__(self, max_requests: int, max_decode_tokens: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         shape = max_requests, max_decode_tokens
-        self.tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
-        self.counts = torch.zeros(max_requests, dtype=torch.int32, pin_memory=on_gpu)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.counts = torch.zeros(max_requests, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._event: Any = torch.Event(device) if on_gpu else None
 
     def wait(self) -> None:

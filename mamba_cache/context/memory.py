@@ -37,7 +37,9 @@ class LiveRows:
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        self.request_to_mamba_state_idx = torch.arange(config.max_requests, dtype=torch.int32)
+        self.request_to_mamba_state_idx = torch.arange(
+            config.max_requests, dtype=torch.int32, device="cpu"
+        )
         if config.num_speculative_tokens:
             self.request_to_mamba_state_idx[:] = -1
         self.intermediate_count = 0

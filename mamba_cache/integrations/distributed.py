@@ -132,8 +132,8 @@ def _start_gather(
         A function that waits until the values of all ranks have come, and [num_ranks] int64 on
         the CPU, where they are then.
     """
-    sent = torch.tensor([value], dtype=torch.int64)
-    received = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    sent = torch.tensor([value], dtype=torch.int64, device="cpu")
+    received = torch.empty(dist.get_world_size(group), dtype=torch.int64, device="cpu")
     device = _device(group)
     if device.type == "cuda":
         return _start_gather_on_gpu(sent.pin_memory(), received.pin_memory(), device, group)

@@ -315,7 +315,9 @@ class _PinnedBuffer:  # pragma: no cover - tests/gpu run it
 
     def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
         self._device_buffer = device_buffer
-        self._buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._buffer = torch.zeros(
+            layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
+        )
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrays = layout.arrays(self._buffer)
 

@@ -32,12 +32,12 @@ class WeightMaker:
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal weights of standard deviation ``scale``."""
-        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64)
+        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
         return (drawn * scale).to(self.device, self.dtype)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """Uniform float64 numbers, for the caller to transform and then to narrow."""
-        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64)
+        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
         return (low + (high - low) * drawn).to(self.device)
 
 

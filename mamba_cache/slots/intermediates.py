@@ -113,10 +113,10 @@ class IntermediateTables:
 
     def __init__(self, max_requests: int, device: torch.device) -> None:
         wide = (max_requests, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
-        self.offsets_cpu = torch.empty(wide, dtype=torch.int32)
-        self.counts_cpu = torch.empty(max_requests, dtype=torch.int32)
-        self.block_ids_cpu = torch.empty(wide, dtype=torch.int32)
-        self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32)
+        self.offsets_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
+        self.counts_cpu = torch.empty(max_requests, dtype=torch.int32, device="cpu")
+        self.block_ids_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
+        self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32, device="cpu")
         self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
         self._counts_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.has_intermediates = False

@@ -84,7 +84,7 @@ class RowMover:
             in_place=self._in_place,
         )
         if self._ring is None:
-            rows = torch.tensor([sources, destinations])
+            rows = torch.tensor([sources, destinations], device="cpu")
             self._launch(rows[0], rows[1], len(sources))
             return
         if torch.cuda.is_current_stream_capturing():

@@ -24,7 +24,7 @@ class RowRing:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         shape = _DEPTH, 2, capacity
-        pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        pinned = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
         # Taking tensors apart anew in each call would cost as much as sending them.
         self._pinned = pinned.unbind()
         self._host = [tuple(lists) for lists in pinned.numpy()]

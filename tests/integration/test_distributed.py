@@ -95,6 +95,11 @@ def test_bad_arguments_are_refused(alone, given):
             agree_on_num_slots(given)
 
 
+def test_ranks_agree_under_another_default_device(alone):
+    with torch.device("meta"):
+        assert agree_on_num_slots(3) == 3
+
+
 def test_without_a_group_there_is_nobody_to_agree_with():
     for call in (lambda: DivergenceGuard(Counting()), lambda: agree_on_num_slots(3)):
         with pytest.raises(StepOrderError, match="init_process_group first"):

@@ -221,6 +221,18 @@ def test_a_restored_state_is_the_saved_one_to_the_bit(model, cache, prompt):
                     assert torch.equal(state, getattr(other, name)[index])
 
 
+def test_another_default_device_changes_nothing(model, prompt):
+    """As engines set it; here one that holds no data."""
+    wanted = make_cache(model).prefill(prompt[:, : 4 * BLOCK])
+    with torch.device("meta"):
+        past = make_cache(model).prefill(prompt[0, : 4 * BLOCK].tolist())
+    for one, other in zip(past.layers, wanted.layers, strict=True):
+        if getattr(one, "keys", None) is not None:
+            assert torch.equal(one.keys, other.keys)
+        for index, state in getattr(one, "recurrent_states", {}).items():
+            assert state is None or torch.equal(state, other.recurrent_states[index])
+
+
 def test_the_callers_cache_is_his_own(model, cache, prompt):
     """What he does with it changes nothing that is cached."""
     past = cache.prefill(prompt[:, : 4 * BLOCK])

@@ -162,7 +162,8 @@ class PrefixCache:
         """
         with self._lock:
             self._check_ready()
-            ids = torch.as_tensor(input_ids)
+            is_tensor = isinstance(input_ids, torch.Tensor)
+            ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
             prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
             if len(prompts) > 1:
                 raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")

@@ -67,7 +67,9 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
     """
     generator = torch.Generator().manual_seed(0)
     size = (block_size_tokens + _SUFFIX_TOKENS,)
-    tokens = torch.randint(runner.config.vocab_size, size, generator=generator).tolist()
+    tokens = torch.randint(
+        runner.config.vocab_size, size, generator=generator, device="cpu"
+    ).tolist()
     prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
     layout, saved = _save_prefix(runner, prefix)
 
