@@ -19,12 +19,11 @@ def context():
 
 
 def test_a_step_describes_all_of_each_request(context):
-    generate(context, PROMPT, 1)
     add(context, "decoding", OTHER)
     run_step(context)
-    add(context, "hit", PROMPT, chunk_tokens=1)
+    add(context, "new", PROMPT, chunk_tokens=4)
     step = context.begin_step(drafts={"decoding": [4, 5]})
-    decoding_row, hit_row = step.metadata.request_rows[:2].tolist()
+    decoding_row, new_row = step.metadata.request_rows[:2].tolist()
     decoding = ScheduledRequest(
         request_id="decoding",
         row=decoding_row,
@@ -35,31 +34,29 @@ def test_a_step_describes_all_of_each_request(context):
         samples=True,
         drafts=(4, 5),
     )
-    first = ScheduledRequest(
-        request_id="hit",
-        row=hit_row,
-        start=3 * BLOCK,
-        num_tokens=1,
-        skip_tokens=3 * BLOCK,
+    new = ScheduledRequest(
+        request_id="new",
+        row=new_row,
+        start=0,
+        num_tokens=4,
+        skip_tokens=0,
         is_prefill=True,
         samples=False,
         drafts=(),
     )
-    assert step.requests == (decoding, first)
+    assert step.requests == (decoding, new)
     assert step.sampling_ids == ("decoding",)
 
-    context.commit_step({"decoding": [4, 5, 6]})
+
+def test_tokens_are_skipped_by_the_first_chunk_alone(context):
+    generate(context, PROMPT, 1)
+    add(context, "hit", PROMPT, chunk_tokens=1)
+    [first] = context.begin_step().requests
+    context.commit_step({})
     context.schedule_prefill("hit")
-    later = ScheduledRequest(
-        request_id="hit",
-        row=hit_row,
-        start=3 * BLOCK + 1,
-        num_tokens=1,
-        skip_tokens=0,  # the first chunk has skipped them already
-        is_prefill=True,
-        samples=True,
-    )
-    assert context.begin_step(decode_ids=[]).requests == (later,)
+    [later] = context.begin_step().requests
+    assert (first.start, first.skip_tokens, first.samples) == (3 * BLOCK, 3 * BLOCK, False)
+    assert (later.start, later.skip_tokens, later.samples) == (3 * BLOCK + 1, 0, True)
 
 
 def moved(monkeypatch, context):
