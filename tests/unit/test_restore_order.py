@@ -4,7 +4,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from context_rig import BLOCK, add, make_context, run_step, uncached
+from context_rig import (
+    BLOCK,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    uncached,
+)
 
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.context.restore_order import STEPS_REMEMBERED, RestoreOrder, SideStream
@@ -43,6 +52,15 @@ def context(monkeypatch, streams):
     with monkeypatch.context() as patch:
         patch.setattr(DynamicInferenceContext, "_side_stream", side_stream)
         return make_context()
+
+
+def test_without_a_gpu_nothing_is_beside():
+    context = make_context(make_config(restore_on_side_stream=True))
+    prompt = [3] * 2 * BLOCK + [1]
+    for skipped in (0, 2 * BLOCK):
+        run = generate(context, prompt, 3)
+        assert run[2].skip_tokens == skipped
+        assert_same_run(run[:2], prompt)
 
 
 def test_slots_and_rows_have_their_own_last_steps():
