@@ -1,7 +1,7 @@
-"""Under another default device of PyTorch, as engines set it while they load a model.
+"""Where tensors lie: where they were told, also under another default device of PyTorch.
 
-What lies on the host was made on the default device, and a GPU refuses to pin it there. Here the
-default is the device that holds no data, so that nothing which comes to lie there can be read.
+Engines set one while they load a model. What lies on the host was made there then, and a GPU
+refuses to pin it. Here it is the device that holds no data, so that nothing there can be read.
 """
 
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_
 
 from mamba_cache import DeviceTokens
 from mamba_cache.align import CpuGpuBuffer, MambaHybridModelState
+from mamba_cache.context.device_tokens import TokenExchange
 from mamba_cache.models import HybridModel
 from mamba_cache.slots import EveryNthBlock
 
@@ -67,6 +68,12 @@ def test_tokens_come_and_go_between_host_and_device(elsewhere):
         context.commit_step(commit)
     assert context.collect_step() == {"a": [4, 5]}
     context.check_invariants()
+
+
+def test_tokens_are_sent_to_the_device_that_was_named():
+    sent = TokenExchange(3, 2, torch.device("meta")).to_device([[1], [2, 3]])
+    assert (sent.tokens.device.type, sent.counts.device.type) == ("meta", "meta")
+    assert (sent.tokens.shape, sent.counts.shape) == ((2, 2), (2,))
 
 
 def test_planned_checkpoints_lie_on_the_host():
