@@ -21,7 +21,11 @@ def model():
 
 
 @pytest.fixture
-def context(model):
+def context():
+    return make_context()
+
+
+def make_context():
     context = DynamicInferenceContext(
         make_config(),
         MODEL_CONFIG.state_spec(torch.float64),
@@ -144,3 +148,18 @@ def test_a_clean_context_runs_after_scrubbing(context, model):
     assert context.stats().hits == 1
     assert again[0] == first[0]
     assert_same_run(again, PROMPTS[0])
+
+
+def test_the_gpu_may_be_the_default_device(context, model):
+    """Found by search: what lies on the host was made on the GPU, and could not be pinned."""
+    prompts = dict(enumerate(PROMPTS))
+    with torch.device("cuda"):
+        other = make_context()
+    for _ in range(2):
+        wanted = run(context, model, prompts, BLOCK)
+        with torch.device("cuda"):
+            got = run(other, model, prompts, BLOCK)
+        for name, (tokens, logits) in wanted.items():
+            assert got[name][0] == tokens
+            assert torch.equal(torch.stack(got[name][1]), torch.stack(logits))
+    assert other.stats().hits == context.stats().hits >= len(PROMPTS)
