@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.align.engine import HostDeviceBuffer, KVCacheConfig, MakeBuffer, StateSpecView
 from mamba_cache.align.spec import get_mamba_groups
 from mamba_cache.errors import InvalidArgumentError
@@ -31,6 +32,7 @@ class CpuGpuBuffer:
         gpu: [n] on the device.
     """
 
+    @lasting
     def __init__(self, n: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         device = torch.device(device)
         on_cuda = device.type == "cuda"

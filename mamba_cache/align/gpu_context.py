@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.align._backend import kernels_for
 from mamba_cache.align.buffers import MambaCopyBuffers
 from mamba_cache.align.engine import HostDeviceBuffer, KVCacheConfig, MakeBuffer
@@ -62,6 +63,7 @@ class MambaSpecDecodeGPUContext:
     is_initialized: bool = False
 
     @classmethod
+    @lasting
     def create(
         cls,
         max_num_reqs: int,

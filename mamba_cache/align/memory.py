@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.align.engine import KVCacheConfig
 from mamba_cache.errors import InvalidArgumentError
 
@@ -154,6 +155,7 @@ def get_temporal_copy_spec(
     return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
+@lasting
 def describe_states(
     kv_cache_config: KVCacheConfig,
     group_ids: Sequence[int],

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.align._backend import kernels_for
 from mamba_cache.align.buffers import CpuGpuBuffer
 from mamba_cache.align.decisions import previous_column
@@ -94,6 +95,7 @@ class MambaHybridModelState:
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
 
+    @lasting
     def __init__(
         self,
         vllm_config: EngineConfig,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.align.memory import StateMemory
 from mamba_cache.errors import InvalidArgumentError
 
@@ -63,6 +64,7 @@ class StateTable:
         block_tables: [rows, columns] int32 of each group.
     """
 
+    @lasting
     def __init__(
         self, num_states: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_memory import RequestMemory
@@ -89,6 +90,7 @@ class CacheMemory:
         InvalidArgumentError: The settings do not fit each other.
     """
 
+    @lasting
     def __init__(
         self,
         config: CacheConfig,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache._lasting import lasting
 from mamba_cache.metadata.chunks import compute_chunk_metadata
 from mamba_cache.metadata.step import StepMetadata
 
@@ -117,6 +118,7 @@ class StepBuffers:
         device: Where the kernels read.
     """
 
+    @lasting
     def __init__(
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_ints, check_int
+from mamba_cache._lasting import lasting
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
 from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots._context import check_model, checkpoint_alignment, live_rows, state_device
@@ -63,6 +64,7 @@ class MambaSlotAllocator(SlotControl):
             kind that is not supported.
     """
 
+    @lasting
     def __init__(  # noqa: PLR0917 (embedders pass them so)
         self,
         context: SlotContext,
@@ -106,23 +108,21 @@ class MambaSlotAllocator(SlotControl):
         conv, ssm = spec.tensors[0], spec.tensors[-1]
         if spec != StateSpec.mamba(conv.num_layers, conv.shape, ssm.shape, conv.dtype, ssm.dtype):
             raise InvalidArgumentError(f"the spec must be of conv and ssm states, got {spec}")
-        shapes_and_dtypes = (conv.shape, ssm.shape, conv.dtype, ssm.dtype)
-        arguments = (context, max_slots, conv.num_layers, *shapes_and_dtypes)
-        return cls(*arguments, policy=policy, placement=placement)
+        kinds = (conv.shape, ssm.shape, conv.dtype, ssm.dtype)
+        return cls(context, max_slots, conv.num_layers, *kinds, policy=policy, placement=placement)
 
     def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
         device, scratch_name = state_device(self.context), "max_mamba_intermediate_states_per_step"
         self.max_intermediate_count: int = getattr(self.context, scratch_name, 0)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
-        self._states = StatePool(slot_spec, self.max_slots, device=device)
-        self._scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        pools = self._states, self._scratch
-        self.transfers = StateTransfers(*pools, self._live_states, quantization)
-        self.conv_states, self.ssm_states = self._states["conv"], self._states["ssm"]
-        self.ssm_scales = self._states.tensors.get("ssm_scales")
-        self.intermediate_conv_out = self._scratch["conv"]
-        self.intermediate_ssm_out = self._scratch["ssm"]
+        states = StatePool(slot_spec, self.max_slots, device=device)
+        scratch = StatePool(spec, self.max_intermediate_count, device=device)
+        self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
+        self.conv_states, self.ssm_states = states["conv"], states["ssm"]
+        self.ssm_scales = states.tensors.get("ssm_scales")
+        self.intermediate_conv_out, self.intermediate_ssm_out = scratch["conv"], scratch["ssm"]
+        self._states, self._scratch = states, scratch
 
     def _make_tables(self) -> None:
         self._tables = IntermediateTables(self.context.max_requests, self._states.device)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mamba_cache._lasting import lasting
 from mamba_cache.protocols import PrefillRequest
 from mamba_cache.slots.placement import CheckpointPlacement, PlacementFacts, checkpoint_offsets
 
@@ -111,6 +112,7 @@ class IntermediateTables:
         has_intermediates: A checkpoint of either kind was recorded since the last ``clear``.
     """
 
+    @lasting
     def __init__(self, max_requests: int, device: torch.device) -> None:
         wide = (max_requests, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
         self.offsets_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mamba_cache._checks import as_items, check_int
+from mamba_cache._lasting import lasting
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -145,6 +146,7 @@ class KVCacheSpec:
         token_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return token_values * block_size_tokens * self.dtype.itemsize
 
+    @lasting
     def allocate(
         self, num_blocks: int, block_size_tokens: int, device: torch.device | str
     ) -> torch.Tensor:

@@ -27,6 +27,7 @@ FLOORS = {
     "config": 1,
     "_eviction_queue": 1,
     "_indices": 1,
+    "_lasting": 1,
     "_checks": 0,
     "errors": -1,  # which even the lowest floor raises
     "_version": 0,
@@ -46,6 +47,7 @@ THIRD_PARTY = {
     "states": {"numpy", "torch", "triton"},
     "blocks": {"numpy", "xxhash"},
     "metadata": {"numpy", "torch"},
+    "_lasting": {"torch"},
 }
 
 SOURCES = sources(PACKAGE)

@@ -1,0 +1,115 @@
+"""In and out of PyTorch's inference mode, which engines turn on for a step and off between steps.
+
+What is made in that mode cannot be written outside of it ever after. Found by trying: a context
+whose first step ran in the mode could not restore a state out of it.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
+import pytest
+import slot_rig
+import torch
+from align_rig import HostWorld, ResidentWorld, check_worlds
+from align_states import Model
+from context_rig import BLOCK, MODEL, assert_same_run, generate, make_config, make_context
+
+from mamba_cache import DeviceTokens, Request
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+MODES = {"in": torch.inference_mode, "out": nullcontext}
+
+every_change = pytest.mark.parametrize("modes", [*product(MODES, repeat=3)], ids=", ".join)
+
+
+@every_change
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_a_context_may_be_made_and_used_in_and_out_of_the_mode(modes, drafts):
+    made, first, second = (MODES[mode] for mode in modes)
+    with made():
+        context = make_context(make_config(num_speculative_tokens=drafts))
+    for number, mode in enumerate((first, second)):
+        with mode():
+            *run, admission = generate(context, PROMPT, BLOCK + 2)
+            assert_same_run(run, PROMPT)
+            assert admission.skip_tokens == 3 * BLOCK * (number > 0)
+            context.scrub()
+
+
+@every_change
+def test_tokens_may_come_from_the_device_in_and_out_of_the_mode(modes):
+    made, first, second = (MODES[mode] for mode in modes)
+    with made():
+        context = make_context(make_config(num_speculative_tokens=1))
+        context.add_request(Request(request_id="a", prompt_tokens=PROMPT))
+    for mode in (first, second, first):
+        with mode():
+            step = context.begin_step()
+            MODEL.forward(step.metadata, context)
+            sampled = torch.tensor([[5, 5]]), torch.tensor([1], dtype=torch.int32)
+            context.commit_step(DeviceTokens(*sampled))
+            assert context.collect_step() == {"a": [5]}
+    context.check_invariants()
+
+
+@every_change
+def test_int8_slots_may_be_made_and_used_in_and_out_of_the_mode(modes):
+    made, first, second = (MODES[mode] for mode in modes)
+    with made():
+        context = make_context(make_config(slot_quantization="int8"), poison=False)
+    for number, mode in enumerate((first, second)):
+        with mode():
+            *_, admission = generate(context, PROMPT, BLOCK)
+            assert admission.skip_tokens == 3 * BLOCK * (number > 0)
+
+
+@every_change
+def test_slots_alone_may_be_made_and_used_in_and_out_of_the_mode(modes, generator):
+    made, first, second = (MODES[mode] for mode in modes)
+    context = slot_rig.make_context()
+    slot_rig.add_live_states(context, generator)
+    with made():
+        allocator = slot_rig.make_allocator(4, context=context)
+    for block, mode in enumerate((first, second)):
+        with mode():
+            [slot] = allocator.allocate_slots_batch([block])
+            allocator.store_from_live_batch([slot], [0])
+            saved = slot_rig.slot_bits(allocator, slot)
+            assert allocator.restore_to_live_batch([1], [block]) == [True]
+            allocator.store_from_live_batch([slot], [1])
+            assert slot_rig.slot_bits(allocator, slot) == saved
+            allocator.block_to_slot[3] = -1
+    allocator.check_invariants()
+
+
+class EveryOther:
+    """A world of which every other call is in the mode."""
+
+    def __init__(self, world, is_in):
+        self.world, self.is_in = world, is_in
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def before(self, step):
+        self.call(self.world.before, step)
+
+    def after(self, step):
+        self.call(self.world.after, step)
+
+    def call(self, method, step):
+        with torch.inference_mode(self.is_in):
+            method(step)
+        self.is_in = not self.is_in
+
+
+@pytest.mark.parametrize("starts_in", [False, True])
+@pytest.mark.parametrize(
+    "make", [HostWorld, partial(HostWorld, decides_on_device=True), ResidentWorld], ids=repr
+)
+def test_states_in_block_tables_may_be_copied_in_and_out_of_the_mode(make, starts_in):
+    def make_world(model, rng):
+        return EveryOther(make(model, rng), starts_in)
+
+    check_worlds(Model(8, max_requests=4), 3, range(40), [make_world])
