@@ -163,3 +163,16 @@ def test_the_gpu_may_be_the_default_device(context, model):
             assert got[name][0] == tokens
             assert torch.equal(torch.stack(got[name][1]), torch.stack(logits))
     assert other.stats().hits == context.stats().hits >= len(PROMPTS)
+
+
+@pytest.mark.parametrize("starts_in", [False, True])
+def test_steps_may_be_in_and_out_of_inference_mode(model, starts_in):
+    with torch.inference_mode(starts_in):
+        context = make_context()
+    for number in range(4):
+        with torch.inference_mode((number % 2 == 0) == starts_in):
+            runs = run(context, model, dict(enumerate(PROMPTS)), BLOCK)
+            context.scrub()
+        for name, prompt in enumerate(PROMPTS):
+            assert_same_run(runs[name], prompt)
+    assert context.stats().hits >= 3 * len(PROMPTS)
