@@ -262,13 +262,16 @@ def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():
         assert policy.choose(count, slots, slots.astype(np.int32), None) == [*range(count)]
 
 
-def test_scores_are_integers_for_all_ranks_divide_those_alike():
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_scores_are_integers_for_all_ranks_divide_those_alike(count):
     policy = ScoreSlotPolicy()
-    policy.reset(2)
-    policy.on_stored([1], [1])
-    policy.on_stored([0], [1])
-    policy._clock += 100_000  # 2**31 over either age is 21,474, and the lower slot goes first
-    assert policy.choose(1, np.arange(2), np.arange(2, dtype=np.int32), None) == [0]
+    policy.reset(40)
+    for slot in reversed(range(40)):
+        policy.on_stored([slot], [1])
+    policy._clock += 100_000
+    by_score = sorted(range(40), key=lambda slot: (2**31 // (100_001 + slot), slot))
+    slots = np.arange(40)
+    assert policy.choose(count, slots, slots.astype(np.int32), None) == by_score[:count]
 
 
 def test_a_policy_is_not_asked_for_none_of_no_slots():
