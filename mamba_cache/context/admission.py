@@ -78,6 +78,15 @@ class Admitter:
             )
         match = self.match(active.chain, active.num_tokens)
         chunk = self._chunk(active, match.skip_tokens, chunk_tokens, token_room)
+        admission = Admission(
+            request_id=active.request_id,
+            prompt_tokens=active.num_tokens,
+            kv_matched_blocks=match.kv_matched_blocks,
+            state_matched_blocks=match.state_matched_blocks,
+            skip_tokens=match.skip_tokens,
+            chunk_tokens=chunk.num_tokens,
+            miss_reason=match.miss_reason,
+        )
         self._memory.check_row_available()
         lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
@@ -85,6 +94,7 @@ class Admitter:
         except BaseException:
             self._unpin(lease)
             raise
+        active.admission = admission
         active.num_computed = active.state_position = chunk.start
         active.num_published = match.kv_matched_blocks
         active.status = RequestStatus.SCHEDULED
@@ -94,15 +104,6 @@ class Admitter:
         except BaseException:
             self.release(active)
             raise
-        active.admission = Admission(
-            request_id=active.request_id,
-            prompt_tokens=active.num_tokens,
-            kv_matched_blocks=match.kv_matched_blocks,
-            state_matched_blocks=match.state_matched_blocks,
-            skip_tokens=match.skip_tokens,
-            chunk_tokens=chunk.num_tokens,
-            miss_reason=match.miss_reason,
-        )
 
     def schedule(
         self,
