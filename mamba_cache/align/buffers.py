@@ -118,6 +118,7 @@ class MambaCopyBuffers:
     backend: CopyBackend = "auto"
 
     @classmethod
+    @lasting
     def create(
         cls,
         max_num_reqs: int,

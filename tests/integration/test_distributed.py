@@ -96,8 +96,12 @@ def test_bad_arguments_are_refused(alone, given):
 
 
 def test_ranks_agree_under_another_default_device(alone):
+    watched = Counting()
     with torch.device("meta"):
-        assert agree_on_num_slots(3) == 3
+        guard = DivergenceGuard(watched, every=1)
+        for _ in range(3):
+            guard.check()
+    assert watched.asked == 3
 
 
 def test_without_a_group_there_is_nobody_to_agree_with():

@@ -1,6 +1,7 @@
 """The prefix cache of a transformers model: what it promises."""
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -231,6 +232,17 @@ def test_another_default_device_changes_nothing(model, prompt):
             assert torch.equal(one.keys, other.keys)
         for index, state in getattr(one, "recurrent_states", {}).items():
             assert state is None or torch.equal(state, other.recurrent_states[index])
+
+
+@pytest.mark.parametrize("modes", [*itertools.product([False, True], repeat=3)], ids=str)
+def test_it_may_be_made_and_used_in_and_out_of_inference_mode(model, prompt, modes):
+    wanted = plain(model, prompt)
+    with torch.inference_mode(modes[0]):
+        cache = make_cache(model)
+    for mode in modes[1:]:
+        with torch.inference_mode(mode):
+            assert_same(wanted, cached(cache, prompt))
+    assert cache.stats().hits == 1
 
 
 def test_the_callers_cache_is_his_own(model, cache, prompt):

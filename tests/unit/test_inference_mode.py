@@ -7,17 +7,34 @@ whose first step ran in the mode could not restore a state out of it.
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
+import align_rig
+import numpy as np
 import pytest
 import slot_rig
 import torch
 from align_rig import HostWorld, ResidentWorld, check_worlds
 from align_states import Model
-from context_rig import BLOCK, MODEL, assert_same_run, generate, make_config, make_context
+from context_rig import (
+    BLOCK,
+    MODEL,
+    MODEL_CONFIG,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+)
 
 from mamba_cache import DeviceTokens, Request
+from mamba_cache.align import CpuGpuBuffer, MambaBuffers, MambaHybridModelState
+from mamba_cache.align.table import StateTable
+from mamba_cache.metadata import StepBuffers
+from mamba_cache.slots.intermediates import IntermediateTables
+from mamba_cache.states import StatePool
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+SPEC, KV_SPEC = MODEL_CONFIG.state_spec(torch.float32), MODEL_CONFIG.kv_spec(torch.float32)
 MODES = {"in": torch.inference_mode, "out": nullcontext}
 
 every_change = pytest.mark.parametrize("modes", [*product(MODES, repeat=3)], ids=", ".join)
@@ -104,12 +121,74 @@ class EveryOther:
         self.is_in = not self.is_in
 
 
-@pytest.mark.parametrize("starts_in", [False, True])
-@pytest.mark.parametrize(
-    "make", [HostWorld, partial(HostWorld, decides_on_device=True), ResidentWorld], ids=repr
-)
-def test_states_in_block_tables_may_be_copied_in_and_out_of_the_mode(make, starts_in):
-    def make_world(model, rng):
-        return EveryOther(make(model, rng), starts_in)
+class EnginesBuffer:
+    """A buffer of an engine's own, which knows nothing of the mode."""
 
-    check_worlds(Model(8, max_requests=4), 3, range(40), [make_world])
+    def __init__(self, n, *, dtype, device):
+        self.cpu = torch.zeros(n, dtype=dtype)
+        self.gpu = torch.zeros(n, dtype=dtype, device=device)
+        self.np = self.cpu.numpy()
+
+    def copy_to_gpu(self, n=None):
+        return self.gpu[:n].copy_(self.cpu[:n])
+
+
+@pytest.fixture(params=MODES)
+def made(request, monkeypatch):
+    """What the package makes for a world is made in the mode, or out of it."""
+    in_mode = torch.inference_mode(request.param == "in")
+    makers = SimpleNamespace(create=in_mode(MambaBuffers.create))
+    monkeypatch.setattr(align_rig, "MambaBuffers", makers)
+    new = partial(type.__call__, MambaHybridModelState)  # a class itself cannot be decorated
+    monkeypatch.setattr(align_rig, "MambaHybridModelState", in_mode(new))
+
+
+WORLDS = [HostWorld, partial(HostWorld, decides_on_device=True), ResidentWorld]
+
+every_world = pytest.mark.parametrize("world", WORLDS, ids=["host", "device", "resident"])
+
+
+@every_world
+@pytest.mark.parametrize("starts_in", [False, True])
+def test_states_in_block_tables_may_be_copied_in_and_out_of_the_mode(made, world, starts_in):
+    def make(model, rng):
+        return EveryOther(world(model, rng), starts_in)
+
+    check_worlds(Model(8, max_requests=4), 3, range(40), [make])
+
+
+@every_world
+def test_kernels_may_use_an_engines_buffers_in_and_out_of_the_mode(made, world, monkeypatch):
+    """Through Triton's interpreter."""
+    monkeypatch.setattr(align_rig, "CpuGpuBuffer", EnginesBuffer)
+
+    def make(model, rng):
+        return EveryOther(world(model, rng, backend="triton"), is_in=True)
+
+    check_worlds(Model(8, max_requests=4), 3, range(6), [make])
+
+
+def make_step_buffers():
+    sizes = {"block_size_tokens": 8, "chunk_size": 4, "max_tokens": 16, "max_checkpoints": 2}
+    return StepBuffers(np.zeros((2, 3), np.int32), **sizes, device=torch.device("cpu"))
+
+
+KEPT = {
+    "states": lambda: [*StatePool(SPEC, 2, device="cpu").tensors.values()],
+    "KV cache": lambda: [KV_SPEC.allocate(2, BLOCK, "cpu")],
+    "checkpoints": lambda: vars(IntermediateTables(2, torch.device("cpu"))).values(),
+    "buffer": lambda: vars(CpuGpuBuffer(2, dtype=torch.int32, device="cpu")).values(),
+    "step": lambda: vars(make_step_buffers()).values(),
+    "table": lambda: vars(StateTable(2, 1, 8, torch.device("cpu"))).values(),
+    "context": lambda: vars(make_context()).values(),
+    "slots": lambda: vars(slot_rig.make_allocator()).values(),
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_what_is_kept_may_be_written_out_of_the_mode_it_was_made_in(make):
+    with torch.inference_mode():
+        tensors = [value for value in make() if isinstance(value, torch.Tensor)]
+    assert tensors
+    for tensor in tensors:
+        tensor.fill_(1)
