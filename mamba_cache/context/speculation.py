@@ -59,7 +59,6 @@ class Speculation:
     @lasting
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
-        self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
         self._exchange = TokenExchange(config.max_requests, config.max_decode_tokens, device)
         self._kernels = _kernels_for(device)

@@ -88,6 +88,14 @@ def test_a_step_may_end_before_anything_was_restored(context):
     assert recorder.steps == 1
 
 
+def test_all_may_be_scrubbed_and_reset_before_anything_was_restored(context):
+    context.scrub()
+    context.reset()
+    add(context, "only", [3] * 5)
+    run_step(context)
+    context.check_invariants()
+
+
 def test_a_restore_waits_for_its_own_steps_and_for_no_later_one(context, streams):
     prompt = list(range(2, 13)) * 2
     add(context, "first", prompt)

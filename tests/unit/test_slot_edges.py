@@ -30,6 +30,7 @@ from mamba_cache.slots.fingerprint import fingerprint_of, slot_fingerprint
 from mamba_cache.slots.intermediates import CheckpointPlan, IntermediateTables, plan_checkpoints
 from mamba_cache.slots.placement import EveryNthBlock, LastBlock, checkpoint_offsets
 from mamba_cache.slots.policies import hand_over
+from mamba_cache.states import StateCopier
 
 
 def test_slot_zero_is_not_among_those_outside_the_pool():
@@ -89,6 +90,22 @@ def test_more_slots_than_blocks_are_not_committed():
     with pytest.raises(InvalidArgumentError, match="equally long"):
         pool.commit(slots, [0], [5])
     assert sorted(pool.reserved) == sorted(slots)
+
+
+def test_forgetting_a_hash_that_an_embedder_wrote_leaves_the_blocks_own():
+    pool = SlotPool(1, 2)
+    pool.store([1])
+    pool.register_hashes([1], [5])
+    pool.hash_to_block_id[7] = 1
+    pool.register_hashes([0], [7])
+    pool.free_blocks([1])
+    assert pool.hash_to_block_id == {7: 0}
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([True, False]), torch.tensor([[1], [0]])], ids=repr)
+def test_tensors_of_other_things_are_no_ids(ids):
+    with pytest.raises(InvalidArgumentError, match="must be ints"):
+        SlotPool(2, 3).store(ids)
 
 
 def test_generations_count_how_often_a_slot_was_taken_from_a_block():
@@ -207,6 +224,27 @@ def test_an_epoch_is_not_negative():
     allocator = full(slots=1)
     with pytest.raises(InvalidArgumentError, match=r"epoch must be .*got -1"):
         allocator.cancel_reserved([], epoch=-1)
+
+
+def test_plans_of_copies_are_made_anew_for_other_live_tensors_alone(generator, monkeypatch):
+    """On a GPU each would wait in line for memory, and a captured graph would hold an old one."""
+    made = []
+
+    class Counted(StateCopier):
+        def __init__(self, *states):
+            made.append(states)
+            super().__init__(*states)
+
+    context = make_context()
+    add_live_states(context, generator)
+    allocator = full(context=context)
+    monkeypatch.setattr("mamba_cache.slots.transfers.StateCopier", Counted)
+    for expected in (2, 2, 4):
+        if expected == 4:
+            add_live_states(context, generator)
+        allocator.copy_live_to_slots([0], [0])
+        allocator.restore_slots([0], [1])
+        assert len(made) == expected
 
 
 def test_uploading_rows_returns_those_rows_alone():
