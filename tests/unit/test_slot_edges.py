@@ -301,7 +301,8 @@ def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
-def test_scores_are_integers_for_all_ranks_divide_those_alike(count):
+def test_scores_are_integers(count):
+    """Which every rank divides alike."""
     policy = ScoreSlotPolicy()
     policy.reset(40)
     for slot in reversed(range(40)):
