@@ -69,8 +69,8 @@ def summary(
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": " ".join(["python", "tests/mutation", *sys.argv[1:]]),
         "commit": _commit(root),
-        "modules": modules,
-        "survivors": survivors,
+        "modules": dict(sorted(modules.items())),
+        "survivors": sorted(survivors, key=lambda survivor: (survivor["file"], survivor["line"])),
     }
 
 
