@@ -38,7 +38,16 @@ class BlockHashChain:
             >= 0, or a key is of a type that is not allowed.
     """
 
-    __slots__ = ("_block_bytes", "_digests", "_hasher", "_keys", "_parent", "_tail")
+    __slots__ = (
+        "_block_bytes",
+        "_digests",
+        "_has_keys",
+        "_hasher",
+        "_keys",
+        "_parent",
+        "_root",
+        "_tail",
+    )
 
     def __init__(
         self,
@@ -53,8 +62,10 @@ class BlockHashChain:
             "block_size_tokens", block_size_tokens, minimum=1, maximum=INT32_MAX
         )
         self._hasher = BlockHasher() if hasher is None else hasher
-        self._parent = self._hasher.root(block_size_tokens, cache_salt, lora_id)
+        self._root = self._hasher.root(block_size_tokens, cache_salt, lora_id)
+        self._parent = self._root
         self._keys = _keys_by_block(multimodal_keys, block_size_tokens)
+        self._has_keys = bool(self._keys)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._digests: list[bytes] = []
         self._tail = bytearray()
@@ -72,10 +83,46 @@ class BlockHashChain:
     def copy(self) -> BlockHashChain:
         """Return a chain of the same tokens that grows on its own, in O(blocks)."""
         chain: BlockHashChain = object.__new__(BlockHashChain)
-        chain._hasher, chain._parent = self._hasher, self._parent
+        chain._hasher, chain._parent, chain._root = self._hasher, self._parent, self._root
+        chain._has_keys = self._has_keys
         chain._keys, chain._block_bytes = list(self._keys), self._block_bytes
         chain._digests, chain._tail = list(self._digests), bytearray(self._tail)
         return chain
+
+    def parent_digest(self, index: int) -> bytes:
+        """Return what block ``index`` is chained on: the digest before it, or the root.
+
+        Args:
+            index: A block, from 0 to the number of complete blocks.
+        """
+        return self._digests[index - 1] if index else self._root
+
+    def part_hash(self, index: int, tokens: Any) -> BlockHashes:
+        """Return the hash that the first tokens of block ``index`` have, chained as the block is.
+
+        It names the prefix that ends with these tokens. A part is shorter than a block, so no
+        part has the hash of a whole block, nor of a part of another length.
+
+        Args:
+            index: A block, from 0 to the number of complete blocks.
+            tokens: At least one, and fewer than a block has; as for ``compute_block_hashes``.
+
+        Returns:
+            One hash.
+
+        Raises:
+            InvalidArgumentError: ``tokens`` are not valid ids, too many or none, there is no such
+                block, or the sequence has multimodal keys, which belong to whole blocks.
+        """
+        index = check_int("index", index, minimum=0, maximum=len(self._digests))
+        data = as_token_array(tokens).tobytes()
+        if not 0 < len(data) < self._block_bytes or self._has_keys:
+            raise InvalidArgumentError(
+                f"a part must have 1 to {self._block_bytes // _TOKEN_BYTES - 1} tokens and no "
+                f"multimodal keys, got {len(data) // _TOKEN_BYTES} tokens"
+                f"{' of a sequence with such keys' if self._has_keys else ''}"
+            )
+        return BlockHashes([self._hasher.digest(self.parent_digest(index) + data)])
 
     def append(self, tokens: Any) -> None:
         """Append tokens and hash the blocks that they complete, in O(new tokens).

@@ -4,6 +4,7 @@ from mamba_cache.slots.allocator import MambaSlotAllocator
 from mamba_cache.slots.intermediates import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.slots.lease import SlotLease
 from mamba_cache.slots.placement import (
+    BranchPoint,
     CheckpointPlacement,
     EveryNthBlock,
     LastBlock,
@@ -22,6 +23,7 @@ from mamba_cache.slots.scrubbing import scrub_free_slots
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "BranchPoint",
     "CheckpointPlacement",
     "ConsumedSlotPolicy",
     "EveryNthBlock",

@@ -9,6 +9,7 @@ from typing import Protocol
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
+    "BranchPoint",
     "CheckpointPlacement",
     "EveryNthBlock",
     "LastBlock",
@@ -63,6 +64,18 @@ class MegatronPlacement:
             facts.prompt_tokens // block * block,
             (facts.num_required_blocks - 1) * block,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """One: the end of the KV match, where a prompt branches off from an earlier one.
+
+    It is seen when a second prompt shares a beginning with the first, so the third finds the state.
+    """
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Returns the one position."""
+        return (facts.num_matched_blocks * facts.block_size_tokens,)
 
 
 @dataclass(frozen=True, slots=True)

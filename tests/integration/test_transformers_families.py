@@ -50,10 +50,9 @@ def test_prompts_that_share_prefixes(name, generator):
     _, second_branch = check(join(branch[:, : 3 * BLOCK + 6], text(generator, 20)))
     _, next_turn = check(join(answer, text(generator, 7)))
     _, ends_with_block = check(prompt[:, : 5 * BLOCK])
-    computed_blocks = (answer.shape[1] - 1) // BLOCK
-    assert (cold, hit) == (0, 5 * BLOCK)
+    assert (cold, hit) == (0, prompt.shape[1])
     assert (first_branch, second_branch) == (0, 3 * BLOCK)
-    assert next_turn == computed_blocks * BLOCK
+    assert next_turn == answer.shape[1] - 1
     assert ends_with_block == 3 * BLOCK
 
 
@@ -82,7 +81,7 @@ def test_prompts_in_a_list(name, generator):
 @every_family
 def test_after_eviction(name, generator):
     model = make_model(name)
-    room = budgets(cache_of(name, model), slots=2, blocks=9)
+    room = budgets(cache_of(name, model), slots=2, blocks=30)
     cache = cache_of(name, model, **room)
     prompts = [text(generator, 4 * BLOCK + 3) for _ in range(3)]
     for prompt in [*prompts, *prompts]:
@@ -123,7 +122,7 @@ def test_models_that_forget_are_fed_single_tokens_after_a_hit(generator):
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1])
     )
-    cached(cache, prompt, max_new_tokens=1)
+    cached(cache, join(prompt, text(generator, 5)), max_new_tokens=1)
     hook.remove()
     assert lengths == [1] * 5
 

@@ -101,5 +101,5 @@ def test_a_plan_counts_the_bytes_that_the_model_keeps(model_type):
     # The names that transformers gives to layers are others than those of published files.
     for source in (published, model.config.to_dict()):
         shape = shape_of({**source, "dtype": "float32"}, name=model_type)
-        assert shape.state_spec.bytes_per_slot == layout.bytes_per_slot
+        assert shape.state_spec.bytes_per_slot == layout.bytes_per_state
         assert shape.kv_spec.bytes_per_block(BLOCK) == layout.bytes_per_block

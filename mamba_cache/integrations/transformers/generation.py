@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from mamba_cache.integrations.transformers.layers import (
 )
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller
 from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
+from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 
@@ -81,17 +84,20 @@ class Generation:
         self._prefills: dict[tuple[int, ...], Prefill] = {}
         self._cache: Any = None
         self._ids: torch.Tensor | None = None
+        self._captured: set[int] = set()
+        self._logits: torch.Tensor | None = None
 
     def __enter__(self) -> Generation:
         """Arms the first forward."""
-        self._hook = self._runner.model.register_forward_pre_hook(
-            self._before_first_forward, with_kwargs=True
-        )
+        self._undo = ExitStack()
+        self._undo.enter_context(replaced(self._runner.model, "forward", _dispatch))
+        _armed[self._thread] = self
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Disarms it, and lets go of the prompts."""
-        self._hook.remove()
+        _armed.pop(self._thread, None)
+        self._undo.close()
         for prefill in self._prefills.values():
             prefill.record.close()
 
@@ -109,8 +115,8 @@ class Generation:
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
             self._publish_prompts()
-        elif self._follows_rows:
-            self._keep_boundaries()
+        elif self._follows_rows and len(self._rows) > 1:
+            self._keep_boundaries()  # of rows that end before others; one row ends with the call
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def publish(self) -> None:
@@ -121,15 +127,22 @@ class Generation:
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
 
-    def _before_first_forward(
-        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if threading.get_ident() != self._thread:
-            return None
-        self._hook.remove()
+    def first_forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Computes what is left of the prompts, in the place of the model's first forward.
+
+        Args:
+            forward: The model's forward.
+            kwargs: What ``generate`` calls it with.
+
+        Returns:
+            What ``forward`` returns, of the last token at least.
+        """
         self._cache = kwargs.get(self._runner.cache_name)
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         start, layout = self._fill(prompts), self._store.layout
+        if start == kwargs["input_ids"].shape[1]:
+            assert self._logits is not None
+            return self._runner.output(self._logits[:, None], self._cache)
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., start:]
@@ -139,7 +152,20 @@ class Generation:
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
-        return args, kwargs
+        with self._capturing(prompts) as self._captured:
+            output = forward(**kwargs)
+        self._logits = output.logits[:, -1].clone()
+        return output
+
+    @contextmanager
+    def _capturing(self, prompts: Sequence[Prompt]) -> Iterator[set[int]]:
+        """Captures states from a forward over a prompt alone; those of a batch are not its."""
+        if len(prompts) > 1 or prompts[0].padding:
+            yield set()
+            return
+        [prefill] = self._prefills.values()
+        with self._prefiller.captured(prefill, prefill.segments[-1]) as captured:
+            yield captured
 
     def _fill(self, prompts: Sequence[Prompt]) -> int:
         """Fills the cache; returns how many columns of the batch are in it."""
@@ -173,6 +199,9 @@ class Generation:
         self._prefills[tokens] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
         self._rows = [_Row(prompt, prefill)]
+        if not prefill.segments:
+            self._logits = prefill.logits
+            return len(tokens)
         return prefill.segments[-1].start
 
     def _prefill_but_last(self, tokens: tuple[int, ...]) -> None:
@@ -196,11 +225,13 @@ class Generation:
     def _publish_prompts(self) -> None:
         """Caches what the first forward completed, before any row goes its own way."""
         memory = self._memory()
+        memory.logits = self._logits
         for index, row in enumerate(self._rows):
-            num_tokens = len(row.prompt.tokens)
-            ends_block = num_tokens % self._store.layout.block_size_tokens == 0
             row.prefill.record.publish(
-                memory.row(index, row.prompt.padding), num_tokens, has_state=ends_block
+                memory.row(index, row.prompt.padding),
+                len(row.prompt.tokens),
+                captured=self._captured,
+                is_end=len(self._rows) == 1,  # of several, the states one token before are kept
             )
 
     def _keep_boundaries(self) -> None:
@@ -220,13 +251,15 @@ class Generation:
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index, row)
         self._store.counters.computed_tokens += len(answer)
+        num_tokens = len(row.prompt.tokens) + len(answer)
         record = row.prefill.record.fork()
         try:
-            record.chain.append(answer)
+            record.append(answer)
             if row.boundary:
                 kept = replace(memory, states=row.states, windows=row.windows)
-                record.publish(kept, row.boundary, has_state=True)
-            record.publish(memory, len(row.prompt.tokens) + len(answer), has_state=False)
+                record.publish(kept, row.boundary, is_end=True)
+            # The states of a row that ended before others have gone on from its end.
+            record.publish(memory, num_tokens, is_end=num_tokens == memory.num_tokens)
         finally:
             record.close()
 
@@ -237,3 +270,20 @@ class Generation:
         tokens: list[int] = self._ids[index, start:-1].tolist()
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens
+
+
+_armed: dict[int, Generation] = {}
+"""By thread: whose first forward comes next."""
+
+
+def _dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes what stands in the place of a model's forward while a ``Generation`` is open."""
+
+    @wraps(forward)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        generation = None if args else _armed.pop(threading.get_ident(), None)
+        if generation is None:
+            return forward(*args, **kwargs)
+        return generation.first_forward(forward, kwargs)
+
+    return dispatch

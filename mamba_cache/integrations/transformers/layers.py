@@ -13,6 +13,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = [
+    "CacheFiller",
     "LayerParts",
     "SequenceMemory",
     "learn_layers",
@@ -61,12 +62,15 @@ class SequenceMemory:
         windows: [rows, heads, min(num_tokens, window), head_dim] each: keys, then values, of
             sliding-window layers.
         tokens: [rows, heads, num_tokens, head_dim] each: keys, then values, of the others.
+        logits: [rows, vocabulary]: what the model said after the last token; None if it is not
+            known.
     """
 
     num_tokens: int
     states: list[torch.Tensor] = field(default_factory=list)
     windows: list[torch.Tensor] = field(default_factory=list)
     tokens: list[torch.Tensor] = field(default_factory=list)
+    logits: torch.Tensor | None = None
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
         """Returns views of one row without the ``padding`` tokens on its left."""
@@ -77,6 +81,7 @@ class SequenceMemory:
             [state[one] for state in self.states],
             [window[one, :, max(window.shape[2] - num_tokens, 0) :] for window in self.windows],
             [tokens[one, :, padding:] for tokens in self.tokens],
+            None if self.logits is None else self.logits[one],
         )
 
 
@@ -153,12 +158,7 @@ def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMem
         InvalidArgumentError: The cache is not of the kind that was learned.
     """
     fresh = _layers(cache)
-    kinds = [type(layer).__name__ for layer in fresh]
-    if kinds != [parts.kind for parts in layers]:
-        raise InvalidArgumentError(
-            f"the model's cache must be made of {[parts.kind for parts in layers]}, got {kinds}: "
-            "leave cache_implementation at its default"
-        )
+    _check_kinds(fresh, layers)
     states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
     for layer, parts in zip(fresh, layers, strict=True):
         _write_states(layer, parts, states)
@@ -167,6 +167,95 @@ def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMem
             layer.cumulative_length = memory.num_tokens
         elif parts.has_tokens:
             layer.update(next(tokens), next(tokens))
+
+
+class CacheFiller:
+    """Fills fresh caches with tensors that they may keep, without copying or allocating.
+
+    Going through the methods of each layer costs several launches a state. What these methods do to
+    a layer beside storing tensors is the same for every sequence, whatever the version of
+    transformers: it is looked up once, in a cache that they filled.
+
+    Args:
+        fresh: A cache that no forward has used; it is used up.
+        layers: What each of its layers keeps.
+        sample: Some sequence of at least one token, one row.
+
+    Raises:
+        InvalidArgumentError: The cache is not of the kind that was learned.
+    """
+
+    def __init__(
+        self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory
+    ) -> None:
+        self._layers = layers
+        before = [_copied(vars(layer)) for layer in _layers(fresh)]
+        write_layers(fresh, layers, sample)
+        self._changes = [
+            {name: value for name, value in vars(layer).items() if not _same(value, old.get(name))}
+            for layer, old in zip(_layers(fresh), before, strict=True)
+        ]
+        for changed in self._changes:
+            for name in _TENSORS & changed.keys():
+                changed[name] = _emptied(changed[name])
+
+    def fill(self, cache: Any, memory: SequenceMemory) -> None:
+        """Makes a fresh cache own what is in ``memory``, one row.
+
+        Args:
+            cache: A cache that no forward has used.
+            memory: Nobody else writes or keeps its tensors.
+
+        Raises:
+            InvalidArgumentError: The cache is not of the kind that was learned.
+        """
+        fresh = _layers(cache)
+        _check_kinds(fresh, self._layers)
+        states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
+        for layer, parts, changes in zip(fresh, self._layers, self._changes, strict=True):
+            vars(layer).update(_copied(changes))
+            _put(layer, "conv_states", parts.convs, states)
+            _put(layer, "recurrent_states", parts.recurrents, states)
+            if parts.window:
+                layer.keys, layer.values = next(windows), next(windows)
+                layer.cumulative_length = memory.num_tokens
+            elif parts.has_tokens:
+                layer.keys, layer.values = next(tokens), next(tokens)
+
+
+_TENSORS = {"conv_states", "recurrent_states", "keys", "values"}
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(x) if isinstance(x, dict) else x for name, x in attributes.items()}
+
+
+def _emptied(value: Any) -> Any:
+    return dict.fromkeys(value) if isinstance(value, dict) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return one is other or not (torch.is_tensor(one) or torch.is_tensor(other)) and one == other
+
+
+def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.Tensor]) -> None:
+    kept = getattr(layer, name, None)
+    for index in indices:
+        if isinstance(kept, dict):
+            kept[index] = next(states)
+        else:
+            setattr(layer, name, next(states))
+
+
+def _check_kinds(fresh: Sequence[Any], layers: Sequence[LayerParts]) -> None:
+    kinds = [type(layer).__name__ for layer in fresh]
+    if kinds != [parts.kind for parts in layers]:
+        raise InvalidArgumentError(
+            f"the model's cache must be made of {[parts.kind for parts in layers]}, got {kinds}: "
+            "leave cache_implementation at its default"
+        )
 
 
 def _layers(cache: Any) -> list[Any]:

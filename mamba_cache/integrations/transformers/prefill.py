@@ -1,13 +1,17 @@
-"""Computes prompts: restores what is cached, and runs the rest in segments."""
+"""Computes prompts: restores what is cached, and runs the rest in as few forwards as it can."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.integrations.transformers.layers import read_layers, write_layers
+from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
@@ -22,12 +26,13 @@ class Segment:
     Attributes:
         start: Position of the first one.
         end: Position after the last one.
-        is_checkpoint: The state at the end is saved.
+        checkpoints: Positions inside it, or at its end, whose states are kept: multiples of the
+            block size.
     """
 
     start: int
     end: int
-    is_checkpoint: bool
+    checkpoints: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -38,13 +43,15 @@ class Prefill:
         tokens: Its token ids.
         cache: The transformers cache that it is computed into.
         record: What of it is cached.
-        segments: What is left to compute.
+        segments: What is left to compute; empty if all of it was restored.
+        logits: [1, vocabulary]: what follows, if all of it was restored and that is known.
     """
 
     tokens: Sequence[int]
     cache: Any
     record: SequenceRecord
     segments: list[Segment]
+    logits: torch.Tensor | None = None
 
 
 class Prefiller:
@@ -53,6 +60,8 @@ class Prefiller:
     Args:
         runner: The model.
         store: What is cached.
+        filler: Puts what is restored into caches.
+        capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
         placement: Where states are saved.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         is_stepwise: After the first forward, or after a restored state, the model must be given
@@ -64,12 +73,16 @@ class Prefiller:
         runner: ModelRunner,
         store: PrefixStore,
         *,
+        filler: CacheFiller,
+        capture: StateCapture | None,
         placement: CheckpointPlacement,
         segment_tokens: int,
         is_stepwise: bool,
     ) -> None:
         self._runner = runner
         self._store = store
+        self._filler = filler
+        self._capture = capture
         self._placement = placement
         self._segment_tokens = segment_tokens
         self._is_stepwise = is_stepwise
@@ -89,7 +102,8 @@ class Prefiller:
             tokens: Token ids of the prompt.
             cache: A fresh transformers cache; it is filled.
             end: How many of the tokens are to be restored or computed.
-            min_computed: How many are to be computed in any case, those after ``end`` included.
+            min_computed: How many are to be computed in any case, those after ``end`` included;
+                none if ``end`` is the prompt's, and the logits that follow are cached.
             cache_salt: Prompts of different salts never match.
 
         Returns:
@@ -103,27 +117,48 @@ class Prefiller:
             cache_salt=cache_salt,
             lora_id=self._runner.adapters(),
             min_computed=min_computed,
+            with_logits=end == len(tokens),
         )
         try:
             restored = record.load()
             if restored is not None:
-                write_layers(cache, self._store.layout.layers, restored)
+                self._filler.fill(cache, restored)
         except BaseException:
             record.close()
             raise
         self._store.counters.count_admission(record.match)
-        return Prefill(tokens, cache, record, self._plan(record, len(tokens), end))
+        logits = None if restored is None else restored.logits
+        segments = self._plan(record, len(tokens), end)
+        return Prefill(tokens, cache, record, segments, logits)
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
         """Computes segments, and caches what they complete after each."""
-        size = self._store.layout.block_size_tokens
         for segment in segments:
             tokens = prefill.tokens[segment.start : segment.end]
-            self._runner.forward(tokens, prefill.cache, segment.start)
+            with self.captured(prefill, segment) as captured:
+                logits = self._runner.forward(tokens, prefill.cache, segment.start)
             self._store.counters.computed_tokens += len(tokens)
-            if segment.end % size == 0 or segment is segments[-1]:
-                memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
-                prefill.record.publish(memory, segment.end, has_state=segment.is_checkpoint)
+            is_end = segment.end in segment.checkpoints or segment is prefill.segments[-1]
+            memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
+            memory.logits = logits[:, -1]
+            prefill.record.publish(memory, segment.end, captured=captured, is_end=is_end)
+
+    @contextmanager
+    def captured(self, prefill: Prefill, segment: Segment) -> Iterator[set[int]]:
+        """Captures the states inside a segment from the forward that runs inside.
+
+        Yields:
+            A set that holds, once the forward has ended, the positions whose states were written
+            into the slots that the prompt's record reserved.
+        """
+        inside = [position for position in segment.checkpoints if position < segment.end]
+        rooms = prefill.record.reserve_states(inside) if inside else {}
+        if not rooms or self._capture is None:
+            yield set()
+            return
+        size = segment.end - segment.start
+        with self._capture.during(prefill.cache, segment.start, size, rooms) as captured:
+            yield captured
 
     def _plan(self, record: SequenceRecord, num_tokens: int, end: int) -> list[Segment]:
         size, start = self._store.layout.block_size_tokens, record.match.skip_tokens
@@ -134,17 +169,17 @@ class Prefiller:
             num_required_blocks=-(-num_tokens // size),
         )
         checkpoints = {p for p in self._placement.positions(facts) if start < p <= end}
-        cuts = self._step_cuts if self._is_stepwise else self._segment_cuts
-        ends = sorted({*cuts(checkpoints, start, end), end} - {start})
+        first = start // self._segment_tokens + 1
+        cuts = set(range(first * self._segment_tokens, end, self._segment_tokens))
+        if self._is_stepwise:
+            cuts = self._step_cuts(checkpoints, start, end)
+        elif self._capture is None:
+            cuts |= checkpoints
+        ends = sorted({*cuts, end} - {start})
         return [
-            Segment(begin, stop, stop in checkpoints)
+            Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
             for begin, stop in zip([start, *ends], ends, strict=False)
         ]
-
-    def _segment_cuts(self, checkpoints: set[int], start: int, end: int) -> set[int]:
-        first = start // self._segment_tokens + 1
-        grid = range(first * self._segment_tokens, end, self._segment_tokens)
-        return checkpoints.union(grid)
 
     def _step_cuts(self, checkpoints: set[int], start: int, end: int) -> set[int]:
         """Single tokens, but for the first forward of all, which goes to the first checkpoint."""

@@ -19,9 +19,10 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.generation import Generation
+from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefiller
-from mamba_cache.integrations.transformers.probe import probe
+from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import (
     check_options,
     pad_prompts,
@@ -32,9 +33,9 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.slots import (
+    BranchPoint,
     CheckpointPlacement,
     ConsumedSlotPolicy,
-    MegatronPlacement,
     SlotEvictionPolicy,
 )
 
@@ -59,7 +60,9 @@ class PrefixCache:
         segment_tokens: The most that one forward computes of a prompt; a multiple of
             ``block_size_tokens``. Fewer need less memory.
         eviction: Which saved states are given up first. Default: the longest unused.
-        placement: Where states are saved. Default: Megatron's three positions.
+        placement: Where states inside a prompt are saved, beside those at its end and at the end
+            of the answer, which cost nothing. Default: where a prompt branches off from an
+            earlier one (``BranchPoint``).
         on_unresumable: What to do with a model that does not go on correctly from a saved state
             when given several tokens at once: "error" raises, "step" gives it single tokens then,
             which is slow and exact.
@@ -94,10 +97,13 @@ class PrefixCache:
             num_blocks=_count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block"),
             eviction=eviction or ConsumedSlotPolicy(),
         )
+        capture = probe_capture(self._runner, layout) if fault is None else None
         self._prefiller = Prefiller(
             self._runner,
             self._store,
-            placement=placement or MegatronPlacement(),
+            filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
+            capture=capture,
+            placement=placement or BranchPoint(),
             segment_tokens=segment_tokens,
             is_stepwise=fault is not None,
         )

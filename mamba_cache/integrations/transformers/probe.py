@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mamba_cache.errors import UnresumableModelError
+from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers, write_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 
-__all__ = ["ProbeResult", "probe"]
+__all__ = ["ProbeResult", "probe", "probe_capture"]
 
 _SUFFIX_TOKENS = 8
 """More than a short convolution sees, and so few that no state has forgotten the prefix."""
@@ -66,10 +68,7 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
         UnresumableModelError: The model does not even go on correctly token by token.
     """
     generator = torch.Generator().manual_seed(0)
-    size = (block_size_tokens + _SUFFIX_TOKENS,)
-    tokens = torch.randint(
-        runner.config.vocab_size, size, generator=generator, device="cpu"
-    ).tolist()
+    tokens = _random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
     prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
     layout, saved = _save_prefix(runner, prefix)
 
@@ -92,6 +91,64 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
     return ProbeResult(layout, _first_fault(runner, layout, whole, split, bounds))
 
 
+def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | None:
+    """Tries whether states can be taken out of the middle of a forward.
+
+    Random tokens are run whole, while the state after a block is captured, and in two parts, the
+    first of which ends there. Both ways compute the end of the sequence, so what they differ by
+    there is rounding.
+
+    Returns:
+        What captures states; None if the model's scans are not found, or do not give them right.
+    """
+    block, generator = layout.block_size_tokens, torch.Generator().manual_seed(1)
+    tokens = _random_tokens(runner, block + _SUFFIX_TOKENS, generator)
+    split = runner.new_cache()
+    runner.forward(tokens[:block], split, 0)
+    middle = _kept(layout, split, block)
+    expected = [tensor.clone() for tensor in middle]
+    runner.forward(tokens[block:], split, block)
+
+    row = torch.full((layout.bytes_per_slot,), 0xFF, dtype=torch.uint8, device=layout.device)
+    room, whole = layout.slot_views(row, block), runner.new_cache()
+    capture = StateCapture(runner.model, layout.layers)
+    with capture.during(whole, 0, len(tokens), {block: room}) as captured:
+        runner.forward(tokens, whole, 0)
+    if block not in captured:
+        return None
+    roundings = map(
+        _relative, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens))
+    )
+    errors = map(_relative, expected, [*room.states, *room.windows])
+    tolerance = 1e-5 if runner.placement()[1].itemsize >= torch.float32.itemsize else 1e-2
+    is_right = all(
+        error <= tolerance + 4 * rounding
+        for error, rounding in zip(errors, roundings, strict=True)
+    )
+    return capture if is_right else None
+
+
+def _kept(layout: PrefixLayout, cache: Any, num_tokens: int) -> list[torch.Tensor]:
+    """Returns what a slot would keep of a cache now, not copied."""
+    memory = read_layers(cache, layout.layers, num_tokens)
+    return [*memory.states, *layout.pad_windows(memory)]
+
+
+def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Returns how far a tensor is off, relative to its size; infinite if it is no number."""
+    size = torch.linalg.vector_norm(expected.double())
+    error = torch.linalg.vector_norm(actual.double() - expected.double())
+    relative = (error / size.clamp_min(torch.finfo(torch.float64).tiny)).item()
+    return relative if relative == relative else float("inf")
+
+
+def _random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:
+    tokens: list[int] = torch.randint(
+        runner.config.vocab_size, (count,), generator=generator, device="cpu"
+    ).tolist()
+    return tokens
+
+
 @contextmanager
 def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
     """Turns whatever a model raises over a cache of transformers' own layers into one error."""
@@ -108,14 +165,15 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     """Computes one block, and returns it from where it was saved."""
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
-        runner.forward(prefix, cache, 0)
+        logits = runner.forward(prefix, cache, 0)
     layers = runner.learn(cache)
     live = read_layers(cache, layers, len(prefix))
+    live.logits = logits[:, -1]
     layout = PrefixLayout(layers, live, len(prefix))
     tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)
     tensors.save_state(0, live)
-    tensors.save_blocks([0], live, 0)
-    return layout, tensors.load(0, [0])
+    tensors.save_tokens([0], live, 0, len(prefix))
+    return layout, tensors.load(0, [0], len(prefix))
 
 
 def _run(

@@ -141,8 +141,19 @@ class ModelRunner:
             positions = torch.arange(start, start + len(tokens), device=ids.device)
             options["position_ids"] = positions[None]
         with torch.no_grad():
-            logits: torch.Tensor = self.model(input_ids=ids, **options).logits
+            output = self.model(input_ids=ids, **options)
+        self._output_type = type(output)
+        logits: torch.Tensor = output.logits
         return logits
+
+    def output(self, logits: torch.Tensor, cache: Any) -> Any:
+        """Makes what the model's forward returns.
+
+        Args:
+            logits: [rows, tokens, vocabulary].
+            cache: The transformers cache that it would have updated.
+        """
+        return self._output_type(**{"logits": logits, self.cache_name: cache})
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
-from mamba_cache.context.matching import PrefixMatch, find_prefix
+from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.integrations.transformers.layers import SequenceMemory
@@ -15,7 +20,23 @@ from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTe
 from mamba_cache.slots import SlotEvictionPolicy
 from mamba_cache.slots.control import SlotControl
 
-__all__ = ["PrefixStore", "SequenceRecord"]
+__all__ = ["PrefixHit", "PrefixStore", "SequenceRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What of a prompt is cached.
+
+    Attributes:
+        match: Its whole blocks; ``skip_tokens`` counts the tokens of the part as well.
+        part_block: The block that holds the tokens between the last whole block and the restored
+            state; None if the state lies at the end of a whole block, or there is none.
+        has_logits: The whole prompt is cached, and so are the logits that follow.
+    """
+
+    match: PrefixMatch
+    part_block: int | None = None
+    has_logits: bool = False
 
 
 class PrefixStore:
@@ -48,22 +69,114 @@ class PrefixStore:
         context = SimpleNamespace(kv_block_allocator=self.kv_blocks)
         self.slots = SlotControl(cast(Any, context), num_slots, policy=eviction)
         self.kv_blocks.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
+        self._parts = _PartIndex()
+        self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
+        self.kv_blocks.add_deregistration_observer(self._parts.forget)
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
 
-    def match(self, chain: BlockHashChain, *, min_computed_tokens: int) -> PrefixMatch:
-        """Finds how much of a sequence is cached; nothing changes."""
-        return find_prefix(
+    def match(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        *,
+        min_computed_tokens: int,
+        with_logits: bool,
+    ) -> PrefixHit:
+        """Finds how much of a sequence is cached; nothing changes.
+
+        Args:
+            chain: The sequence, hashed.
+            tokens: Its token ids.
+            min_computed_tokens: Tokens that must be left to compute.
+            with_logits: None need be left if the logits that follow are cached.
+        """
+        size = self.layout.block_size_tokens
+        match = find_prefix(
             chain.hashes,
             chain.num_tokens,
             self.kv_blocks,
             self.slots,
-            block_size_tokens=self.layout.block_size_tokens,
+            block_size_tokens=size,
             min_computed_tokens=min_computed_tokens,
         )
+        if match.miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK:  # parts are cached as well
+            match = replace(match, miss_reason=MissReason.NO_KV_MATCH)
+        if with_logits and (hit := self._match_whole(match, chain, tokens)) is not None:
+            return hit
+        last = len(tokens) - min_computed_tokens
+        for depth in range(match.kv_matched_blocks, -1, -1):
+            start = depth * size
+            if start + size - 1 <= match.skip_tokens:
+                break
+            for length in self._parts.lengths_after(chain.parent_digest(depth)):
+                end = start + length
+                if match.skip_tokens < end <= last:
+                    block = self.find_part(chain, depth, tokens[start:end])
+                    if block is not None and self.slots.has_state(block):
+                        found = {"state_matched_blocks": depth, "skip_tokens": end}
+                        return PrefixHit(replace(match, **found, miss_reason=None), block)
+        return PrefixHit(match)
+
+    def _match_whole(
+        self, match: PrefixMatch, chain: BlockHashChain, tokens: npt.NDArray[np.int32]
+    ) -> PrefixHit | None:
+        """Finds a prompt that was computed before, to its last token."""
+        depth, rest = divmod(len(tokens), self.layout.block_size_tokens)
+        if match.kv_matched_blocks < depth or not len(tokens):
+            return None
+        part = self.find_part(chain, depth, tokens[-rest:]) if rest else None
+        block = part if rest else match.block_ids[-1]
+        if block is None or not self.has_logits(self.slots.get_slot(block)):
+            return None
+        found = {"state_matched_blocks": depth, "skip_tokens": len(tokens), "miss_reason": None}
+        return PrefixHit(replace(match, **found), part, has_logits=True)
+
+    def has_logits(self, slot: int) -> bool:
+        """Says whether the logits in a slot belong to the state in it; not if the slot is -1."""
+        return slot >= 0 and self._with_logits.get(slot) == self.slots.pool.generations[slot]
+
+    def save_state(self, slot: int, memory: SequenceMemory) -> None:
+        """Copies a one-row state, and the logits that follow it if they are known, into a slot."""
+        self.forget_logits(slot)
+        self.tensors.save_state(slot, memory)
+        if memory.logits is not None:
+            self._with_logits[slot] = int(self.slots.pool.generations[slot])
+
+    def forget_logits(self, slot: int) -> None:
+        """Notes that a state is written into a slot without the logits that follow."""
+        self._with_logits.pop(slot, None)
+
+    def find_part(
+        self, chain: BlockHashChain, depth: int, tokens: npt.NDArray[np.int32]
+    ) -> int | None:
+        """Finds the block that holds just these tokens after ``depth`` whole blocks of a chain."""
+        part = chain.part_hash(depth, tokens)
+        return self.kv_blocks.find_block(part[0], part.digest(0))
+
+    def register_part(
+        self, block: int, chain: BlockHashChain, depth: int, tokens: npt.NDArray[np.int32]
+    ) -> int | None:
+        """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
+
+        Returns:
+            As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
+        """
+        part, hashes = chain.part_hash(depth, tokens), chain.hashes
+        parent = hashes[depth - 1] if depth else None
+        [holder] = self.kv_blocks.register_kv_block_hashes([block], part, parent_hash=parent)
+        if holder == block:
+            self._parts.add(block, chain.parent_digest(depth), len(tokens))
+        return holder
 
     def open(
-        self, tokens: Sequence[int], *, cache_salt: ExtraKey, lora_id: ExtraKey, min_computed: int
+        self,
+        tokens: Sequence[int],
+        *,
+        cache_salt: ExtraKey,
+        lora_id: ExtraKey,
+        min_computed: int,
+        with_logits: bool,
     ) -> SequenceRecord:
         """Matches a prompt and holds what was found until the record is closed.
 
@@ -72,6 +185,7 @@ class PrefixStore:
             cache_salt: Sequences of different salts never match.
             lora_id: Likewise for adapters.
             min_computed: Tokens of the prompt that are left to compute in any case.
+            with_logits: But for prompts that are cached whole, with the logits that follow.
 
         Raises:
             InvalidArgumentError: What is given are no token ids, or no salt.
@@ -79,8 +193,11 @@ class PrefixStore:
         size = self.layout.block_size_tokens
         chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
         chain.append(tokens)
-        match = self.match(chain, min_computed_tokens=min_computed)
-        return SequenceRecord(self, chain, match)
+        ids = np.array(tokens, dtype=np.int32)
+        hit = self.match(
+            chain, ids, min_computed_tokens=min_computed, with_logits=with_logits
+        )
+        return SequenceRecord(self, chain, ids, hit)
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -90,6 +207,8 @@ class PrefixStore:
         """Forgets every prefix and every count."""
         self.kv_blocks.reset()
         self.slots.reset()
+        self._parts.clear()
+        self._with_logits.clear()
         self.counters.reset()
 
     def check_invariants(self) -> None:
@@ -103,6 +222,45 @@ class PrefixStore:
         held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
+        registered = np.asarray(self.kv_blocks.block_hashes)
+        for block in self._parts.blocks:
+            if registered[block] < 0:
+                raise InvariantError(f"block {block} counts as a part and is not registered")
+
+
+class _PartIndex:
+    """Which lengths of parts are worth looking for, by what they are chained on."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[bytes, Counter[int]] = {}
+        self.blocks: dict[int, tuple[bytes, int]] = {}
+
+    def add(self, block: int, parent: bytes, length: int) -> None:
+        """Enters a registered block that holds ``length`` tokens after the prefix ``parent``."""
+        self.blocks[block] = parent, length
+        self._lengths.setdefault(parent, Counter())[length] += 1
+
+    def lengths_after(self, parent: bytes) -> list[int]:
+        """Returns the lengths of parts that are registered after a prefix, the longest first."""
+        return sorted(self._lengths.get(parent, ()), reverse=True)
+
+    def forget(self, block_ids: Iterable[int], _: Iterable[int]) -> None:
+        """Takes out the blocks that are no longer registered."""
+        for block in block_ids:
+            parent, length = self.blocks.pop(block, (b"", 0))
+            if not length:
+                continue
+            lengths = self._lengths[parent]
+            lengths[length] -= 1
+            if not lengths[length]:
+                del lengths[length]
+            if not lengths:
+                del self._lengths[parent]
+
+    def clear(self) -> None:
+        """Forgets every part."""
+        self._lengths.clear()
+        self.blocks.clear()
 
 
 class SequenceRecord:
@@ -111,69 +269,144 @@ class SequenceRecord:
     Args:
         store: Where it is cached.
         chain: Its tokens so far, hashed.
-        match: What of them was found.
+        tokens: Its token ids so far.
+        hit: What of them was found.
 
     Attributes:
-        match: As given.
-        chain: As given; grows with the sequence.
+        match: What of its whole blocks was found.
+        has_logits: All of it was found, and the logits that follow.
         num_published: Blocks that are findable, from the sequence's start.
     """
 
-    def __init__(self, store: PrefixStore, chain: BlockHashChain, match: PrefixMatch) -> None:
+    def __init__(
+        self,
+        store: PrefixStore,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        hit: PrefixHit,
+    ) -> None:
         self._store = store
-        self.chain = chain
-        self.match = match
-        self._held = list(match.block_ids)
+        self._chain = chain
+        self._tokens = tokens
+        self._hit = hit
+        self.match = hit.match
+        self.has_logits = hit.has_logits
+        self._held = [*hit.match.block_ids]
+        if hit.part_block is not None:
+            self._held.append(hit.part_block)
         store.kv_blocks.retain_memory_blocks(self._held)
-        self.num_published = len(self._held)
-        self._num_blocks_to_state = match.state_matched_blocks
+        self.num_published = len(hit.match.block_ids)
+        self._spare: list[int] = []
+        self._reserved: dict[int, int] = {}
+        self._tokens_to_state = hit.match.skip_tokens
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
-        other = SequenceRecord(self._store, self.chain.copy(), self.match)
+        other = SequenceRecord(self._store, self._chain.copy(), self._tokens, self._hit)
         other.num_published = self.num_published
-        other._num_blocks_to_state = self._num_blocks_to_state
+        other._tokens_to_state = self._tokens_to_state
         return other
 
+    def append(self, tokens: Sequence[int]) -> None:
+        """Goes on with tokens.
+
+        Raises:
+            InvalidArgumentError: They are no token ids.
+        """
+        self._chain.append(tokens)
+        self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=np.int32)])
+
     def load(self) -> SequenceMemory | None:
-        """Returns the matched prefix, or None if nothing was matched."""
-        blocks = self.match.block_ids[: self.match.state_matched_blocks]
-        if not blocks:
+        """Returns the matched prefix in tensors of its own, or None if nothing was matched."""
+        match, part = self.match, self._hit.part_block
+        if not match.skip_tokens:
             return None
+        blocks = list(match.block_ids[: match.state_matched_blocks])
+        if part is not None:
+            blocks.append(part)
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
-        return self._store.tensors.load(slot, blocks)
+        loaded = self._store.tensors.load(slot, blocks, match.skip_tokens)
+        return loaded if self.has_logits else replace(loaded, logits=None)
 
-    def publish(self, memory: SequenceMemory, num_tokens: int, *, has_state: bool) -> None:
+    def reserve_states(self, positions: Iterable[int]) -> dict[int, SequenceMemory]:
+        """Takes slots for states that the next forward is to write.
+
+        Args:
+            positions: Where in the sequence, multiples of the block size; what has a state
+                already, or no room, is passed over.
+
+        Returns:
+            The tensors of each slot, to be written before ``publish``.
+        """
+        size, rooms = self._store.layout.block_size_tokens, {}
+        for position in sorted(positions):
+            block = self._block_ending_at(position // size)
+            if block is None or self._store.slots.has_state(block):
+                continue
+            [slot] = self._store.slots.reserve_slots([block])
+            if slot is not None:
+                self._store.forget_logits(slot)
+                self._reserved[position] = slot
+                rooms[position] = self._store.tensors.room(slot, position)
+        return rooms
+
+    def publish(
+        self,
+        memory: SequenceMemory,
+        num_tokens: int,
+        *,
+        captured: Collection[int] = (),
+        is_end: bool = False,
+    ) -> None:
         """Copies what is new into blocks and a slot, and makes it findable.
 
         If there is no room, what comes first is kept and the rest is passed over.
 
         Args:
             memory: Keys and values of at least ``num_tokens`` tokens of the sequence, one row.
-            num_tokens: Tokens of it that count; of these only complete blocks.
-            has_state: Its states are those after ``num_tokens`` tokens, a multiple of the block
-                size, and are worth a slot.
+            num_tokens: Tokens of it that count.
+            captured: Of the positions whose slots were reserved, those whose states were written.
+                The others are given back.
+            is_end: The states in ``memory`` are those after ``num_tokens`` tokens, and are kept.
         """
-        last = num_tokens // self._store.layout.block_size_tokens
-        self._publish_blocks(memory, last)
-        if has_state and self.num_published >= last:
-            self._publish_state(memory, last - 1)
+        size = self._store.layout.block_size_tokens
+        self._publish_blocks(memory, num_tokens // size)
+        self._commit_reserved(captured)
+        if is_end and self.num_published >= num_tokens // size:
+            self._publish_end(memory, num_tokens)
 
     def close(self) -> None:
         """Lets go of all blocks; what was published stays findable until it is evicted."""
-        held, self._held = self._held, []
+        self._commit_reserved(())
+        held, self._held, self._spare = self._held, [], []
         self._store.kv_blocks.release_memory_blocks(held)
+
+    def _block_ending_at(self, number: int) -> int | None:
+        """Returns the block that is the sequence's ``number``-th, taking blocks up to it."""
+        if number <= self.num_published:
+            hashes = self._chain.hashes
+            return self._store.kv_blocks.find_block(hashes[number - 1], hashes.digest(number - 1))
+        self._take_up_to(number)
+        index = number - 1 - self.num_published
+        return self._spare[index] if index < len(self._spare) else None
+
+    def _take_up_to(self, number: int) -> None:
+        """Holds blocks for the sequence up to its ``number``-th, as many as there are."""
+        taken = self._take(number - self.num_published - len(self._spare))
+        self._held += taken
+        self._spare += taken
 
     def _publish_blocks(self, memory: SequenceMemory, last: int) -> None:
         first = self.num_published
-        blocks = self._take(last - first)
+        self._take_up_to(last)
+        blocks, self._spare = self._spare[: last - first], self._spare[last - first :]
         if not blocks:
             return
-        self._held += blocks
         size, kv_blocks = self._store.layout.block_size_tokens, self._store.kv_blocks
-        self._store.tensors.save_blocks(blocks, memory, first * size)
-        hashes = self.chain.hashes
+        end = (first + len(blocks)) * size
+        self._store.tensors.save_tokens(blocks, memory, first * size, end)
+        hashes = self._chain.hashes
         holders = kv_blocks.register_kv_block_hashes(
             blocks,
             hashes[first : first + len(blocks)],
@@ -183,23 +416,60 @@ class SequenceRecord:
         # be found.
         self.num_published += holders.index(None) if None in holders else len(holders)
 
-    def _publish_state(self, memory: SequenceMemory, index: int) -> None:
-        hashes, slots = self.chain.hashes, self._store.slots
-        block = self._store.kv_blocks.find_block(hashes[index], hashes.digests[index])
-        if block is None:
+    def _commit_reserved(self, captured: Collection[int]) -> None:
+        hashes, slots = self._chain.hashes, self._store.slots
+        for position in sorted(self._reserved):
+            slot, index = self._reserved[position], position // self._store.layout.block_size_tokens
+            block = None
+            if position in captured and index <= self.num_published:
+                block = self._store.kv_blocks.find_block(hashes[index - 1], hashes.digest(index - 1))
+            if block is None:
+                slots.cancel_reserved([slot])
+            else:
+                self._commit(slot, block, hashes[index - 1], position)
+            del self._reserved[position]
+
+    def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
+        """Keeps the state where the sequence stands, in the middle of a block or at its end."""
+        depth, rest = divmod(num_tokens, self._store.layout.block_size_tokens)
+        hashes = self._chain.hashes
+        part = self._tokens[num_tokens - rest : num_tokens]
+        if rest:
+            hash_id = self._chain.part_hash(depth, part)[0]
+            block = self._store.find_part(self._chain, depth, part)
+        elif depth:
+            hash_id = hashes[depth - 1]
+            block = self._store.kv_blocks.find_block(hash_id, hashes.digest(depth - 1))
+        if not num_tokens or (block is None and not rest):
             return
-        [slot] = slots.reserve_slots([block])
+        if block is None:
+            block = self._publish_part(memory, num_tokens, depth, part)
+        if block is None or self._store.slots.has_state(block):
+            return
+        [slot] = self._store.slots.reserve_slots([block])
         if slot is None:
             return
         try:
-            self._store.tensors.save_state(slot, memory)
+            self._store.save_state(slot, memory)
         except BaseException:
-            slots.cancel_reserved([slot])
+            self._store.slots.cancel_reserved([slot])
             raise
-        blocks_saved = index + 1 - self._num_blocks_to_state
-        saved_tokens = blocks_saved * self._store.layout.block_size_tokens
-        slots.commit_reserved([slot], [block], [hashes[index]], saved_tokens=[saved_tokens])
-        self._num_blocks_to_state = index + 1
+        self._commit(slot, block, hash_id, num_tokens)
+
+    def _publish_part(
+        self, memory: SequenceMemory, num_tokens: int, depth: int, part: npt.NDArray[np.int32]
+    ) -> int | None:
+        taken = self._take(1)
+        self._held += taken
+        for block in taken:
+            self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
+            return self._store.register_part(block, self._chain, depth, part)
+        return None
+
+    def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:
+        saved = max(1, position - self._tokens_to_state)
+        self._store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
+        self._tokens_to_state = position
         self._store.counters.saved_states += 1
 
     def _take(self, count: int) -> list[int]:

@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from mamba_cache._lasting import lasting
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
-from mamba_cache.states import StatePool, StateSpec, StateTensorSpec
 
 __all__ = ["PrefixLayout", "PrefixTensors"]
+
+_ALIGNMENT = 16
+"""Bytes: what the widest access of a GPU needs, so no kernel runs slower on a tensor in a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor in a slot: [1, *shape] of ``dtype``, from byte ``start`` to byte ``end``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in ``row``, [bytes_per_slot] uint8."""
+        return row[self.start : self.end].view(self.dtype).view(1, *self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenGroup:
+    """Layers' keys and values of one shape and dtype, which one tensor keeps.
+
+    Attributes:
+        indices: Which of ``SequenceMemory.tokens`` they are.
+        heads: Heads of each.
+        head_dim: Numbers that a head has of a token.
+        dtype: Of each.
+    """
+
+    indices: tuple[int, ...]
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
 
 
 class PrefixLayout:
     """What a slot and a KV block of one model are made of.
 
     A slot holds the conv and recurrent states and, because they too have one size at any position,
-    the windows of sliding-window layers. A block holds keys and values of all other layers.
+    the windows of sliding-window layers and the logits that follow, one after the other in one row
+    of bytes: a state is restored by one copy. A block holds keys and values of all other layers.
 
     Args:
         layers: What each layer of the model's cache keeps.
-        sample: What such a cache held of some sequence, one row.
+        sample: What such a cache held of some sequence, one row, and the logits after it.
         block_size_tokens: Tokens of one block.
 
     Attributes:
         layers: As given.
         block_size_tokens: As given.
-        slot_spec: The tensors of one slot: the states, then the windows.
-        block_spec: The tensors of one block, [block_size_tokens, heads, head_dim] each; None if
-            the model has no layer that keeps all tokens.
+        bytes_per_state: Bytes of the states and windows in a slot.
+        bytes_per_slot: Bytes of one slot: a state, the logits after it, and what aligns them.
+        bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
         device: Where the sample was.
         initial: What a cache holds before the first token: one row.
+        sample: What it holds of one token, one row of zeros.
     """
 
     def __init__(
@@ -43,15 +81,25 @@ class PrefixLayout:
             parts.window for parts in layers if parts.window for _ in ("keys", "values")
         ]
         windows = [
-            window.new_empty(1, window.shape[1], width, window.shape[3])
+            (window.shape[1], width, window.shape[3])
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
-        blocks = [
-            tokens.new_empty(1, block_size_tokens, tokens.shape[1], tokens.shape[3])
-            for tokens in sample.tokens
-        ]
-        self.slot_spec = _spec_of([*sample.states, *windows])
-        self.block_spec = _spec_of(blocks) if blocks else None
+        states = [tuple(state.shape[1:]) for state in sample.states]
+        assert sample.logits is not None
+        self.bytes_per_state = sum(
+            math.prod(shape) * tensor.dtype.itemsize
+            for shape, tensor in zip(
+                [*states, *windows], [*sample.states, *sample.windows], strict=True
+            )
+        )
+        logits = tuple(sample.logits.shape[1:])
+        kinds = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
+        self._parts, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
+        self.token_groups = _group(sample.tokens)
+        self.bytes_per_block = block_size_tokens * sum(
+            len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
+            for group in self.token_groups
+        )
         self.device = sample.states[0].device
         self.initial = SequenceMemory(
             0,
@@ -60,20 +108,30 @@ class PrefixLayout:
             [tokens[:, :, :0].clone() for tokens in sample.tokens],
         )
 
+        self.sample = SequenceMemory(
+            1,
+            [torch.zeros_like(state) for state in sample.states],
+            [torch.zeros_like(window[:, :, :1]) for window in sample.windows],
+            [torch.zeros_like(tokens[:, :, :1]) for tokens in sample.tokens],
+        )
+
     @property
     def has_attention(self) -> bool:
         """Whether any layer keeps keys and values."""
         return any(parts.has_tokens or parts.window for parts in self.layers)
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one slot."""
-        return self.slot_spec.bytes_per_slot
+    def slot_views(self, row: torch.Tensor, num_tokens: int) -> SequenceMemory:
+        """Returns the tensors in a row of bytes, windows in their full width.
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one KV block."""
-        return self.block_spec.bytes_per_slot if self.block_spec else 0
+        Args:
+            row: [bytes_per_slot] uint8.
+            num_tokens: What ``SequenceMemory.num_tokens`` is to be.
+        """
+        views = [part.of(row) for part in self._parts]
+        num_states = len(self.initial.states)
+        return SequenceMemory(
+            num_tokens, views[:num_states], views[num_states:-1], logits=views[-1]
+        )
 
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
         """Returns a sequence's windows, widened to their full size with zeros at the end."""
@@ -99,72 +157,101 @@ class PrefixTensors:
         num_blocks: KV blocks.
     """
 
+    @lasting
     def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
         self._layout = layout
-        self._slots = _rows(layout.slot_spec, num_slots, layout.device)
-        self._blocks = _rows(layout.block_spec, num_blocks, layout.device)
+        size, device = layout.block_size_tokens, layout.device
+        self._slots = torch.zeros(
+            num_slots, layout.bytes_per_slot, dtype=torch.uint8, device=device
+        )
+        self._tokens = [
+            torch.zeros(
+                (len(group.indices), num_blocks, size, group.heads, group.head_dim),
+                dtype=group.dtype,
+                device=device,
+            )
+            for group in layout.token_groups
+        ]
 
     def clear(self) -> None:
         """Gives the memory back."""
-        self._slots, self._blocks = [], []
+        self._slots, self._tokens = self._slots[:0].clone(), []
+
+    def room(self, slot: int, num_tokens: int) -> SequenceMemory:
+        """Returns the tensors of a slot, to be written; windows are of their full width."""
+        return self._layout.slot_views(self._slots[slot], num_tokens)
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
-        """Copies the states and windows of a one-row ``memory`` into a slot."""
-        live = [*memory.states, *self._layout.pad_windows(memory)]
-        for saved, state in zip(self._slots, live, strict=True):
-            saved[slot].copy_(state[0])
+        """Copies the states, windows and logits of a one-row ``memory`` into a slot."""
+        room = self.room(slot, memory.num_tokens)
+        saved, live = [*room.states, *room.windows], [*memory.states]
+        live += self._layout.pad_windows(memory)
+        if memory.logits is not None and room.logits is not None:
+            saved.append(room.logits)
+            live.append(memory.logits)
+        # One launch for all layers of a dtype, where a loop would take one for each.
+        torch._foreach_copy_(saved, live)
 
-    def save_blocks(self, block_ids: Sequence[int], memory: SequenceMemory, start: int) -> None:
+    def save_tokens(
+        self, block_ids: Sequence[int], memory: SequenceMemory, start: int, end: int
+    ) -> None:
         """Copies keys and values into blocks.
 
         Args:
             block_ids: Where they go, consecutive blocks of the sequence.
             memory: A sequence, one row.
             start: Position of the first of the blocks.
+            end: Position after the last token that is copied; the last block need not be full.
         """
         size = self._layout.block_size_tokens
-        ids = torch.tensor(block_ids, device=self._layout.device)
-        for block, tokens in zip(self._blocks, memory.tokens, strict=True):
-            part = tokens[0, :, start : start + len(block_ids) * size].transpose(0, 1)
-            block.index_copy_(0, ids, part.reshape(len(block_ids), *block.shape[1:]))
+        full, rest = divmod(end - start, size)
+        for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
+            tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
+            if full:
+                ids = torch.tensor(block_ids[:full], device=pool.device)
+                blocks = tokens[:, :, : full * size].unflatten(2, (full, size))
+                pool.index_copy_(1, ids, blocks.permute(0, 2, 3, 1, 4))
+            if rest:
+                pool[:, block_ids[full], :rest].copy_(tokens[:, :, full * size :].transpose(1, 2))
 
-    def load(self, slot: int, block_ids: Sequence[int]) -> SequenceMemory:
-        """Returns the prefix that ends with the last of the blocks.
+    def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
+        """Returns a prefix in tensors of its own: one copy of its state, one of its KV blocks.
 
         Args:
             slot: Where its state is saved.
             block_ids: Its blocks, from the sequence's start.
+            num_tokens: Tokens of it; the last block need not be full.
 
         Returns:
-            One row. States are views of the slot: copy them before it is written again.
+            One row. States are views of one row of bytes, keys and values of one tensor. The logits
+            are those that were saved there last, perhaps with another state.
         """
-        num_tokens = len(block_ids) * self._layout.block_size_tokens
-        num_states = len(self._layout.initial.states)
-        saved = [tensor[slot : slot + 1] for tensor in self._slots]
-        ids = torch.tensor(block_ids, device=self._layout.device)
-        return SequenceMemory(
-            num_tokens,
-            saved[:num_states],
-            self._layout.trim_windows(saved[num_states:], num_tokens),
-            [
-                block.index_select(0, ids).flatten(0, 1).transpose(0, 1)[None]
-                for block in self._blocks
-            ],
-        )
+        saved = self._layout.slot_views(self._slots[slot].clone(), num_tokens)
+        saved.windows = self._layout.trim_windows(saved.windows, num_tokens)
+        found: dict[int, torch.Tensor] = {}
+        for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
+            ids = torch.tensor(block_ids, device=pool.device)
+            tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
+            found.update(zip(group.indices, tokens.split(1), strict=True))
+        saved.tokens = [found[index] for index in sorted(found)]
+        return saved
 
 
-def _spec_of(tensors: Sequence[torch.Tensor]) -> StateSpec:
-    """Describes rows of tensors like these, whose first axis is not part of a row."""
-    return StateSpec(
-        tuple(
-            StateTensorSpec(str(index), 1, tuple(tensor.shape[1:]), tensor.dtype)
-            for index, tensor in enumerate(tensors)
-        )
-    )
+def _arrange(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> tuple[list[_Part], int]:
+    """Lays tensors one after the other; returns where each is, and the bytes of all."""
+    parts, end = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + math.prod(shape) * dtype.itemsize
+        parts.append(_Part(shape, dtype, start, end))
+    return parts, -(-end // _ALIGNMENT) * _ALIGNMENT
 
 
-def _rows(spec: StateSpec | None, num_rows: int, device: torch.device) -> list[torch.Tensor]:
-    """Makes the tensors of a spec, [num_rows, *shape] each."""
-    if spec is None:
-        return []
-    return [tensor[0] for tensor in StatePool(spec, num_rows, device=device).tensors.values()]
+def _group(tokens: Sequence[torch.Tensor]) -> list[_TokenGroup]:
+    groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tokens):
+        key = tensor.shape[1], tensor.shape[3], tensor.dtype
+        groups.setdefault(key, []).append(index)
+    return [_TokenGroup(tuple(indices), *key) for key, indices in groups.items()]

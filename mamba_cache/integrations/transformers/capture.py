@@ -1,0 +1,276 @@
+"""States at checkpoints inside one forward: the scans are computed in pieces, the rest is not."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+
+from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
+from mamba_cache.integrations.transformers.replacement import replaced
+
+__all__ = ["StateCapture"]
+
+_INITIAL = frozenset({"initial_state", "initial_states"})
+_RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
+
+
+@dataclass(slots=True)
+class _Run:
+    """One forward whose states are captured.
+
+    Attributes:
+        num_tokens: Tokens that it computes.
+        cuts: Where the scans are cut, in tokens from the first computed one, ascending.
+        pieces: What the last scan had as its state at each cut; None once a layer took it.
+        num_written: By cut, tensors that were captured.
+    """
+
+    num_tokens: int
+    cuts: tuple[int, ...]
+    pieces: Sequence[torch.Tensor] | None = None
+    num_written: list[int] = field(default_factory=list)
+
+
+_current = threading.local()
+"""The thread's ``run``: a scan wrapped for one thread is called by others as well."""
+
+
+class StateCapture:
+    """Takes the states at checkpoints out of one forward over one sequence.
+
+    A model's layers call functions of their module for their scans, which take the state to begin
+    with and return the one at the end. While states are captured these functions compute their
+    sequence in pieces, each from the state of the one before: the same calls as if the prompt were
+    computed in several forwards, but projections, attention and MLPs run once over all of it. What
+    enters a convolution or a sliding window passes through the cache's layers and is read there.
+
+    Args:
+        model: The model; its modules are searched for scans.
+        layers: What each layer of its cache keeps.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: Sequence[LayerParts]) -> None:
+        self._layers = layers
+        self._scans = list(_find_scans(model))
+        self._num_tensors = sum(
+            len(parts.convs) + len(parts.recurrents) + 2 * bool(parts.window) for parts in layers
+        )
+
+    @contextmanager
+    def during(
+        self, cache: Any, start: int, num_tokens: int, rooms: Mapping[int, SequenceMemory]
+    ) -> Iterator[set[int]]:
+        """Capture the states of the forward that runs inside.
+
+        Args:
+            cache: The transformers cache that the forward is given.
+            start: Tokens in the cache before the forward.
+            num_tokens: Tokens that the forward computes of the one sequence.
+            rooms: By position, a number of tokens of the sequence that lies inside the forward:
+                where the state at it goes, one row; windows are of their full width, and what
+                the position leaves of it is zeroed at the end.
+
+        Yields:
+            A set into which, when the forward has ended, the positions are put whose states were
+            captured whole. A position that is missing has left garbage in its room.
+        """
+        positions = sorted(rooms)
+        run = _Run(num_tokens, tuple(position - start for position in positions))
+        run.num_written = [0] * len(positions)
+        captured: set[int] = set()
+        with ExitStack() as undo:
+            for owner, name in self._scans:
+                undo.enter_context(replaced(owner, name, _in_pieces))
+            self._tap_layers(undo, cache, run, [rooms[position] for position in positions])
+            _current.run = run
+            undo.callback(setattr, _current, "run", None)
+            yield captured
+        captured.update(
+            position
+            for position, count in zip(positions, run.num_written, strict=True)
+            if count == self._num_tensors
+        )
+
+    def _tap_layers(
+        self, undo: ExitStack, cache: Any, run: _Run, rooms: Sequence[SequenceMemory]
+    ) -> None:
+        """Have the layers of the cache hand over what passes through them."""
+        states = [iter(room.states) for room in rooms]
+        windows = [iter(room.windows) for room in rooms]
+        for layer, parts in zip(cache.layers, self._layers, strict=True):
+            convs = {i: [next(of_room) for of_room in states] for i in parts.convs}
+            recurrents = {i: [next(of_room) for of_room in states] for i in parts.recurrents}
+            if convs:
+                undo.enter_context(_tapped(layer, "update_conv_state", _conv_tap(run, convs)))
+            if recurrents:
+                tap = _recurrent_tap(run, recurrents)
+                undo.enter_context(_tapped(layer, "update_recurrent_state", tap))
+            if parts.window:
+                pairs = [(next(of_room), next(of_room)) for of_room in windows]
+                undo.enter_context(_tapped(layer, "update", _window_tap(run, pairs, layer)))
+
+
+_Tap = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+
+@contextmanager
+def _tapped(layer: Any, name: str, tap: _Tap) -> Iterator[None]:
+    """Call ``tap(layer, args, kwargs)`` before the layer's method, on this layer alone."""
+    method = getattr(layer, name)
+
+    @wraps(method)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        tap(layer, args, kwargs)
+        return method(*args, **kwargs)
+
+    setattr(layer, name, tapped)
+    try:
+        yield
+    finally:
+        delattr(layer, name)  # uncovers the method of the class
+
+
+def _state_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    index: int = args[1] if len(args) > 1 else kwargs.get("state_idx", 0)
+    return index
+
+
+def _conv_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
+    """The window before each cut is a slice of what enters the convolution."""
+
+    def tap(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = _state_index(args, kwargs)
+        new = args[0] if args else kwargs["conv_states"]
+        if index not in rooms or new.shape[0] != 1 or new.shape[-1] != run.num_tokens:
+            return
+        width = rooms[index][0].shape[-1]
+        if run.cuts and run.cuts[0] < width:
+            new = torch.cat([_previous_window(layer, index, new, width), new], dim=-1)
+        offset = new.shape[-1] - run.num_tokens
+        for number, cut in enumerate(run.cuts):
+            end = offset + cut
+            rooms[index][number].copy_(new[..., end - width : end])
+            run.num_written[number] += 1
+
+    return tap
+
+
+def _previous_window(layer: Any, index: int, new: torch.Tensor, width: int) -> torch.Tensor:
+    """Return what the layer saw before, zeros before the first token."""
+    has_previous, states = layer.has_previous_state, layer.conv_states
+    if isinstance(states, dict):
+        has_previous, states = has_previous[index], states.get(index)
+    if has_previous and states is not None:
+        window: torch.Tensor = states[..., -width:]
+        return window
+    return new.new_zeros(*new.shape[:-1], width)
+
+
+def _recurrent_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
+    """The layer that keeps a scan's last state is the one whose pieces these were."""
+
+    def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pieces, run.pieces = run.pieces, None
+        index = _state_index(args, kwargs)
+        if pieces is None or index not in rooms:
+            return
+        for number, (room, state) in enumerate(zip(rooms[index], pieces, strict=True)):
+            if state.shape != room.shape:
+                return
+            room.copy_(state)
+            run.num_written[number] += 1
+
+    return tap
+
+
+def _window_tap(
+    run: _Run, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any
+) -> _Tap:
+    """The window before each cut is the end of what the layer kept and of what comes."""
+    before = [layer.keys, layer.values]
+
+    def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        new = [*args, kwargs.get("key_states"), kwargs.get("value_states")][:2]
+        if any(x is None or x.shape[0] != 1 or x.shape[2] != run.num_tokens for x in new):
+            return
+        for number, cut in enumerate(run.cuts):
+            for room, old, tokens in zip(rooms[number], before, new, strict=True):
+                _fill_window(room, old, tokens[:, :, :cut])
+                run.num_written[number] += 1
+
+    return tap
+
+
+def _fill_window(room: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor) -> None:
+    width = room.shape[2]
+    if new.shape[2] < width and old is not None and old.numel():
+        new = torch.cat([old, new], dim=2)
+    new = new[:, :, -width:]
+    room[:, :, : new.shape[2]].copy_(new)
+    room[:, :, new.shape[2] :].zero_()
+
+
+def _find_scans(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    """Find what computes a sequence from a state to a state, by what it can be asked for.
+
+    transformers names these functions differently from version to version and from kernel package
+    to kernel package, and keeps them in the module of the model's code or in its layers.
+    """
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        code = sys.modules.get(type(module).__module__)
+        owners |= {id(owner): owner for owner in (code, module) if owner is not None}
+    for owner in owners.values():
+        for name, value in list(vars(owner).items()):
+            if inspect.isroutine(value) and _is_scan(value):
+                yield owner, name
+
+
+def _is_scan(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):
+        return False
+    return bool(parameters & _INITIAL) and bool(parameters & _RETURNS_FINAL)
+
+
+def _in_pieces(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a scan compute the sequences of the thread's run in pieces that end at its cuts."""
+
+    @wraps(scan)
+    def in_pieces(*args: Any, **kwargs: Any) -> Any:
+        run: _Run | None = getattr(_current, "run", None)
+        initial = next(iter(_INITIAL & kwargs.keys()), None)
+        wants_state = any(kwargs.get(name) for name in _RETURNS_FINAL)
+        sequences = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value)]
+        if run is None or not run.cuts or initial is None or not wants_state or not sequences:
+            return scan(*args, **kwargs)
+        size = (1, run.num_tokens)
+        if tuple(sequences[0].shape[:2]) != size:
+            return scan(*args, **kwargs)
+
+        def is_sequence(value: Any) -> bool:
+            return torch.is_tensor(value) and value.dim() > 2 and tuple(value.shape[:2]) == size
+
+        state, outputs, pieces = kwargs[initial], [], []
+        for begin, end in zip((0, *run.cuts), (*run.cuts, run.num_tokens), strict=True):
+            part = [x[:, begin:end] if is_sequence(x) else x for x in args]
+            named = {
+                name: x[:, begin:end] if name != initial and is_sequence(x) else x
+                for name, x in kwargs.items()
+            }
+            output, state = scan(*part, **{**named, initial: state})
+            outputs.append(output)
+            pieces.append(state)
+        run.pieces = pieces[:-1]
+        return torch.cat(outputs, dim=1), state
+
+    return in_pieces

@@ -1,0 +1,204 @@
+"""States taken out of one forward: those that a forward which ends there would leave."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers_rig import BLOCK, FAMILIES, UNRESUMABLE, make_cache, make_model, text
+
+from mamba_cache.integrations.transformers import capture as capture_module
+from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers
+from mamba_cache.integrations.transformers.probe import probe, probe_capture
+from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.slots import EveryNthBlock
+
+INSEPARABLE = ("zaya", *UNRESUMABLE)
+"""Families whose states are not what a function returns; their prompts are cut at checkpoints."""
+
+IN_FLOAT32 = ("nemotron_h with experts", "kimi_linear", "bailing_hybrid")
+"""Families whose routers cast to float32 in ways that are not undone here."""
+
+CUTS = (2, 3 * BLOCK, 4 * BLOCK)
+LENGTH = 6 * BLOCK - 3
+
+
+def in_double(function):
+    """Models of float64 cast to float32 here and there, where a last bit becomes a visible one."""
+
+    def cast(*args, **kwargs):
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {n: torch.float64 if x is torch.float32 else x for n, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return cast
+
+
+@pytest.fixture(params=[name for name in FAMILIES if name not in INSEPARABLE])
+def setting(request, monkeypatch):
+    if request.param not in IN_FLOAT32:
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        monkeypatch.setattr(torch.Tensor, "to", in_double(torch.Tensor.to))
+        for owner in (torch, torch.nn.functional):
+            monkeypatch.setattr(owner, "softmax", in_double(torch.nn.functional.softmax))
+    model = make_model(request.param).double()
+    model.set_experts_implementation("eager")  # the default knows no float64
+    runner = ModelRunner(model)
+    bound = 1e-7 if request.param in IN_FLOAT32 else 1e-12
+    return model, runner, probe(runner, BLOCK).layout, bound
+
+
+def rooms_for(layout, positions):
+    """Room full of NaN for the state at each position."""
+    rows = torch.full((len(positions), layout.bytes_per_slot), 0xFF, dtype=torch.uint8)
+    return {p: layout.slot_views(row, p) for p, row in zip(positions, rows, strict=True)}
+
+
+def kept(layout, cache, num_tokens):
+    memory = read_layers(cache, layout.layers, num_tokens)
+    return [t.clone() for t in (*memory.states, *layout.pad_windows(memory))]
+
+
+def held(room: SequenceMemory):
+    return [*room.states, *room.windows]
+
+
+@pytest.mark.parametrize("start", [0, BLOCK])
+def test_they_are_those_of_a_run_in_parts(setting, start, generator):
+    model, runner, layout, atol = setting
+    tokens = text(generator, LENGTH)[0].tolist()
+    positions = [position for position in CUTS if position > start]
+    parts, expected = runner.new_cache(), {}
+    for begin, end in zip([0, start, *positions], [start, *positions, LENGTH], strict=True):
+        if end > begin:
+            last = runner.forward(tokens[begin:end], parts, begin)
+        expected[end] = kept(layout, parts, end) if end else []
+
+    whole, rooms = runner.new_cache(), rooms_for(layout, positions)
+    if start:
+        runner.forward(tokens[:start], whole, 0)
+    capture = StateCapture(model, layout.layers)
+    with capture.during(whole, start, LENGTH - start, rooms) as captured:
+        logits = runner.forward(tokens[start:], whole, start)
+    assert captured == set(positions)
+    for position in positions:
+        torch.testing.assert_close(held(rooms[position]), expected[position], rtol=0, atol=atol)
+    torch.testing.assert_close(kept(layout, whole, LENGTH), expected[LENGTH], rtol=0, atol=atol)
+    torch.testing.assert_close(logits[:, -1], last[:, -1], rtol=0, atol=atol)
+    plain = runner.forward(tokens, runner.new_cache(), 0)
+    torch.testing.assert_close(logits[:, -1], plain[:, -1], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "granite 4", "qwen3_5"])
+def test_the_first_layers_are_equal_to_the_bit(name, generator):
+    """The same calls, piece by piece, on what the layer's projections made of the whole prompt."""
+    model = make_model(name)
+    runner = ModelRunner(model)
+    layout = probe(runner, BLOCK).layout
+    tokens, calls = text(generator, LENGTH)[0].tolist(), []
+    capture = StateCapture(model, layout.layers)
+    originals = {scan: getattr(*scan) for scan in capture._scans}
+
+    def noted(function):
+        def call(*args, **kwargs):
+            calls.append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+        call.__signature__ = None
+        return call
+
+    for (owner, attribute), function in originals.items():
+        setattr(owner, attribute, noted(function))
+    try:
+        runner.forward(tokens, runner.new_cache(), 0)
+    finally:
+        for (owner, attribute), function in originals.items():
+            setattr(owner, attribute, function)
+    scan, args, kwargs = calls[0]
+    by_hand, state = {}, None
+    initial = next(n for n in ("initial_states", "initial_state") if n in kwargs)
+    for begin, end in zip((0, *CUTS), CUTS, strict=False):
+        def part(x, begin=begin, end=end):
+            is_sequence = torch.is_tensor(x) and x.dim() > 2 and x.shape[1] == LENGTH
+            return x[:, begin:end] if is_sequence else x
+
+        named = {n: part(x) for n, x in kwargs.items() if n != initial}
+        _, state = scan(*map(part, args), **{**named, initial: state})
+        by_hand[end] = state
+
+    rooms = rooms_for(layout, CUTS)
+    cache = runner.new_cache()
+    with capture.during(cache, 0, LENGTH, rooms):
+        runner.forward(tokens, cache, 0)
+    parts = layout.layers[0]
+    for position in CUTS:
+        assert torch.equal(rooms[position].states[len(parts.convs)], by_hand[position])
+
+
+@pytest.mark.parametrize("name", INSEPARABLE)
+def test_what_cannot_be_captured_is_noticed(name):
+    runner = ModelRunner(make_model(name))
+    assert probe_capture(runner, probe(runner, BLOCK).layout) is None
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
+    runner = ModelRunner(make_model("nemotron_h"))
+    layout = probe(runner, BLOCK).layout
+    assert probe_capture(runner, layout) is not None
+    original = capture_module._Run
+
+    def shifted(num_tokens, cuts):
+        return original(num_tokens, tuple(cut + wrong for cut in cuts))
+
+    monkeypatch.setattr(capture_module, "_Run", shifted)
+    assert probe_capture(runner, layout) is None
+
+
+def test_forwards_of_other_threads_are_left_alone(generator):
+    model = make_model("nemotron_h")
+    runner = ModelRunner(model)
+    layout = probe(runner, BLOCK).layout
+    tokens, other = text(generator, LENGTH)[0].tolist(), text(generator, LENGTH)[0].tolist()
+    expected = runner.forward(other, runner.new_cache(), 0)
+    rooms, cache, got = rooms_for(layout, CUTS), runner.new_cache(), []
+    with StateCapture(model, layout.layers).during(cache, 0, LENGTH, rooms):
+        def run():
+            got.append(runner.forward(other, runner.new_cache(), 0))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert all(torch.isnan(state).all() for state in rooms[CUTS[0]].states)
+        runner.forward(tokens, cache, 0)
+    assert torch.equal(got[0], expected)
+
+
+def test_a_forward_that_fails_leaves_everything_as_it_was(generator):
+    model = make_model("nemotron_h")
+    runner = ModelRunner(model)
+    layout = probe(runner, BLOCK).layout
+    names = ("mamba2_chunk_scan", "mamba2_selective_state_update")
+    before = [getattr(modeling_nemotron_h, name) for name in names]
+    cache, rooms = runner.new_cache(), rooms_for(layout, CUTS)
+    capture = StateCapture(model, layout.layers)
+    with pytest.raises(RuntimeError, match="lost"), capture.during(cache, 0, LENGTH, rooms):
+        assert getattr(modeling_nemotron_h, names[0]) is not before[0]
+        raise RuntimeError("lost")
+    assert [getattr(modeling_nemotron_h, name) for name in names] == before
+    assert not any("update_conv_state" in vars(layer) for layer in cache.layers)
+
+
+def test_a_layer_that_hands_nothing_over_is_not_published(generator, monkeypatch):
+    """Its slot would hold what another prompt left there."""
+    model = make_model("nemotron_h")
+    cache = make_cache(model, placement=EveryNthBlock(1))
+    monkeypatch.setattr(capture_module, "_recurrent_tap", lambda *_: lambda *_: None)
+    prompt = text(generator, 3 * BLOCK + 1)
+    cache.generate(prompt, max_new_tokens=1, do_sample=False)
+    cache.check_invariants()
+    assert cache.stats().saved_states == 1  # at the prompt's end, where nothing is captured
