@@ -365,3 +365,40 @@ def test_a_failure_while_a_state_is_saved_gives_its_slot_back(model, cache, prom
     with pytest.raises(RuntimeError, match="no memory"):
         cache.generate(prompt, **GREEDY)
     cache.check_invariants()
+
+
+def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generator):
+    """A forward that runs out of memory tells how much is too much."""
+    cache = make_cache(model, segment_tokens=None)
+    limit, lengths = 2 * BLOCK, []
+
+    def run_out(_, args):
+        lengths.append(args[0].shape[1])
+        if lengths[-1] > limit:
+            raise torch.OutOfMemoryError("too much")
+
+    expected = plain(model, prompt)
+    hook = model.get_input_embeddings().register_forward_pre_hook(run_out)
+    assert_same(expected, cached(cache, prompt))
+    assert lengths[:5] == [35, 16, 16, 3, 1]
+    lengths.clear()
+    cached(cache, text(generator, 35))
+    assert lengths[:3] == [16, 16, 3]  # it is remembered
+    limit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        cached(cache, text(generator, 35))
+    hook.remove()
+    cache.check_invariants()
+    assert_same(expected, cached(cache, prompt))
+
+
+def test_a_segment_that_was_asked_for_is_not_changed(model, prompt):
+    cache = make_cache(model, segment_tokens=4 * BLOCK)
+
+    def run_out(_, args):
+        raise torch.OutOfMemoryError("too much")
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(run_out)
+    with hook, pytest.raises(torch.OutOfMemoryError):
+        cached(cache, prompt)
+    cache.check_invariants()

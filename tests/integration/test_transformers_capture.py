@@ -122,6 +122,7 @@ def test_the_first_layers_are_equal_to_the_bit(name, generator):
     by_hand, state = {}, None
     initial = next(n for n in ("initial_states", "initial_state") if n in kwargs)
     for begin, end in zip((0, *CUTS), CUTS, strict=False):
+
         def part(x, begin=begin, end=end):
             is_sequence = torch.is_tensor(x) and x.dim() > 2 and x.shape[1] == LENGTH
             return x[:, begin:end] if is_sequence else x
@@ -167,6 +168,7 @@ def test_forwards_of_other_threads_are_left_alone(generator):
     expected = runner.forward(other, runner.new_cache(), 0)
     rooms, cache, got = rooms_for(layout, CUTS), runner.new_cache(), []
     with StateCapture(model, layout.layers).during(cache, 0, LENGTH, rooms):
+
         def run():
             got.append(runner.forward(other, runner.new_cache(), 0))
 
@@ -186,9 +188,16 @@ def test_a_forward_that_fails_leaves_everything_as_it_was(generator):
     before = [getattr(modeling_nemotron_h, name) for name in names]
     cache, rooms = runner.new_cache(), rooms_for(layout, CUTS)
     capture = StateCapture(model, layout.layers)
-    with pytest.raises(RuntimeError, match="lost"), capture.during(cache, 0, LENGTH, rooms):
-        assert getattr(modeling_nemotron_h, names[0]) is not before[0]
-        raise RuntimeError("lost")
+    replaced = []
+
+    def fail():
+        with capture.during(cache, 0, LENGTH, rooms):
+            replaced.append(getattr(modeling_nemotron_h, names[0]))
+            raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        fail()
+    assert replaced[0] is not before[0]
     assert [getattr(modeling_nemotron_h, name) for name in names] == before
     assert not any("update_conv_state" in vars(layer) for layer in cache.layers)
 

@@ -64,6 +64,11 @@ class StateCapture:
             len(parts.convs) + len(parts.recurrents) + 2 * bool(parts.window) for parts in layers
         )
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the scans are computed by kernels; the reference path needs far more memory."""
+        return all(_is_kernel(getattr(owner, name)) for owner, name in self._scans)
+
     @contextmanager
     def during(
         self, cache: Any, start: int, num_tokens: int, rooms: Mapping[int, SequenceMemory]
@@ -191,9 +196,7 @@ def _recurrent_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _T
     return tap
 
 
-def _window_tap(
-    run: _Run, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any
-) -> _Tap:
+def _window_tap(run: _Run, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any) -> _Tap:
     """The window before each cut is the end of what the layer kept and of what comes."""
     before = [layer.keys, layer.values]
 
@@ -232,6 +235,14 @@ def _find_scans(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
         for name, value in list(vars(owner).items()):
             if inspect.isroutine(value) and _is_scan(value):
                 yield owner, name
+
+
+def _is_kernel(scan: Callable[..., Any]) -> bool:
+    """Look behind what transformers puts before a kernel and its reference alike."""
+    cells = inspect.getclosurevars(scan).nonlocals if inspect.isfunction(scan) else {}
+    implementation = cells.get("implementation", scan)
+    module = getattr(implementation, "__module__", None) or "transformers."
+    return not module.startswith("transformers.")
 
 
 def _is_scan(function: Callable[..., Any]) -> bool:

@@ -139,6 +139,17 @@ class Generation:
         """
         self._cache = kwargs.get(self._runner.cache_name)
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
+        try:
+            return self._compute(forward, kwargs, prompts)
+        except torch.OutOfMemoryError as error:
+            prefills = self._prefills.values()
+            if len(prompts) > 1 or not all(self._prefiller.retry(p, error) for p in prefills):
+                raise
+        return self.first_forward(forward, kwargs)
+
+    def _compute(
+        self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
+    ) -> Any:
         start, layout = self._fill(prompts), self._store.layout
         if start == kwargs["input_ids"].shape[1]:
             assert self._logits is not None
@@ -149,11 +160,11 @@ class Generation:
         # Without padding, or without attention, the mask says nothing about the tokens left.
         if not (layout.has_attention and any(prompt.padding for prompt in prompts)):
             kwargs.pop("attention_mask", None)
+        with self._capturing(prompts) as self._captured:
+            output = forward(**kwargs)
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
-        with self._capturing(prompts) as self._captured:
-            output = forward(**kwargs)
         self._logits = output.logits[:, -1].clone()
         return output
 

@@ -185,9 +185,7 @@ class CacheFiller:
         InvalidArgumentError: The cache is not of the kind that was learned.
     """
 
-    def __init__(
-        self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory
-    ) -> None:
+    def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
         self._layers = layers
         before = [_copied(vars(layer)) for layer in _layers(fresh)]
         write_layers(fresh, layers, sample)
@@ -237,7 +235,9 @@ def _emptied(value: Any) -> Any:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return one is other or not (torch.is_tensor(one) or torch.is_tensor(other)) and one == other
+    if torch.is_tensor(one) or torch.is_tensor(other):
+        return one is other
+    return bool(one == other)
 
 
 def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.Tensor]) -> None:

@@ -64,6 +64,7 @@ class Prefiller:
         capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
         placement: Where states are saved.
         segment_tokens: The most that one forward computes, a multiple of the block size.
+        may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
         is_stepwise: After the first forward, or after a restored state, the model must be given
             single tokens.
     """
@@ -77,6 +78,7 @@ class Prefiller:
         capture: StateCapture | None,
         placement: CheckpointPlacement,
         segment_tokens: int,
+        may_shrink: bool,
         is_stepwise: bool,
     ) -> None:
         self._runner = runner
@@ -85,6 +87,7 @@ class Prefiller:
         self._capture = capture
         self._placement = placement
         self._segment_tokens = segment_tokens
+        self._may_shrink = may_shrink
         self._is_stepwise = is_stepwise
 
     def begin(
@@ -130,6 +133,27 @@ class Prefiller:
         logits = None if restored is None else restored.logits
         segments = self._plan(record, len(tokens), end)
         return Prefill(tokens, cache, record, segments, logits)
+
+    def retry(self, prefill: Prefill, error: BaseException) -> bool:
+        """Prepares for computing a prompt again, in smaller segments, if that can help.
+
+        Args:
+            prefill: It failed. Its record is closed, and its cache is as fresh as it was.
+            error: What was raised.
+
+        Returns:
+            Whether memory ran out, and it makes sense to begin again.
+        """
+        longest = max((s.end - s.start for s in prefill.segments), default=0)
+        size = self._store.layout.block_size_tokens
+        smaller = longest // 2 // size * size
+        if not self._may_shrink or not isinstance(error, torch.OutOfMemoryError) or not smaller:
+            return False
+        self._segment_tokens = smaller
+        prefill.record.close()
+        vars(prefill.cache).clear()
+        vars(prefill.cache).update(vars(self._runner.new_cache()))
+        return True
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
         """Computes segments, and caches what they complete after each."""

@@ -18,6 +18,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
+from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
@@ -42,6 +43,8 @@ from mamba_cache.slots import (
 __all__ = ["PrefixCache"]
 
 _GIB = 2**30
+_SEGMENT_WITH_KERNELS = 2**20
+_SEGMENT_OF_REFERENCE = 1024
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
 
@@ -58,7 +61,9 @@ class PrefixCache:
         kv_cache_gb: Budget for keys and values in GiB. Not used by models without attention.
         block_size_tokens: Tokens of a block; a multiple of the model's SSM chunk.
         segment_tokens: The most that one forward computes of a prompt; a multiple of
-            ``block_size_tokens``. Fewer need less memory.
+            ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
+            with transformers' reference path, whose scans need much memory for each token; less
+            from then on once a forward has run out of memory, after which it is tried again.
         eviction: Which saved states are given up first. Default: the longest unused.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
@@ -83,7 +88,7 @@ class PrefixCache:
         mamba_cache_gb: float,
         kv_cache_gb: float,
         block_size_tokens: int = 256,
-        segment_tokens: int = 1024,
+        segment_tokens: int | None = None,
         eviction: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
@@ -104,7 +109,8 @@ class PrefixCache:
             filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
             capture=capture,
             placement=placement or BranchPoint(),
-            segment_tokens=segment_tokens,
+            segment_tokens=segment_tokens or _default_segment(block_size_tokens, capture),
+            may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
         )
         self._lock = threading.RLock()
@@ -267,11 +273,15 @@ class PrefixCache:
         )
 
 
-def _check_sizes(block_size_tokens: int, segment_tokens: int, chunk_size: int) -> None:
-    sizes = (
-        ("block_size_tokens", block_size_tokens, "the model's SSM chunk", chunk_size),
-        ("segment_tokens", segment_tokens, "block_size_tokens", block_size_tokens),
-    )
+def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:
+    most = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
+    return max(most // block_size_tokens, 1) * block_size_tokens
+
+
+def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size: int) -> None:
+    sizes = [("block_size_tokens", block_size_tokens, "the model's SSM chunk", chunk_size)]
+    if segment_tokens is not None:
+        sizes.append(("segment_tokens", segment_tokens, "block_size_tokens", block_size_tokens))
     for name, size, unit, multiple_of in sizes:
         is_int = isinstance(size, int) and not isinstance(size, bool)
         if not is_int or size < 1 or size % multiple_of:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,14 +117,11 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
         runner.forward(tokens, whole, 0)
     if block not in captured:
         return None
-    roundings = map(
-        _relative, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens))
-    )
+    roundings = map(_relative, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens)))
     errors = map(_relative, expected, [*room.states, *room.windows])
     tolerance = 1e-5 if runner.placement()[1].itemsize >= torch.float32.itemsize else 1e-2
     is_right = all(
-        error <= tolerance + 4 * rounding
-        for error, rounding in zip(errors, roundings, strict=True)
+        error <= tolerance + 4 * rounding for error, rounding in zip(errors, roundings, strict=True)
     )
     return capture if is_right else None
 
@@ -139,7 +137,7 @@ def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
     size = torch.linalg.vector_norm(expected.double())
     error = torch.linalg.vector_norm(actual.double() - expected.double())
     relative = (error / size.clamp_min(torch.finfo(torch.float64).tiny)).item()
-    return relative if relative == relative else float("inf")
+    return math.inf if math.isnan(relative) else relative
 
 
 def _random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:

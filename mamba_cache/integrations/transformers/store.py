@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -114,8 +114,7 @@ class PrefixStore:
                 if match.skip_tokens < end <= last:
                     block = self.find_part(chain, depth, tokens[start:end])
                     if block is not None and self.slots.has_state(block):
-                        found = {"state_matched_blocks": depth, "skip_tokens": end}
-                        return PrefixHit(replace(match, **found, miss_reason=None), block)
+                        return PrefixHit(_reaching(match, depth, end), block)
         return PrefixHit(match)
 
     def _match_whole(
@@ -129,8 +128,7 @@ class PrefixStore:
         block = part if rest else match.block_ids[-1]
         if block is None or not self.has_logits(self.slots.get_slot(block)):
             return None
-        found = {"state_matched_blocks": depth, "skip_tokens": len(tokens), "miss_reason": None}
-        return PrefixHit(replace(match, **found), part, has_logits=True)
+        return PrefixHit(_reaching(match, depth, len(tokens)), part, has_logits=True)
 
     def has_logits(self, slot: int) -> bool:
         """Says whether the logits in a slot belong to the state in it; not if the slot is -1."""
@@ -194,9 +192,7 @@ class PrefixStore:
         chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
         chain.append(tokens)
         ids = np.array(tokens, dtype=np.int32)
-        hit = self.match(
-            chain, ids, min_computed_tokens=min_computed, with_logits=with_logits
-        )
+        hit = self.match(chain, ids, min_computed_tokens=min_computed, with_logits=with_logits)
         return SequenceRecord(self, chain, ids, hit)
 
     def stats(self) -> CacheStats:
@@ -226,6 +222,11 @@ class PrefixStore:
         for block in self._parts.blocks:
             if registered[block] < 0:
                 raise InvariantError(f"block {block} counts as a part and is not registered")
+
+
+def _reaching(match: PrefixMatch, depth: int, num_tokens: int) -> PrefixMatch:
+    """Returns a match whose state lies ``num_tokens`` into the prompt, after ``depth`` blocks."""
+    return replace(match, state_matched_blocks=depth, skip_tokens=num_tokens, miss_reason=None)
 
 
 class _PartIndex:
@@ -420,9 +421,8 @@ class SequenceRecord:
         hashes, slots = self._chain.hashes, self._store.slots
         for position in sorted(self._reserved):
             slot, index = self._reserved[position], position // self._store.layout.block_size_tokens
-            block = None
-            if position in captured and index <= self.num_published:
-                block = self._store.kv_blocks.find_block(hashes[index - 1], hashes.digest(index - 1))
+            is_published = position in captured and index <= self.num_published
+            block = self._block_ending_at(index) if is_published else None
             if block is None:
                 slots.cancel_reserved([slot])
             else:
