@@ -209,8 +209,9 @@ class PrefixTensors:
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
             if full:
                 ids = torch.tensor(block_ids[:full], device=pool.device)
-                blocks = tokens[:, :, : full * size].unflatten(2, (full, size))
-                pool.index_copy_(1, ids, blocks.permute(0, 2, 3, 1, 4))
+                blocks = tokens[:, :, : full * size]
+                shape = (len(group.indices), group.heads, full, size, group.head_dim)
+                pool.index_copy_(1, ids, blocks.view(shape).permute(0, 2, 3, 1, 4))
             if rest:
                 pool[:, block_ids[full], :rest].copy_(tokens[:, :, full * size :].transpose(1, 2))
 
@@ -232,7 +233,7 @@ class PrefixTensors:
         for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
             ids = torch.tensor(block_ids, device=pool.device)
             tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
-            found.update(zip(group.indices, tokens.split(1), strict=True))
+            found.update(zip(group.indices, tokens.unsqueeze(1).unbind(), strict=True))
         saved.tokens = [found[index] for index in sorted(found)]
         return saved
 
