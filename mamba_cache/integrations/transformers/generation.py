@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,9 +45,10 @@ class _Row:
 class Generation:
     """Stands in the way of the model's first forward, and watches the tokens that follow.
 
-    ``generate`` prepares its inputs and an empty cache as ever and calls the model with the whole
-    prompt. This fills that cache and passes on only the tokens that are left. So whatever
-    ``generate`` does around it, it does as without a cache.
+    ``generate`` is handed an empty cache, prepares its inputs as ever and calls the model with that
+    cache and the whole prompt. This fills the cache and passes on only the tokens that are left. So
+    whatever ``generate`` does around it, it does as without a cache; and whoever else calls the
+    model meanwhile, a streamer or a logits processor, is told by the cache, which he has not.
 
     Args:
         runner: The model.
@@ -58,6 +58,12 @@ class Generation:
         eos_token_ids: Tokens that end an answer.
         follows_rows: A row of the batch goes on with its own tokens, as in sampling; in beam
             search rows change places, and only prompts are cached.
+        keeps_decoded: What is computed token by token is cached, as answers are; if False, only
+            what is computed as a whole.
+
+    Attributes:
+        cache: The transformers cache that ``generate`` is to use.
+        is_bypassed: The mask hides tokens inside a prompt, so nothing was looked up or is kept.
     """
 
     def __init__(
@@ -69,24 +75,30 @@ class Generation:
         cache_salt: ExtraKey,
         eos_token_ids: Sequence[int],
         follows_rows: bool,
+        keeps_decoded: bool,
     ) -> None:
         self._runner = runner
         self._prefiller = prefiller
         self._store = store
         self._cache_salt = cache_salt
         self._eos = frozenset(eos_token_ids)
-        self._follows_rows = follows_rows
-        self._thread = threading.get_ident()
+        self._keeps_decoded = keeps_decoded
+        self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
         self._prefills: dict[tuple[int, ...], Prefill] = {}
-        self._cache: Any = None
         self._ids: torch.Tensor | None = None
+        self._columns: list[torch.Tensor] = []
+        self._answers: list[list[int]] = []
+        self.cache: Any = runner.new_cache()
+        self.is_bypassed = False
 
     def __enter__(self) -> Generation:
         """Arms the first forward."""
-        self._hook = self._runner.model.register_forward_pre_hook(
-            self._before_first_forward, with_kwargs=True
-        )
+        model, hook = self._runner.model, self._before_first_forward
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            # model.compile() compiles the hooks too, and this one reads token ids.
+            hook = torch.compiler.disable(hook)
+        self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -109,14 +121,20 @@ class Generation:
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
             self._publish_prompts()
-        elif self._follows_rows:
+        if self._keeps_answers:
             self._keep_boundaries()
+            # A copy: processors and criteria are given these ids, and may write to them.
+            self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def publish(self) -> None:
         """Makes the answers findable, once ``generate`` has returned."""
-        if self._ids is None or not self._follows_rows:
+        if self._ids is None or not self._keeps_answers:
             return
+        self._read_columns(len(self._columns) - 1)
+        returned = self._ids[:, self._ids.shape[1] - len(self._columns) : -1].tolist()
+        if returned != self._answers:
+            return  # somebody wrote to the ids: it is not they that went through the model
         memory = self._memory()
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
@@ -124,11 +142,13 @@ class Generation:
     def _before_first_forward(
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if threading.get_ident() != self._thread:
-            return None
+        if kwargs.get(self._runner.cache_name) is not self.cache:
+            return None  # somebody else's
         self._hook.remove()
-        self._cache = kwargs.get(self._runner.cache_name)
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
+        if prompts is None:
+            self.is_bypassed, self._keeps_answers = True, False
+            return None
         start, layout = self._fill(prompts), self._store.layout
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
@@ -158,7 +178,7 @@ class Generation:
         num_columns = prompts[0].padding + len(prompts[0].tokens)
         batch = stack_memories(memories, num_columns - 1)
         if batch.num_tokens:
-            write_layers(self._cache, layout.layers, batch)
+            write_layers(self.cache, layout.layers, batch)
         for prefill in prefills:
             prefill.cache = None
         self._rows = [_Row(*pair) for pair in zip(prompts, prefills, strict=True)]
@@ -168,7 +188,7 @@ class Generation:
         """All but the last segment, which ``generate``'s own forward computes."""
         tokens = prompt.tokens
         prefill = self._prefiller.begin(
-            tokens, self._cache, end=len(tokens), min_computed=1, cache_salt=self._cache_salt
+            tokens, self.cache, end=len(tokens), min_computed=1, cache_salt=self._cache_salt
         )
         self._prefills[tokens] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
@@ -191,34 +211,39 @@ class Generation:
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""
         assert self._ids is not None
-        return read_layers(self._cache, self._store.layout.layers, self._ids.shape[1] - 1)
+        return read_layers(self.cache, self._store.layout.layers, self._ids.shape[1] - 1)
 
     def _publish_prompts(self) -> None:
         """Caches what the first forward completed, before any row goes its own way."""
         memory = self._memory()
+        is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
+        num_decoded = int(is_batch)  # as ``_fill`` leaves it
         for index, row in enumerate(self._rows):
-            num_tokens = len(row.prompt.tokens)
+            num_tokens = len(row.prompt.tokens) - (0 if self._keeps_decoded else num_decoded)
             ends_block = num_tokens % self._store.layout.block_size_tokens == 0
             row.prefill.record.publish(
                 memory.row(index, row.prompt.padding), num_tokens, has_state=ends_block
             )
 
     def _keep_boundaries(self) -> None:
-        """Copies the states of rows that have just completed a block."""
+        """Copies the states of rows whose answer has just completed a block."""
         assert self._ids is not None
+        if not self._columns:
+            return
         size, num_columns = self._store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
             num_tokens = num_columns - row.prompt.padding
             if num_tokens % size:
                 continue
-            if len(self._answer(index, row)) == num_tokens - len(row.prompt.tokens):
+            self._read_columns(len(self._columns))
+            if len(self._answer(index)) == num_tokens - len(row.prompt.tokens):
                 kept = self._memory().row(index, row.prompt.padding)
                 row.boundary = num_tokens
                 row.states = [state.clone() for state in kept.states]
                 row.windows = [window.clone() for window in kept.windows]
 
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
-        answer = self._answer(index, row)
+        answer = self._answer(index)
         self._store.counters.computed_tokens += len(answer)
         record = row.prefill.record.fork()
         try:
@@ -230,10 +255,17 @@ class Generation:
         finally:
             record.close()
 
-    def _answer(self, index: int, row: _Row) -> list[int]:
+    def _read_columns(self, end: int) -> None:
+        """Brings the generated tokens of the first ``end`` columns to the host."""
+        if not self._answers:
+            self._answers = [[] for _ in self._rows]
+        new = self._columns[len(self._answers[0]) : end]
+        if new:
+            for answer, tokens in zip(self._answers, torch.stack(new, 1).tolist(), strict=True):
+                answer += tokens
+
+    def _answer(self, index: int) -> list[int]:
         """The tokens of a row that it generated and that went through the model, to its end."""
-        assert self._ids is not None
-        start = row.prompt.padding + len(row.prompt.tokens)
-        tokens: list[int] = self._ids[index, start:-1].tolist()
+        tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,14 +20,10 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.options import ServedOptions, read_options
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe
-from mamba_cache.integrations.transformers.prompts import (
-    check_options,
-    pad_prompts,
-    setting,
-    split_rows,
-)
+from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
@@ -63,6 +59,10 @@ class PrefixCache:
         on_unresumable: What to do with a model that does not go on correctly from a saved state
             when given several tokens at once: "error" raises, "step" gives it single tokens then,
             which is slow and exact.
+        reuse_answers: Keep the states of answers, for the next turn of a conversation. They come
+            from decoding, and in low precision decoding rounds otherwise than a prompt's
+            computation does, as with transformers' own caches. False: keep prompts only, and
+            compute each answer again when it comes back as part of a prompt.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -84,6 +84,7 @@ class PrefixCache:
         eviction: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
+        reuse_answers: bool = True,
     ) -> None:
         self._runner = ModelRunner(model)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
@@ -101,6 +102,7 @@ class PrefixCache:
             segment_tokens=segment_tokens,
             is_stepwise=fault is not None,
         )
+        self._reuse_answers = reuse_answers
         self._lock = threading.RLock()
         self._is_closed = False
         self._home = self._runner.placement()
@@ -133,14 +135,20 @@ class PrefixCache:
         """
         with self._lock:
             self._check_ready()
-            model = self._runner.model
-            config = options.get("generation_config") or model.generation_config
-            check_options(options, config)
-            ids = self._read_prompts(inputs, options, config)
-            with self._watch(options, config, cache_salt) as generation:
-                criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
-                listed = transformers().StoppingCriteriaList(criteria)
-                output = model.generate(ids, stopping_criteria=listed, **options)
+            given = options.pop("input_ids", None)
+            if inputs is not None and given is not None:
+                raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
+            served = read_options(self._runner.model, options)
+            ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
+            with self._watch(served, cache_salt) as generation:
+                criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
+                arguments = {
+                    **served.arguments,
+                    "attention_mask": mask,
+                    self._runner.cache_name: generation.cache,
+                    "stopping_criteria": transformers().StoppingCriteriaList(criteria),
+                }
+                output = self._runner.model.generate(ids, **arguments)
                 generation.publish()
             return output
 
@@ -162,15 +170,10 @@ class PrefixCache:
         """
         with self._lock:
             self._check_ready()
-            is_tensor = isinstance(input_ids, torch.Tensor)
-            ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
-            prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
-            if len(prompts) > 1:
-                raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
-            prompt = prompts[0]
+            tokens = read_prompt(input_ids, self._runner.vocabulary)
             past = self._runner.new_cache()
             prefill = self._prefiller.begin(
-                prompt.tokens, past, end=len(prompt.tokens), min_computed=0, cache_salt=cache_salt
+                tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
             )
             try:
                 self._prefiller.run(prefill, prefill.segments)
@@ -229,35 +232,31 @@ class PrefixCache:
                 f"is on {device} in {dtype} now: make a new cache"
             )
 
-    def _read_prompts(self, inputs: Any, options: dict[str, Any], config: Any) -> torch.Tensor:
-        """Returns the prompts as one tensor, and adds to ``options`` the mask of a list's."""
-        given = options.pop("input_ids", None)
-        if (inputs is None) == (given is None):
-            raise InvalidArgumentError("give prompts either as inputs or as input_ids, not both")
-        prompts = given if inputs is None else inputs
+    def _read_prompts(
+        self, prompts: Any, options: Mapping[str, Any], served: ServedOptions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the prompts as one tensor, and their mask if it is known already."""
+        mask = options.get("attention_mask")
         if isinstance(prompts, torch.Tensor):
-            split_rows(prompts, options.get("attention_mask"))
-            return prompts
-        if not isinstance(prompts, Sequence) or options.get("attention_mask") is not None:
+            check_prompts(prompts, mask, self._runner.vocabulary)
+            return prompts, mask
+        if mask is not None:
             raise InvalidArgumentError(
-                f"prompts must be a tensor of token ids, or without attention_mask a list of "
-                f"lists of them, got {type(prompts).__name__}"
+                f"attention_mask goes with a tensor of token ids only, got prompts of type "
+                f"{type(prompts).__name__}"
             )
-        pad = setting("pad_token_id", options, config)
-        ids, options["attention_mask"] = pad_prompts(
-            prompts, 0 if pad is None else pad, self._runner.model.device
-        )
-        return ids
+        device = self._runner.model.device
+        return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
-    def _watch(self, options: dict[str, Any], config: Any, cache_salt: ExtraKey) -> Generation:
-        eos = setting("eos_token_id", options, config)
+    def _watch(self, served: ServedOptions, cache_salt: ExtraKey) -> Generation:
         return Generation(
             self._runner,
             self._prefiller,
             self._store,
             cache_salt=cache_salt,
-            eos_token_ids=eos if isinstance(eos, Sequence) else [eos],
-            follows_rows=(setting("num_beams", options, config) or 1) == 1,
+            eos_token_ids=served.eos_token_ids,
+            follows_rows=served.follows_rows,
+            keeps_decoded=self._reuse_answers,
         )
 
 

@@ -52,6 +52,12 @@ class ModelRunner:
         return self.model.config.get_text_config(decoder=True)
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        return rows if isinstance(rows, int) else int(self.config.vocab_size)
+
+    @property
     def chunk_size(self) -> int:
         """Tokens of one chunk of the model's SSM kernels; 1 if its configuration names none."""
         for name in ("chunk_size", "mamba_chunk_size"):
