@@ -95,9 +95,9 @@ class Generation:
     def __enter__(self) -> Generation:
         """Arms the first forward."""
         model, hook = self._runner.model, self._before_first_forward
-        if getattr(model, "_compiled_call_impl", None) is not None:
+        if self._runner.is_compiled:
             # model.compile() compiles the hooks too, and this one reads token ids.
-            hook = torch.compiler.disable(hook)
+            hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
         return self
 
@@ -262,7 +262,7 @@ class Generation:
         new = self._columns[len(self._answers[0]) : end]
         if new:
             for answer, tokens in zip(self._answers, torch.stack(new, 1).tolist(), strict=True):
-                answer += tokens
+                answer.extend(tokens)
 
     def _answer(self, index: int) -> list[int]:
         """The tokens of a row that it generated and that went through the model, to its end."""

@@ -186,8 +186,7 @@ def _prepare(
     given = options.get("generation_config")
     if given is not None and not isinstance(given, transformers().GenerationConfig):
         raise InvalidArgumentError(
-            f"generation_config must be a transformers.GenerationConfig, got "
-            f"{type(given).__name__}"
+            f"generation_config must be a transformers.GenerationConfig, got {type(given).__name__}"
         )
     prepare = getattr(model, "_prepare_generation_config", None)
     if prepare is None:
@@ -240,8 +239,8 @@ def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
 
     What a model's own configuration has beside declared fields, the library does not read.
     """
-    defaults = getattr(kind, "_get_default_generation_params", dict)()
-    values = {**vars(kind()), **defaults}
+    defaults = getattr(kind, "_get_default_generation_params", dict)
+    values: dict[str, Any] = {**vars(kind()), **defaults()}
     known = FREE | BY_MODE | CHECKED | REFUSED.keys()
     return tuple((name, value) for name, value in values.items() if name not in known)
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
+from mamba_cache._checks import check_kind
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
+    ConcurrentUseError,
     InvalidArgumentError,
     ModelChangedError,
+    NotCopyableError,
     StepOrderError,
     UnresumableModelError,
 )
@@ -27,12 +32,9 @@ from mamba_cache.integrations.transformers.prompts import check_prompts, pad_pro
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
-from mamba_cache.slots import (
-    CheckpointPlacement,
-    ConsumedSlotPolicy,
-    MegatronPlacement,
-    SlotEvictionPolicy,
-)
+from mamba_cache.slots import CheckpointPlacement, ConsumedSlotPolicy, SlotEvictionPolicy
+from mamba_cache.slots.placement import check_placement
+from mamba_cache.slots.policies import check_policy
 
 __all__ = ["PrefixCache"]
 
@@ -86,6 +88,9 @@ class PrefixCache:
         on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
     ) -> None:
+        placement = check_placement(placement)
+        eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
+        check_kind("reuse_answers", reuse_answers, bool)
         self._runner = ModelRunner(model)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -93,17 +98,18 @@ class PrefixCache:
             layout,
             num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
             num_blocks=_count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block"),
-            eviction=eviction or ConsumedSlotPolicy(),
+            eviction=eviction,
         )
         self._prefiller = Prefiller(
             self._runner,
             self._store,
-            placement=placement or MegatronPlacement(),
+            placement=placement,
             segment_tokens=segment_tokens,
             is_stepwise=fault is not None,
         )
         self._reuse_answers = reuse_answers
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._user: int | None = None
         self._is_closed = False
         self._home = self._runner.placement()
         self._weights = self._runner.weights()
@@ -132,8 +138,9 @@ class PrefixCache:
             InvalidArgumentError: The prompts are malformed, or an option cannot be served.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
+            ConcurrentUseError: A callback of another call called it.
         """
-        with self._lock:
+        with self._alone("generate"):
             self._check_ready()
             given = options.pop("input_ids", None)
             if inputs is not None and given is not None:
@@ -148,8 +155,16 @@ class PrefixCache:
                     self._runner.cache_name: generation.cache,
                     "stopping_criteria": transformers().StoppingCriteriaList(criteria),
                 }
-                output = self._runner.model.generate(ids, **arguments)
+                with self._explained():
+                    output = self._runner.model.generate(ids, **arguments)
                 generation.publish()
+            if generation.is_bypassed:
+                warnings.warn(
+                    "nothing was reused or cached: without attention_mask, generate hides the pad "
+                    f"token ({served.pad_token_id}) also inside of prompts, which token ids do not "
+                    "tell; pass attention_mask, of ones where it counts as a token",
+                    stacklevel=2,
+                )
             return output
 
     def prefill(self, input_ids: Any, *, cache_salt: ExtraKey = None) -> Any:
@@ -168,7 +183,7 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
+        with self._alone("prefill"):
             self._check_ready()
             tokens = read_prompt(input_ids, self._runner.vocabulary)
             past = self._runner.new_cache()
@@ -192,14 +207,14 @@ class PrefixCache:
             ModelChangedError: The model was moved, so that it needs another cache.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
+        with self._alone("reset"):
             self._check_home()
             self._store.reset()
             self._weights = self._runner.weights()
 
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
-        with self._lock:
+        with self._alone("close"):
             self._is_closed = True
             self._store.reset()
             self._store.tensors.clear()
@@ -210,8 +225,38 @@ class PrefixCache:
         Raises:
             InvariantError: They contradict themselves: a bug in this package.
         """
-        with self._lock:
+        with self._alone("check_invariants"):
             self._store.check_invariants()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be copied or pickled.
+
+        Raises:
+            NotCopyableError: Always.
+        """
+        raise NotCopyableError(
+            "a PrefixCache cannot be copied or pickled: it owns memory of the device and belongs "
+            "to one model; make a new one around the copy of the model"
+        )
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Lets one call run: another thread waits, and what the call itself calls must not come.
+
+        Raises:
+            ConcurrentUseError: It came from within another call.
+        """
+        if self._user == threading.get_ident():
+            raise ConcurrentUseError(
+                f"{call} was called from within a call of the same cache: streamers, logits "
+                "processors and stopping criteria may call the model, but not the cache"
+            )
+        with self._lock:
+            self._user = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._user = None
 
     def _check_ready(self) -> None:
         self._check_home()
@@ -231,6 +276,23 @@ class PrefixCache:
                 f"the model was on {self._home[0]} in {self._home[1]} when the cache was made and "
                 f"is on {device} in {dtype} now: make a new cache"
             )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what to do where a compiled model cannot be stood in the way of.
+
+        Raises:
+            InvalidArgumentError: It was compiled with ``fullgraph=True``.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._runner.is_compiled and type(error).__module__.startswith("torch._dynamo"):
+                raise InvalidArgumentError(
+                    "the model must be compiled without fullgraph=True, since a prefix is put "
+                    "between generate and the model: call model.compile()"
+                ) from error
+            raise
 
     def _read_prompts(
         self, prompts: Any, options: Mapping[str, Any], served: ServedOptions

@@ -36,7 +36,8 @@ class ModelRunner:
         if not isinstance(model, library.PreTrainedModel) or not hasattr(model, "generate"):
             raise InvalidArgumentError(
                 f"model must be a causal language model of transformers, got "
-                f"{type(model).__name__} (of a PEFT model, give get_base_model())"
+                f"{type(model).__name__} (of a PEFT model, give get_base_model(); instead of "
+                "torch.compile(model), call model.compile() and give the model)"
             )
         self.model: Any = model
         self._accepts = set(inspect.signature(self.model.forward).parameters)
@@ -147,8 +148,18 @@ class ModelRunner:
             positions = torch.arange(start, start + len(tokens), device=ids.device)
             options["position_ids"] = positions[None]
         with torch.no_grad():
-            logits: torch.Tensor = self.model(input_ids=ids, **options).logits
+            logits: torch.Tensor = self._call(input_ids=ids, **options).logits
         return logits
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``model.compile()`` was called."""
+        return getattr(self.model, "_compiled_call_impl", None) is not None
+
+    @property
+    def _call(self) -> Any:
+        # Parts of prompts have any length, and each new one would be compiled for itself.
+        return self.model._call_impl if self.is_compiled else self.model
 
 
 def _version(tensor: torch.Tensor) -> int:
