@@ -4,7 +4,7 @@ With --model, the model of that folder answers. Else a small one of the chosen f
 random weights and bytes as tokens: what it says means nothing, but with the cache and without it
 must say the same. The text is real: the documentation topics that ship inside CPython.
 
-Needs the extra: pip install 'mamba-cache[transformers,progress]'
+Needs the extra: pip install -e '.[transformers,progress]'
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ __all__ = [
     "as_items",
     "check_choice",
     "check_int",
+    "check_kind",
     "check_number",
     "is_unreadable",
 ]
@@ -79,6 +80,21 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Check that ``value`` is of a class.
+
+    Args:
+        name: What the caller calls the argument.
+        value: The argument.
+        kind: The class.
+
+    Raises:
+        InvalidArgumentError: It is of another one.
+    """
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def as_items(name: str, values: Any, what: str) -> list[Any]:

@@ -22,6 +22,7 @@ __all__ = [
     "MissingExtraError",
     "MissingStateError",
     "ModelChangedError",
+    "NotCopyableError",
     "PoisonedError",
     "RequestCapacityError",
     "SequenceLengthError",
@@ -68,6 +69,10 @@ class HashConflictError(InvalidArgumentError):
 
 class MissingStateError(MambaCacheError, LookupError):
     """A block has no slot, so no state can be written to it or read from it."""
+
+
+class NotCopyableError(MambaCacheError, TypeError):
+    """An object that owns memory was to be copied or pickled."""
 
 
 class StepOrderError(MambaCacheError, RuntimeError):

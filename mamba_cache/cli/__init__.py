@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 import sys
 
+from mamba_cache._extras import install_hint
+
 __all__ = ["main"]
 
 
@@ -20,6 +22,6 @@ def main() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("rich", "typer"):
             raise
-        print(f"mamba-cache needs {error.name}: pip install 'mamba-cache[cli]'", file=sys.stderr)
+        print(f"mamba-cache needs {error.name}: {install_hint('cli')}", file=sys.stderr)
         sys.exit(2)
     sys.exit(run())

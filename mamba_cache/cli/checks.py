@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from mamba_cache._extras import install_hint
 from mamba_cache._version import __version__
 from mamba_cache.bench.control import measure_admission, measure_evict_and_allocate
 from mamba_cache.bench.copy import SHAPES, measure_copies
@@ -78,7 +79,7 @@ def _extras() -> Iterator[Check]:
             yield Check(package, "ok", f"{metadata.version(package)}, for {purpose}")
         else:
             extra = "metrics" if package == "prometheus_client" else package
-            advice = f"if you want it: pip install 'mamba-cache[{extra}]'"
+            advice = f"if you want it: {install_hint(extra)}"
             yield Check(package, "absent", f"not installed; for {purpose}", advice)
 
 

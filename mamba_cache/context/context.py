@@ -58,7 +58,7 @@ class DynamicInferenceContext(ContextUpkeep):
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
-        InvalidArgumentError: The settings do not fit each other.
+        InvalidArgumentError: The settings do not fit each other, or one is of a wrong kind.
     """
 
     def prepare(self, request: Request) -> PreparedRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy.typing as npt
 import torch
 
+from mamba_cache._checks import check_kind
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
@@ -20,8 +21,9 @@ from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import CheckpointPlacement, MegatronPlacement, SlotEvictionPolicy
+from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["ContextUpkeep"]
@@ -35,7 +37,7 @@ class ContextUpkeep(CacheMemory):
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
-        InvalidArgumentError: The settings do not fit each other.
+        InvalidArgumentError: The settings do not fit each other, or one is of a wrong kind.
     """
 
     def __init__(
@@ -48,6 +50,11 @@ class ContextUpkeep(CacheMemory):
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> None:
+        check_kind("config", config, CacheConfig)
+        check_kind("state_spec", state_spec, StateSpec)
+        if kv_spec is not None:
+            check_kind("kv_spec", kv_spec, KVCacheSpec)
+        placement = check_placement(placement)
         super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
         self._guard = CallGuard(self.check_invariants)
         self._counters = StatsCounters()
@@ -58,7 +65,7 @@ class ContextUpkeep(CacheMemory):
             max_sequence_length=config.max_sequence_length,
         )
         kv_blocks, slots, counters = self.kv_block_allocator, self.slot_allocator, self._counters
-        self._planner = self._make_planner(MegatronPlacement() if placement is None else placement)
+        self._planner = self._make_planner(placement)
         publisher = Publisher(
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError
 
 __all__ = ["token_progress"]
@@ -31,7 +32,7 @@ def token_progress(enabled: bool) -> Iterator[Callable[[int, int], None]]:
         from rich.console import Console  # noqa: PLC0415 - likewise
     except ImportError as error:
         raise MissingExtraError(
-            "a progress bar needs rich: pip install 'mamba-cache[progress]', or leave progress out"
+            f"a progress bar needs rich: {install_hint('progress')}, or leave progress out"
         ) from error
     columns = (
         progress.TextColumn("{task.description}"),

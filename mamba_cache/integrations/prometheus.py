@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from mamba_cache._extras import install_hint
 from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
@@ -19,9 +20,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise MissingExtraError(
-        "metrics need prometheus_client: pip install 'mamba-cache[metrics]'"
-    ) from error
+    raise MissingExtraError(f"metrics need prometheus_client: {install_hint('metrics')}") from error
 
 __all__ = ["DURATION_BUCKETS", "TIMED_CALLS", "CacheCollector", "CallDurations", "StatsSource"]
 

@@ -16,7 +16,7 @@ from mamba_cache.slots._ids import as_slots, check_same_length
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
 from mamba_cache.slots.control import SlotControl
 from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
-from mamba_cache.slots.placement import CheckpointPlacement, MegatronPlacement
+from mamba_cache.slots.placement import CheckpointPlacement, check_placement
 from mamba_cache.slots.policies import SlotEvictionPolicy
 from mamba_cache.slots.transfers import StateTransfers
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
@@ -80,9 +80,10 @@ class MambaSlotAllocator(SlotControl):
         quantization: SlotQuantization | None = None,
     ) -> None:
         check_model(context)
+        placement = check_placement(placement)
         super().__init__(context, max_slots, policy=policy)
         self.num_mamba_layers = num_mamba_layers
-        self.placement = MegatronPlacement() if placement is None else placement
+        self.placement = placement
         self.free_slots = torch.from_numpy(self.pool.free_slots)
         self.block_to_slot = torch.from_numpy(self.pool.block_to_slot)
         self.slot_to_block = torch.from_numpy(self.pool.slot_to_block)

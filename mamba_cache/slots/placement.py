@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mamba_cache.errors import InvalidArgumentError
 
@@ -15,6 +15,7 @@ __all__ = [
     "LastBlock",
     "MegatronPlacement",
     "PlacementFacts",
+    "check_placement",
     "checkpoint_offsets",
 ]
 
@@ -36,6 +37,7 @@ class PlacementFacts:
     num_required_blocks: int
 
 
+@runtime_checkable
 class CheckpointPlacement(Protocol):
     """Chooses the checkpoints of a prompt."""
 
@@ -108,6 +110,22 @@ class EveryNthBlock:
         """Returns the positions up to the prompt's end."""
         step = self.n * facts.block_size_tokens
         return range(step, facts.prompt_tokens + 1, step)
+
+
+def check_placement(placement: object) -> CheckpointPlacement:
+    """Returns what a caller gives as a placement, Megatron's three positions for None.
+
+    Raises:
+        InvalidArgumentError: It is neither, or it is a class.
+    """
+    if placement is None:
+        return MegatronPlacement()
+    if isinstance(placement, CheckpointPlacement) and not isinstance(placement, type):
+        return placement
+    raise InvalidArgumentError(
+        f"placement must be None or an object with the method positions, such as "
+        f"MegatronPlacement(), LastBlock() or EveryNthBlock(4), got {placement!r}"
+    )
 
 
 def checkpoint_offsets(

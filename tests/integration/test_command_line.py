@@ -291,7 +291,7 @@ def test_the_doctor_knows_what_is_installed(monkeypatch):
     assert (triton.status, "pip install triton" in triton.advice) == ("absent", True)
     assert [check.status for check in checks._kernels()] == ["absent"]
     assert {check.status for check in checks._extras()} == {"absent"}
-    assert "mamba-cache[metrics]" in [check.advice for check in checks._extras()][1]
+    assert "pip install -e '.[metrics]'" in [check.advice for check in checks._extras()][1]
 
 
 def test_the_doctor_compares_kernels_with_their_twins():

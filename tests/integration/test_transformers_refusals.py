@@ -165,7 +165,7 @@ def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
 
 def test_without_the_extra_its_name_is_told(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'mamba-cache\[transformers\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[transformers\]'"):
         make_cache(model)
 
 

@@ -18,6 +18,7 @@ BUILT_IN = {
     errors.InvariantError: AssertionError,
     errors.MissingExtraError: ImportError,
     errors.MissingStateError: LookupError,
+    errors.NotCopyableError: TypeError,
     errors.PoisonedError: RuntimeError,
     errors.StepOrderError: RuntimeError,
     errors.UnsupportedVersionError: ImportError,

@@ -29,6 +29,7 @@ FLOORS = {
     "_indices": 1,
     "_lasting": 1,
     "_checks": 0,
+    "_extras": 0,
     "errors": -1,  # which even the lowest floor raises
     "_version": 0,
 }

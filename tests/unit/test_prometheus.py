@@ -183,7 +183,7 @@ def test_without_the_extra_the_error_names_it():
     )
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "mamba-cache[metrics]" in result.stdout
+    assert "pip install -e '.[metrics]'" in result.stdout
 
 
 @pytest.fixture

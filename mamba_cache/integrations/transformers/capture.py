@@ -93,7 +93,7 @@ class StateCapture:
         captured: set[int] = set()
         with ExitStack() as undo:
             for owner, name in self._scans:
-                undo.enter_context(replaced(owner, name, _in_pieces))
+                undo.enter_context(replaced(self, owner, name, _in_pieces))
             self._tap_layers(undo, cache, run, [rooms[position] for position in positions])
             _current.run = run
             undo.callback(setattr, _current, "run", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,9 +48,10 @@ class _Row:
 class Generation:
     """Stands in the way of the model's first forward, and watches the tokens that follow.
 
-    ``generate`` prepares its inputs and an empty cache as ever and calls the model with the whole
-    prompt. This fills that cache and passes on only the tokens that are left. So whatever
-    ``generate`` does around it, it does as without a cache.
+    ``generate`` is handed an empty cache, prepares its inputs as ever and calls the model with that
+    cache and the whole prompt. This fills the cache and passes on only the tokens that are left. So
+    whatever ``generate`` does around it, it does as without a cache; and whoever else calls the
+    model meanwhile, a streamer or a logits processor, is told by the cache, which he has not.
 
     Args:
         runner: The model.
@@ -61,6 +61,12 @@ class Generation:
         eos_token_ids: Tokens that end an answer.
         follows_rows: A row of the batch goes on with its own tokens, as in sampling; in beam
             search rows change places, and only prompts are cached.
+        keeps_decoded: What is computed token by token is cached, as answers are; if False, only
+            what is computed as a whole.
+
+    Attributes:
+        cache: The transformers cache that ``generate`` is to use.
+        is_bypassed: The mask hides tokens inside a prompt, so nothing was looked up or is kept.
     """
 
     def __init__(
@@ -72,34 +78,48 @@ class Generation:
         cache_salt: ExtraKey,
         eos_token_ids: Sequence[int],
         follows_rows: bool,
+        keeps_decoded: bool,
     ) -> None:
         self._runner = runner
         self._prefiller = prefiller
         self._store = store
         self._cache_salt = cache_salt
         self._eos = frozenset(eos_token_ids)
-        self._follows_rows = follows_rows
-        self._thread = threading.get_ident()
+        self._keeps_decoded = keeps_decoded
+        self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
         self._prefills: dict[tuple[int, ...], Prefill] = {}
-        self._cache: Any = None
         self._ids: torch.Tensor | None = None
+        self._columns: list[torch.Tensor] = []
+        self._answers: list[list[int]] = []
         self._captured: set[int] = set()
         self._logits: torch.Tensor | None = None
+        self.cache: Any = runner.new_cache()
+        self.is_bypassed = False
 
     def __enter__(self) -> Generation:
         """Arms the first forward."""
+        model, store = self._runner.model, self._store
         self._undo = ExitStack()
-        self._undo.enter_context(replaced(self._runner.model, "forward", _dispatch))
-        _armed[self._thread] = self
+        self._undo.enter_context(replaced(store, model, "forward", self._stand_in))
+        if self._runner.is_compiled:
+            # Prompts have any length, and each new one would be compiled for itself.
+            self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
+        _armed[id(self.cache)] = self
         return self
+
+    def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return stand_in_for(forward, self._runner.cache_name)
 
     def __exit__(self, *exception: object) -> None:
         """Disarms it, and lets go of the prompts."""
-        _armed.pop(self._thread, None)
-        self._undo.close()
+        self._disarm()
         for prefill in self._prefills.values():
             prefill.record.close()
+
+    def _disarm(self) -> None:
+        _armed.pop(id(self.cache), None)
+        self._undo.close()
 
     def watch(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Keeps states at block boundaries; a stopping criterion that stops nothing.
@@ -115,14 +135,20 @@ class Generation:
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
             self._publish_prompts()
-        elif self._follows_rows and len(self._rows) > 1:
-            self._keep_boundaries()  # of rows that end before others; one row ends with the call
+        if self._keeps_answers:
+            self._keep_boundaries()
+            # A copy: processors and criteria are given these ids, and may write to them.
+            self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def publish(self) -> None:
         """Makes the answers findable, once ``generate`` has returned."""
-        if self._ids is None or not self._follows_rows:
+        if self._ids is None or not self._keeps_answers:
             return
+        self._read_columns(len(self._columns) - 1)
+        returned = self._ids[:, self._ids.shape[1] - len(self._columns) : -1].tolist()
+        if returned != self._answers:
+            return  # somebody wrote to the ids: it is not they that went through the model
         memory = self._memory()
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
@@ -137,8 +163,11 @@ class Generation:
         Returns:
             What ``forward`` returns, of the last token at least.
         """
-        self._cache = kwargs.get(self._runner.cache_name)
+        _armed.pop(id(self.cache), None)
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
+        if prompts is None:
+            self.is_bypassed, self._keeps_answers = True, False
+            return forward(**kwargs)
         try:
             return self._compute(forward, kwargs, prompts)
         except torch.OutOfMemoryError as error:
@@ -153,7 +182,7 @@ class Generation:
         start, layout = self._fill(prompts), self._store.layout
         if start == kwargs["input_ids"].shape[1]:
             assert self._logits is not None
-            return self._runner.output(self._logits[:, None], self._cache)
+            return self._runner.output(self._logits[:, None], self.cache)
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., start:]
@@ -171,7 +200,7 @@ class Generation:
     @contextmanager
     def _capturing(self, prompts: Sequence[Prompt]) -> Iterator[set[int]]:
         """Captures states from a forward over a prompt alone; those of a batch are not its."""
-        if len(prompts) > 1 or prompts[0].padding:
+        if _is_batch(prompts):
             yield set()
             return
         [prefill] = self._prefills.values()
@@ -180,7 +209,7 @@ class Generation:
 
     def _fill(self, prompts: Sequence[Prompt]) -> int:
         """Fills the cache; returns how many columns of the batch are in it."""
-        if len(prompts) == 1 and not prompts[0].padding:
+        if not _is_batch(prompts):
             return self._fill_one(prompts[0])
         for prompt in prompts:
             self._prefill_but_last(prompt.tokens)
@@ -195,7 +224,7 @@ class Generation:
         num_columns = prompts[0].padding + len(prompts[0].tokens)
         batch = stack_memories(memories, num_columns - 1)
         if batch.num_tokens:
-            write_layers(self._cache, layout.layers, batch)
+            write_layers(self.cache, layout.layers, batch)
         for prefill in prefills:
             prefill.cache = None
         self._rows = [_Row(*pair) for pair in zip(prompts, prefills, strict=True)]
@@ -205,7 +234,7 @@ class Generation:
         """All but the last segment, which ``generate``'s own forward computes."""
         tokens = prompt.tokens
         prefill = self._prefiller.begin(
-            tokens, self._cache, end=len(tokens), min_computed=1, cache_salt=self._cache_salt
+            tokens, self.cache, end=len(tokens), min_computed=1, cache_salt=self._cache_salt
         )
         self._prefills[tokens] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
@@ -231,36 +260,46 @@ class Generation:
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""
         assert self._ids is not None
-        return read_layers(self._cache, self._store.layout.layers, self._ids.shape[1] - 1)
+        return read_layers(self.cache, self._store.layout.layers, self._ids.shape[1] - 1)
 
     def _publish_prompts(self) -> None:
         """Caches what the first forward completed, before any row goes its own way."""
         memory = self._memory()
         memory.logits = self._logits
+        is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
         for index, row in enumerate(self._rows):
+            # Of a batch the last token is computed for all rows together, as decoded tokens are;
+            # the states before it were kept then.
+            num_decoded = int(is_batch and not self._keeps_decoded)
             row.prefill.record.publish(
                 memory.row(index, row.prompt.padding),
-                len(row.prompt.tokens),
+                len(row.prompt.tokens) - num_decoded,
                 captured=self._captured,
-                is_end=len(self._rows) == 1,  # of several, the states one token before are kept
+                is_end=not is_batch,
             )
 
     def _keep_boundaries(self) -> None:
-        """Copies the states of rows that have just completed a block."""
+        """Copies the states of rows whose answer has just completed a block.
+
+        They are for rows that end before others: one row ends with the call.
+        """
         assert self._ids is not None
+        if not self._columns or len(self._rows) == 1:
+            return
         size, num_columns = self._store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
             num_tokens = num_columns - row.prompt.padding
             if num_tokens % size:
                 continue
-            if len(self._answer(index, row)) == num_tokens - len(row.prompt.tokens):
+            self._read_columns(len(self._columns))
+            if len(self._answer(index)) == num_tokens - len(row.prompt.tokens):
                 kept = self._memory().row(index, row.prompt.padding)
                 row.boundary = num_tokens
                 row.states = [state.clone() for state in kept.states]
                 row.windows = [window.clone() for window in kept.windows]
 
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
-        answer = self._answer(index, row)
+        answer = self._answer(index)
         self._store.counters.computed_tokens += len(answer)
         num_tokens = len(row.prompt.tokens) + len(answer)
         record = row.prefill.record.fork()
@@ -274,27 +313,47 @@ class Generation:
         finally:
             record.close()
 
-    def _answer(self, index: int, row: _Row) -> list[int]:
+    def _read_columns(self, end: int) -> None:
+        """Brings the generated tokens of the first ``end`` columns to the host."""
+        if not self._answers:
+            self._answers = [[] for _ in self._rows]
+        new = self._columns[len(self._answers[0]) : end]
+        if new:
+            for answer, tokens in zip(self._answers, torch.stack(new, 1).tolist(), strict=True):
+                answer.extend(tokens)
+
+    def _answer(self, index: int) -> list[int]:
         """The tokens of a row that it generated and that went through the model, to its end."""
-        assert self._ids is not None
-        start = row.prompt.padding + len(row.prompt.tokens)
-        tokens: list[int] = self._ids[index, start:-1].tolist()
+        tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens
 
 
 _armed: dict[int, Generation] = {}
-"""By thread: whose first forward comes next."""
+"""By their caches: whose first forward is still to come."""
 
 
-def _dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes what stands in the place of a model's forward while a ``Generation`` is open."""
+def stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
+    """Makes what stands in the place of a model's forward while a ``Generation`` is open.
+
+    Args:
+        forward: The model's.
+        cache_name: The argument that takes its cache.
+    """
 
     @wraps(forward)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        generation = None if args else _armed.pop(threading.get_ident(), None)
-        if generation is None:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        generation = _armed.get(id(kwargs.get(cache_name)))
+        if generation is None:  # somebody else's, or a later one
             return forward(*args, **kwargs)
         return generation.first_forward(forward, kwargs)
 
-    return dispatch
+    return stand_in
+
+
+def _is_batch(prompts: Sequence[Prompt]) -> bool:
+    return len(prompts) > 1 or prompts[0].padding > 0
+
+
+def _nothing(_: Any) -> None:
+    """Takes the place of a compiled call."""

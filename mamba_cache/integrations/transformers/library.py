@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
 
 __all__ = ["transformers"]
@@ -22,7 +23,7 @@ def transformers() -> Any:
         library = importlib.import_module("transformers")
     except ImportError as error:
         raise MissingExtraError(
-            "this needs transformers >= 5.10: pip install 'mamba-cache[transformers]'"
+            f"this needs transformers >= 5.10: {install_hint('transformers')}"
         ) from error
     if not hasattr(library.cache_utils, "LinearAttentionLayer"):
         raise UnsupportedVersionError(

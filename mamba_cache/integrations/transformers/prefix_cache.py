@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
+from mamba_cache._checks import check_kind
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
+    ConcurrentUseError,
     InvalidArgumentError,
     ModelChangedError,
+    NotCopyableError,
     StepOrderError,
     UnresumableModelError,
 )
@@ -22,23 +27,16 @@ from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.options import ServedOptions, read_options
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
-from mamba_cache.integrations.transformers.prompts import (
-    check_options,
-    pad_prompts,
-    setting,
-    split_rows,
-)
+from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
-from mamba_cache.slots import (
-    BranchPoint,
-    CheckpointPlacement,
-    ConsumedSlotPolicy,
-    SlotEvictionPolicy,
-)
+from mamba_cache.slots import CheckpointPlacement, ConsumedSlotPolicy, SlotEvictionPolicy
+from mamba_cache.slots.placement import BranchPoint, check_placement
+from mamba_cache.slots.policies import check_policy
 
 __all__ = ["PrefixCache"]
 
@@ -71,6 +69,10 @@ class PrefixCache:
         on_unresumable: What to do with a model that does not go on correctly from a saved state
             when given several tokens at once: "error" raises, "step" gives it single tokens then,
             which is slow and exact.
+        reuse_answers: Keep the states of answers, for the next turn of a conversation. They come
+            from decoding, and in low precision decoding rounds otherwise than a prompt's
+            computation does, as with transformers' own caches. False: keep prompts only, and
+            compute each answer again when it comes back as part of a prompt.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -92,7 +94,11 @@ class PrefixCache:
         eviction: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
+        reuse_answers: bool = True,
     ) -> None:
+        placement = BranchPoint() if placement is None else check_placement(placement)
+        eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
+        check_kind("reuse_answers", reuse_answers, bool)
         self._runner = ModelRunner(model)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -100,7 +106,7 @@ class PrefixCache:
             layout,
             num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
             num_blocks=_count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block"),
-            eviction=eviction or ConsumedSlotPolicy(),
+            eviction=eviction,
         )
         capture = probe_capture(self._runner, layout) if fault is None else None
         self._prefiller = Prefiller(
@@ -108,12 +114,14 @@ class PrefixCache:
             self._store,
             filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
             capture=capture,
-            placement=placement or BranchPoint(),
+            placement=placement,
             segment_tokens=segment_tokens or _default_segment(block_size_tokens, capture),
             may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
         )
-        self._lock = threading.RLock()
+        self._reuse_answers = reuse_answers
+        self._lock = threading.Lock()
+        self._user: int | None = None
         self._is_closed = False
         self._home = self._runner.placement()
         self._weights = self._runner.weights()
@@ -142,18 +150,32 @@ class PrefixCache:
             InvalidArgumentError: The prompts are malformed, or an option cannot be served.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
+            ConcurrentUseError: A callback of another call called it.
         """
-        with self._lock:
+        with self._alone("generate"):
             self._check_ready()
-            model = self._runner.model
-            config = options.get("generation_config") or model.generation_config
-            check_options(options, config)
-            ids = self._read_prompts(inputs, options, config)
-            with self._watch(options, config, cache_salt) as generation:
-                criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
-                listed = transformers().StoppingCriteriaList(criteria)
-                output = model.generate(ids, stopping_criteria=listed, **options)
+            given = options.pop("input_ids", None)
+            if inputs is not None and given is not None:
+                raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
+            served = read_options(self._runner.model, options)
+            ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
+            with self._watch(served, cache_salt) as generation:
+                criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
+                arguments = {
+                    **served.arguments,
+                    "attention_mask": mask,
+                    self._runner.cache_name: generation.cache,
+                    "stopping_criteria": transformers().StoppingCriteriaList(criteria),
+                }
+                output = self._runner.model.generate(ids, **arguments)
                 generation.publish()
+            if generation.is_bypassed:
+                warnings.warn(
+                    "nothing was reused or cached: without attention_mask, generate hides the pad "
+                    f"token ({served.pad_token_id}) also inside of prompts, which token ids do not "
+                    "tell; pass attention_mask, of ones where it counts as a token",
+                    stacklevel=2,
+                )
             return output
 
     def prefill(self, input_ids: Any, *, cache_salt: ExtraKey = None) -> Any:
@@ -172,17 +194,12 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
+        with self._alone("prefill"):
             self._check_ready()
-            is_tensor = isinstance(input_ids, torch.Tensor)
-            ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
-            prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
-            if len(prompts) > 1:
-                raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
-            prompt = prompts[0]
+            tokens = read_prompt(input_ids, self._runner.vocabulary)
             past = self._runner.new_cache()
             prefill = self._prefiller.begin(
-                prompt.tokens, past, end=len(prompt.tokens), min_computed=0, cache_salt=cache_salt
+                tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
             )
             try:
                 self._prefiller.run(prefill, prefill.segments)
@@ -201,14 +218,14 @@ class PrefixCache:
             ModelChangedError: The model was moved, so that it needs another cache.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
+        with self._alone("reset"):
             self._check_home()
             self._store.reset()
             self._weights = self._runner.weights()
 
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
-        with self._lock:
+        with self._alone("close"):
             self._is_closed = True
             self._store.reset()
             self._store.tensors.clear()
@@ -219,8 +236,38 @@ class PrefixCache:
         Raises:
             InvariantError: They contradict themselves: a bug in this package.
         """
-        with self._lock:
+        with self._alone("check_invariants"):
             self._store.check_invariants()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be copied or pickled.
+
+        Raises:
+            NotCopyableError: Always.
+        """
+        raise NotCopyableError(
+            "a PrefixCache cannot be copied or pickled: it owns memory of the device and belongs "
+            "to one model; make a new one around the copy of the model"
+        )
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Lets one call run: another thread waits, and what the call itself calls must not come.
+
+        Raises:
+            ConcurrentUseError: It came from within another call.
+        """
+        if self._user == threading.get_ident():
+            raise ConcurrentUseError(
+                f"{call} was called from within a call of the same cache: streamers, logits "
+                "processors and stopping criteria may call the model, but not the cache"
+            )
+        with self._lock:
+            self._user = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._user = None
 
     def _check_ready(self) -> None:
         self._check_home()
@@ -241,35 +288,31 @@ class PrefixCache:
                 f"is on {device} in {dtype} now: make a new cache"
             )
 
-    def _read_prompts(self, inputs: Any, options: dict[str, Any], config: Any) -> torch.Tensor:
-        """Returns the prompts as one tensor, and adds to ``options`` the mask of a list's."""
-        given = options.pop("input_ids", None)
-        if (inputs is None) == (given is None):
-            raise InvalidArgumentError("give prompts either as inputs or as input_ids, not both")
-        prompts = given if inputs is None else inputs
+    def _read_prompts(
+        self, prompts: Any, options: Mapping[str, Any], served: ServedOptions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the prompts as one tensor, and their mask if it is known already."""
+        mask = options.get("attention_mask")
         if isinstance(prompts, torch.Tensor):
-            split_rows(prompts, options.get("attention_mask"))
-            return prompts
-        if not isinstance(prompts, Sequence) or options.get("attention_mask") is not None:
+            check_prompts(prompts, mask, self._runner.vocabulary)
+            return prompts, mask
+        if mask is not None:
             raise InvalidArgumentError(
-                f"prompts must be a tensor of token ids, or without attention_mask a list of "
-                f"lists of them, got {type(prompts).__name__}"
+                f"attention_mask goes with a tensor of token ids only, got prompts of type "
+                f"{type(prompts).__name__}"
             )
-        pad = setting("pad_token_id", options, config)
-        ids, options["attention_mask"] = pad_prompts(
-            prompts, 0 if pad is None else pad, self._runner.model.device
-        )
-        return ids
+        device = self._runner.model.device
+        return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
-    def _watch(self, options: dict[str, Any], config: Any, cache_salt: ExtraKey) -> Generation:
-        eos = setting("eos_token_id", options, config)
+    def _watch(self, served: ServedOptions, cache_salt: ExtraKey) -> Generation:
         return Generation(
             self._runner,
             self._prefiller,
             self._store,
             cache_salt=cache_salt,
-            eos_token_ids=eos if isinstance(eos, Sequence) else [eos],
-            follows_rows=(setting("num_beams", options, config) or 1) == 1,
+            eos_token_ids=served.eos_token_ids,
+            follows_rows=served.follows_rows,
+            keeps_decoded=self._reuse_answers,
         )
 
 

@@ -8,22 +8,12 @@ from typing import Any
 
 import torch
 
+from mamba_cache._checks import as_ints
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["Prompt", "check_options", "pad_prompts", "setting", "split_rows"]
+__all__ = ["Prompt", "check_prompts", "pad_prompts", "read_prompt", "split_rows"]
 
-_REFUSED = {
-    "past_key_values": "the cache makes its own",
-    "cache_params": "the cache makes its own",
-    "inputs_embeds": "prefixes are found by token ids, which embeddings do not tell",
-    "assistant_model": "it goes back in the sequence, which a state cannot",
-    "prompt_lookup_num_tokens": "it goes back in the sequence, which a state cannot",
-    "use_mtp": "it goes back in the sequence, which a state cannot",
-    "prefill_chunk_size": "prompts are computed in segments anyway: see segment_tokens",
-    "output_attentions": "those of a prefix that is not computed again do not exist",
-    "output_hidden_states": "those of a prefix that is not computed again do not exist",
-    "custom_generate": "it may use the model in any way",
-}
+_ID_DTYPES = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,97 +29,170 @@ class Prompt:
     padding: int
 
 
-def check_options(options: Mapping[str, Any], config: Any) -> None:
-    """Checks what is passed to ``generate`` beside the prompt.
-
-    Args:
-        options: The keyword arguments.
-        config: The generation configuration that stands behind them.
-
-    Raises:
-        InvalidArgumentError: One of them cannot be served; the message says why.
-    """
-    for name, reason in _REFUSED.items():
-        value = setting(name, options, config)
-        if value is not None and value is not False:
-            raise InvalidArgumentError(f"{name} cannot be used with a prefix cache: {reason}")
-    if setting("use_cache", options, config) is False:
-        raise InvalidArgumentError("use_cache must not be False: there would be nothing to reuse")
-    kind = setting("cache_implementation", options, config)
-    if kind not in (None, "dynamic"):
-        raise InvalidArgumentError(f"cache_implementation must be 'dynamic' or None, got {kind!r}")
-    tensors = [
-        name
-        for name, value in options.items()
-        if isinstance(value, torch.Tensor) and name not in ("input_ids", "attention_mask")
-    ]
-    if tensors:
-        raise InvalidArgumentError(
-            f"only input_ids and attention_mask may be tensors, got {tensors} too: prefixes are "
-            "found by token ids, which do not tell what else the model sees"
-        )
-
-
-def setting(name: str, options: Mapping[str, Any], config: Any) -> Any:
-    """Returns an option, or what the generation configuration says if it is not given."""
-    return options[name] if name in options else getattr(config, name, None)
-
-
-def pad_prompts(
-    prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes a batch of prompts of different lengths, padded on the left.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, [prompts, length of the longest] int64 each.
-
-    Raises:
-        InvalidArgumentError: There is no prompt, or one is empty.
-    """
-    good = [isinstance(p, Sequence) and not isinstance(p, str) and len(p) > 0 for p in prompts]
-    if not good or not all(good):
-        raise InvalidArgumentError("give at least one prompt, each a list of token ids, not empty")
-    lengths = [len(prompt) for prompt in prompts]
-    ids = torch.full((len(prompts), max(lengths)), pad_token_id, device=device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, -len(prompt) :] = torch.as_tensor(prompt, device=device)
-        mask[row, -len(prompt) :] = 1
-    return ids, mask
-
-
-def split_rows(input_ids: Any, attention_mask: Any = None) -> list[Prompt]:
-    """Takes a batch apart.
+def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int) -> None:
+    """Checks a batch.
 
     Args:
         input_ids: [rows, length] token ids.
-        attention_mask: [rows, length], 0 for padding, which is on the left; None: there is none.
+        attention_mask: [rows, length], 0 for padding, which is on the left, and 1 for all else;
+            None: it was not given.
+        vocabulary: Token ids are less than this.
 
     Raises:
         InvalidArgumentError: The ids are no such tensor, or the mask is none, or it has zeros
             anywhere but on the left, or nothing else.
     """
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not input_ids.numel():
-        shape = tuple(getattr(input_ids, "shape", ()))
+    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in _ID_DTYPES:
         raise InvalidArgumentError(
-            f"input_ids must be a tensor [rows, length] of at least one token, got "
-            f"{type(input_ids).__name__} of shape {shape}"
+            f"input_ids must be an int64 or int32 tensor [rows, length] of at least one token, got "
+            f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
         )
+    lowest, highest = (int(bound) for bound in input_ids.aminmax())
+    _check_range(lowest, highest, vocabulary, "input_ids")
+    if attention_mask is None:
+        return
+    shape = tuple(getattr(attention_mask, "shape", ()))
+    if not isinstance(attention_mask, torch.Tensor) or shape != tuple(input_ids.shape):
+        raise InvalidArgumentError(
+            f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
+            f"got {type(attention_mask).__name__} of shape {shape}"
+        )
+    is_real = attention_mask == 1
+    if not (is_real | (attention_mask == 0)).all():
+        raise InvalidArgumentError("attention_mask must be 1 for tokens and 0 for padding only")
+    is_right = is_real[:, -1] & (is_real[:, :-1] <= is_real[:, 1:]).all(dim=1)
+    if not is_right.all():
+        raise InvalidArgumentError(
+            f"attention_mask must be 0 on the left only, and not everywhere; row "
+            f"{is_right.tolist().index(False)} is not: set tokenizer.padding_side = 'left', and "
+            "give prompts without holes"
+        )
+
+
+def pad_prompts(
+    prompts: Any, vocabulary: int, pad_token_id: int | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes a batch of prompts of different lengths, padded on the left.
+
+    Args:
+        prompts: A list of prompts, each a list of token ids.
+        vocabulary: Token ids are less than this.
+        pad_token_id: What they are padded with; the mask says where, so it may be None.
+        device: Where the batch is made.
+
+    Returns:
+        ``input_ids`` and ``attention_mask``, [prompts, length of the longest] int64 each.
+
+    Raises:
+        InvalidArgumentError: There is no prompt, one is empty, or it holds what is no token id.
+    """
+    if isinstance(prompts, Mapping):
+        raise InvalidArgumentError(
+            f"prompts must be token ids, got {type(prompts).__name__}: unpack it, as in "
+            "generate(**inputs)"
+        )
+    if not _is_list(prompts):
+        raise InvalidArgumentError(
+            f"prompts must be a tensor of token ids [rows, length], or a list of lists of them, "
+            f"got {_described(prompts)}"
+        )
+    if not len(prompts):
+        raise InvalidArgumentError("give at least one prompt, got an empty list")
+    if not any(_is_list(prompt) for prompt in prompts):
+        is_flat = all(isinstance(prompt, int) for prompt in prompts)
+        raise InvalidArgumentError(
+            f"prompts must be a list of prompts, each a list of token ids, got a list of "
+            f"{type(prompts[0]).__name__}"
+            + (": for one prompt write [[1, 2, 3]], not [1, 2, 3]" if is_flat else "")
+        )
+    rows = [
+        _token_ids(prompt, vocabulary, f"prompt {number}") for number, prompt in enumerate(prompts)
+    ]
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad_token_id or 0, dtype=torch.int64, device="cpu")
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, -len(row) :] = torch.tensor(row, device="cpu")
+        mask[number, -len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def read_prompt(input_ids: Any, vocabulary: int) -> tuple[int, ...]:
+    """Returns one prompt's token ids.
+
+    Args:
+        input_ids: A tensor [1, length] or [length], or a list of ints.
+        vocabulary: Token ids are less than this.
+
+    Raises:
+        InvalidArgumentError: It is none of these, or more than one prompt, or empty, or it holds
+            what is no token id.
+    """
+    if isinstance(input_ids, torch.Tensor):
+        rows = input_ids[None] if input_ids.dim() == 1 else input_ids
+        check_prompts(rows, None, vocabulary)
+        prompts: Sequence[Any] = rows.tolist()
+    elif _is_list(input_ids):
+        nested = len(input_ids) and all(_is_list(item) for item in input_ids)
+        prompts = input_ids if nested else [input_ids]
+    else:
+        raise InvalidArgumentError(
+            f"prefill takes a tensor of token ids [length] or [1, length], or a list of ints, got "
+            f"{_described(input_ids)}"
+        )
+    if len(prompts) > 1:
+        raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
+    return tuple(_token_ids(prompts[0], vocabulary, "the prompt"))
+
+
+def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
+    """Takes a batch apart.
+
+    Args:
+        input_ids: [rows, length] token ids.
+        attention_mask: [rows, length], 0 for what the model is not to see; None: it sees all.
+
+    Returns:
+        The rows; None if the mask hides more than columns on the left, so that token ids alone do
+        not tell what the model sees.
+    """
     ids = input_ids.tolist()
     if attention_mask is None:
         return [Prompt(tuple(row), 0) for row in ids]
-    if tuple(attention_mask.shape) != tuple(input_ids.shape):
-        raise InvalidArgumentError(
-            f"attention_mask must be of the shape of input_ids, {tuple(input_ids.shape)}, got "
-            f"{tuple(attention_mask.shape)}"
-        )
     prompts = []
-    for number, (row, mask) in enumerate(zip(ids, attention_mask.bool().tolist(), strict=True)):
+    for row, mask in zip(ids, attention_mask.bool().tolist(), strict=True):
         padding = mask.index(True) if True in mask else len(mask)
         if False in mask[padding:] or padding == len(mask):
-            raise InvalidArgumentError(
-                f"attention_mask must be 0 on the left only, and not everywhere; row {number} is "
-                "not: set tokenizer.padding_side = 'left', and give prompts without holes"
-            )
+            return None
         prompts.append(Prompt(tuple(row[padding:]), padding))
     return prompts
+
+
+def _token_ids(prompt: Any, vocabulary: int, name: str) -> list[int]:
+    if not _is_list(prompt):
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {_described(prompt)}")
+    ids = as_ints(f"the token ids of {name}", prompt)
+    if not ids:
+        raise InvalidArgumentError(f"{name} must not be empty")
+    _check_range(min(ids), max(ids), vocabulary, name)
+    return ids
+
+
+def _check_range(lowest: int, highest: int, vocabulary: int, name: str) -> None:
+    if lowest < 0 or highest >= vocabulary:
+        raise InvalidArgumentError(
+            f"token ids must be in [0, {vocabulary}), the model's vocabulary; {name} has "
+            f"{lowest if lowest < 0 else highest}"
+        )
+
+
+def _is_list(value: Any) -> bool:
+    """Says whether it is a sequence of items, or an array of at least one dimension."""
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return False
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind}: tokenize it" if isinstance(value, (str, bytes)) else kind

@@ -36,7 +36,8 @@ class ModelRunner:
         if not isinstance(model, library.PreTrainedModel) or not hasattr(model, "generate"):
             raise InvalidArgumentError(
                 f"model must be a causal language model of transformers, got "
-                f"{type(model).__name__} (of a PEFT model, give get_base_model())"
+                f"{type(model).__name__} (of a PEFT model, give get_base_model(); instead of "
+                "torch.compile(model), call model.compile() and give the model)"
             )
         self.model: Any = model
         self._accepts = set(inspect.signature(self.model.forward).parameters)
@@ -50,6 +51,12 @@ class ModelRunner:
     def config(self) -> Any:
         """The configuration of the model's decoder."""
         return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        return rows if isinstance(rows, int) else int(self.config.vocab_size)
 
     @property
     def chunk_size(self) -> int:
@@ -141,7 +148,7 @@ class ModelRunner:
             positions = torch.arange(start, start + len(tokens), device=ids.device)
             options["position_ids"] = positions[None]
         with torch.no_grad():
-            output = self.model(input_ids=ids, **options)
+            output = self._call(input_ids=ids, **options)
         self._output_type = type(output)
         logits: torch.Tensor = output.logits
         return logits
@@ -154,6 +161,16 @@ class ModelRunner:
             cache: The transformers cache that it would have updated.
         """
         return self._output_type(**{"logits": logits, self.cache_name: cache})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``model.compile()`` was called."""
+        return getattr(self.model, "_compiled_call_impl", None) is not None
+
+    @property
+    def _call(self) -> Any:
+        # Parts of prompts have any length, and each new one would be compiled for itself.
+        return self.model._call_impl if self.is_compiled else self.model
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -174,7 +174,7 @@ class PrefixStore:
         cache_salt: ExtraKey,
         lora_id: ExtraKey,
         min_computed: int,
-        with_logits: bool,
+        with_logits: bool = False,
     ) -> SequenceRecord:
         """Matches a prompt and holds what was found until the record is closed.
 

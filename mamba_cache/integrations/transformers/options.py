@@ -1,0 +1,273 @@
+"""The options of ``generate``: which are served, and what may be kept of the answers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.integrations.transformers.library import transformers
+
+__all__ = ["ServedOptions", "read_options"]
+
+_GOES_BACK = "it goes back in the sequence, which a state cannot"
+_DOES_NOT_EXIST = "those of a prefix that is not computed again do not exist"
+_OTHERS_CODE = "it loads a decoding loop that may use the model in any way"
+
+REFUSED = {
+    "past_key_values": "the cache makes its own",
+    "cache_params": "the cache makes its own",
+    "inputs_embeds": "prefixes are found by token ids, which embeddings do not tell",
+    "assistant_model": _GOES_BACK,
+    "assistant_tokenizer": _GOES_BACK,
+    "assistant_early_exit": _GOES_BACK,
+    "is_assistant": _GOES_BACK,
+    "prompt_lookup_num_tokens": _GOES_BACK,
+    "use_mtp": _GOES_BACK,
+    "prefill_chunk_size": "prompts are computed in segments anyway: see segment_tokens",
+    "output_attentions": _DOES_NOT_EXIST,
+    "output_hidden_states": _DOES_NOT_EXIST,
+    "custom_generate": _OTHERS_CODE,
+    "token_healing": "it puts other tokens into the prompt than those given",
+    "synced_gpus": "ranks that wait for each other at each forward must run as many forwards, and "
+    "with a cache one rank may compute less than another",
+}
+"""Refused unless None or False, wherever they are set, with the reason."""
+
+CHECKED = frozenset({"use_cache", "cache_implementation"})
+"""Fields of which some values are refused."""
+
+FREE = frozenset(
+    {
+        # They say how long the answer is, which token comes next, or what is returned. Whatever
+        # they do, the model is given the tokens that are in the result, one by one.
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
+        *("stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h"),
+        *("typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+        *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+        *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "output_scores"),
+        *("output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id"),
+        *("eos_token_id", "decoder_start_token_id", "num_return_sequences"),
+        # A second forward for each token, with a cache of its own, that moves the logits.
+        "guidance_scale",
+        # Read only with caches of other kinds, which CHECKED refuses, or by other methods.
+        *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
+        "continuous_batching_config",
+        *("_from_model_config", "_commit_hash", "transformers_version"),
+    }
+)
+"""Fields that may have any value."""
+
+BY_MODE = frozenset(
+    {
+        *("num_beams", "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
+        *("constraints", "force_words_ids", "penalty_alpha", "low_memory", "dola_layers"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
+        *("assistant_ensemble_weight", "speculation_type"),
+    }
+)
+"""Fields that choose a mode, or are read in one only."""
+
+ARGUMENTS = frozenset(
+    {
+        *("inputs", "generation_config", "logits_processor", "stopping_criteria"),
+        *("prefix_allowed_tokens_fn", "streamer", "negative_prompt_ids"),
+        *("negative_prompt_attention_mask", "tokenizer", "trust_remote_code"),
+    }
+)
+"""Arguments of ``generate`` itself that may have any value; ``REFUSED`` names the others."""
+
+MODEL_ARGUMENTS = frozenset({"attention_mask", "logits_to_keep", "output_router_logits"})
+"""Arguments of the model's forward that change nothing in what its cache holds of each token."""
+
+ROWS_FOLLOWED = frozenset({"greedy_search", "sample"})
+"""Modes in which a row of the batch goes on with its own tokens."""
+
+ROWS_MIXED = frozenset({"beam_search", "beam_sample"})
+"""Modes whose rows change places, so that only what comes before the answers is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """What one call of ``generate`` will do.
+
+    Attributes:
+        arguments: For ``generate``, beside the prompts, the cache and the stopping criteria.
+        follows_rows: A row of the batch goes on with its own tokens, so that the states of its
+            answer can be kept.
+        eos_token_ids: Tokens that end an answer.
+        pad_token_id: What fills prompts up, None if nothing is configured.
+    """
+
+    arguments: dict[str, Any]
+    follows_rows: bool
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
+    """Decides whether a call can be served, by the configuration that ``generate`` will use.
+
+    That joins what the caller gave, his ``generation_config``, the model's, and the library's
+    defaults. The library joins them in one method, which is called here with what ``generate`` will
+    call it with: so it cannot come to another result.
+
+    Args:
+        model: The model.
+        options: What was passed to ``generate`` beside the prompts. Nothing of it is changed.
+
+    Raises:
+        InvalidArgumentError: Something that is set cannot be served; the message says why.
+        UnsupportedVersionError: The library has no such method.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse(given)
+    _check_ranks(model)
+    own = _arguments_of_generate(model)
+    unknown = [name for name in given if name in own - ARGUMENTS]
+    if unknown:
+        raise InvalidArgumentError(
+            f"{unknown} cannot be used with a prefix cache: this version of transformers takes "
+            "them, but what they do to the model's cache is not known"
+        )
+    config, model_arguments = _prepare(model, options, own)
+    _refuse(vars(config))
+    _check_model_arguments(model_arguments)
+    _check_cache(config)
+    mode = str(getattr(config.get_generation_mode(None), "value", ""))
+    if mode not in ROWS_FOLLOWED | ROWS_MIXED:
+        raise InvalidArgumentError(
+            f"generation mode {mode!r} cannot be used with a prefix cache: {_OTHERS_CODE}; modes "
+            f"that can: {sorted(ROWS_FOLLOWED | ROWS_MIXED)}"
+        )
+    arguments = {name: value for name, value in options.items() if name != "stopping_criteria"}
+    if config.cache_implementation is not None:
+        # "dynamic", which is what the cache hands over, and which generate refuses to be told then.
+        arguments["cache_implementation"] = None
+    eos = _as_ids(config.eos_token_id)
+    pad = _as_ids(config.pad_token_id) or eos
+    return ServedOptions(
+        arguments,
+        mode in ROWS_FOLLOWED and _is_known(config) and _has_the_librarys_loop(model),
+        eos,
+        pad[0] if pad else None,
+    )
+
+
+def _refuse(values: Mapping[str, Any]) -> None:
+    for name, reason in REFUSED.items():
+        value = values.get(name)
+        if value is not None and value is not False:
+            raise InvalidArgumentError(f"{name} cannot be used with a prefix cache: {reason}")
+
+
+def _arguments_of_generate(model: Any) -> frozenset[str]:
+    """Names what ``generate`` takes itself, before it reads the configuration."""
+    parameters = inspect.signature(model.generate).parameters.values()
+    named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    # These it takes out of its keyword arguments.
+    return frozenset(named | {"tokenizer", "assistant_tokenizer", "trust_remote_code"})
+
+
+def _prepare(
+    model: Any, options: Mapping[str, Any], own: frozenset[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the configuration that ``generate`` will use, and what it will pass to the model."""
+    given = options.get("generation_config")
+    if given is not None and not isinstance(given, transformers().GenerationConfig):
+        raise InvalidArgumentError(
+            f"generation_config must be a transformers.GenerationConfig, got {type(given).__name__}"
+        )
+    prepare = getattr(model, "_prepare_generation_config", None)
+    if prepare is None:
+        raise UnsupportedVersionError(
+            f"transformers {transformers().__version__} has no _prepare_generation_config, which "
+            "says what generate will do: use a version that mamba_cache was tested with "
+            "(docs/how-to/transformers.md)"
+        )
+    rest = {name: value for name, value in options.items() if name not in own}
+    config, model_arguments = prepare(given, **rest)
+    return config, model_arguments
+
+
+def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
+    others = [
+        name
+        for name, value in arguments.items()
+        if value is not None and name not in MODEL_ARGUMENTS
+    ]
+    if others:
+        raise InvalidArgumentError(
+            f"generate can be given no other input of the model than input_ids and "
+            f"attention_mask, got {others} too: prefixes are found by token ids, which do not tell "
+            "what else the model sees"
+        )
+
+
+def _check_cache(config: Any) -> None:
+    if not config.use_cache:
+        raise InvalidArgumentError(
+            f"use_cache must be True, got {config.use_cache!r}: there would be nothing to reuse"
+        )
+    kind = config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise InvalidArgumentError(f"cache_implementation must be 'dynamic' or None, got {kind!r}")
+
+
+def _is_known(config: Any) -> bool:
+    """Says whether all that is set was known when this was written.
+
+    A field that a newer version has added may change what the states of an answer are.
+    """
+    unset = _new_fields(transformers().GenerationConfig)
+    return all(getattr(config, name, value) in (None, False, value) for name, value in unset)
+
+
+@lru_cache
+def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the fields that no list above has, with the values of a call that sets none.
+
+    What a model's own configuration has beside declared fields, the library does not read.
+    """
+    defaults = getattr(kind, "_get_default_generation_params", dict)
+    values: dict[str, Any] = {**vars(kind()), **defaults()}
+    known = FREE | BY_MODE | CHECKED | REFUSED.keys()
+    return tuple((name, value) for name, value in values.items() if name not in known)
+
+
+def _has_the_librarys_loop(model: Any) -> bool:
+    library, kind = transformers().GenerationMixin, type(model)
+    loop = ("generate", "_sample")
+    return all(getattr(kind, name, None) is getattr(library, name) for name in loop)
+
+
+def _check_ranks(model: Any) -> None:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    library = importlib.import_module("transformers.generation.utils")
+    if distributed.get_world_size() > 1 and (
+        library.is_deepspeed_zero3_enabled() or library.is_fsdp_managed_module(model)
+    ):
+        raise InvalidArgumentError(
+            f"the model's weights must be whole on each rank, got FSDP or ZeRO-3: "
+            f"{REFUSED['synced_gpus']}"
+        )
+
+
+def _as_ids(ids: Any) -> tuple[int, ...]:
+    """Reads special tokens as they may be configured: an id, several, a tensor, or None."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)

@@ -1,0 +1,706 @@
+"""Which options of `generate` the prefix cache serves, and what it keeps under each."""
+
+import copy
+import inspect
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+import transformers
+from torch import distributed
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers.generation import utils as generation_utils
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    VOCABULARY,
+    assert_same,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import (
+    ConcurrentUseError,
+    InvalidArgumentError,
+    MambaCacheError,
+    NotCopyableError,
+    UnsupportedVersionError,
+)
+from mamba_cache.integrations.transformers import options as served
+from mamba_cache.integrations.transformers.layers import read_layers
+from mamba_cache.slots import EveryNthBlock, LastBlock, LruSlotPolicy
+
+
+@pytest.fixture(scope="module")
+def shared_model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def model(shared_model):
+    """The model, whose generation configuration a test may change."""
+    shared_model.generation_config = GenerationConfig(
+        pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    return shared_model
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+def states_of(model, cache, tokens):
+    """What the model's cache holds after `tokens`, computed in one piece."""
+    past = cache._runner.new_cache()
+    with torch.no_grad():
+        model(torch.tensor([tokens]), past_key_values=past, use_cache=True)
+    return read_layers(past, cache._store.layout.layers, len(tokens))
+
+
+def assert_published_states_are_right(model, cache, tokens) -> int:
+    """Compares every state that a prefix of `tokens` finds with one computed anew."""
+    found = 0
+    for end in range(1, len(tokens) + 1):
+        record = cache._store.open(
+            tokens[:end], cache_salt=None, lora_id=cache._runner.adapters(), min_computed=0
+        )
+        try:
+            if record.match.skip_tokens != end:
+                continue
+            saved, expected = record.load(), states_of(model, cache, tokens[:end])
+        finally:
+            record.close()
+        found += 1
+        pairs = [*zip(saved.states, expected.states, strict=True)]
+        pairs += zip(saved.tokens, expected.tokens, strict=True)
+        for one, other in pairs:
+            assert (one - other).norm() <= 1e-4 * other.norm(), f"wrong at {end} of {len(tokens)}"
+    return found
+
+
+# Every option has been thought about.
+
+
+def test_every_field_of_a_generation_configuration_is_classified():
+    lists = [served.REFUSED.keys(), served.CHECKED, served.FREE, served.BY_MODE]
+    known = [name for names in lists for name in names]
+    assert set(vars(GenerationConfig())) <= set(known)
+    assert len(known) == len(set(known))
+
+
+def test_every_argument_of_generate_is_classified(model):
+    taken = served._arguments_of_generate(model)
+    assert taken <= served.ARGUMENTS | served.REFUSED.keys()
+
+
+def test_every_generation_mode_is_served_or_refused(model, cache, prompt):
+    """Unknown modes are refused; these are the known ones that are."""
+    modes = {mode.value for mode in transformers.generation.GenerationMode}
+    assert modes - served.ROWS_FOLLOWED - served.ROWS_MIXED == {
+        "assisted_generation",
+        "constrained_beam_search",
+        "contrastive_search",
+        "dola_generation",
+        "group_beam_search",
+    }
+    for others in (
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[5]], "num_beams": 2},
+    ):
+        for options in (others, {"generation_config": GenerationConfig(**others)}):
+            with pytest.raises(InvalidArgumentError, match=r"generation mode '\w+' cannot"):
+                cache.generate(prompt, trust_remote_code=True, max_new_tokens=2, **options)
+
+
+@pytest.mark.parametrize("name", sorted(served.REFUSED))
+def test_what_is_refused_is_refused_wherever_it_is_set(model, cache, prompt, name):
+    ways = [{name: True}]
+    if hasattr(GenerationConfig(), name):
+        config = GenerationConfig()
+        setattr(config, name, 1)
+        ways += [{"generation_config": config}, {}]
+    for options in ways:
+        if not options:
+            setattr(model.generation_config, name, 1)
+        with pytest.raises(InvalidArgumentError, match=f"{name} cannot be used with a prefix"):
+            cache.generate(prompt, **options)
+    assert cache.stats().requests == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("use_cache", False, "nothing to reuse"),
+        ("cache_implementation", "static", "'dynamic' or None, got 'static'"),
+        ("cache_implementation", "offloaded", "'dynamic' or None, got 'offloaded'"),
+        ("cache_implementation", "quantized", "'dynamic' or None, got 'quantized'"),
+    ],
+)
+def test_settings_hidden_in_the_models_configuration(model, cache, prompt, field, value, message):
+    """Elsewhere a caller's own configuration hid them from the cache."""
+    setattr(model.generation_config, field, value)
+    for config in (None, GenerationConfig(max_new_tokens=2)):
+        with pytest.raises(InvalidArgumentError, match=message):
+            cache.generate(prompt, generation_config=config)
+
+
+def test_what_overrides_a_hidden_setting_is_obeyed(model, cache, prompt):
+    model.generation_config.use_cache = False
+    model.generation_config.cache_implementation = "static"
+    model.generation_config.num_beams = 3
+    options = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1}
+    for _ in range(2):
+        assert_same(plain(model, prompt, **options), cached(cache, prompt, **options))
+    assert cache.stats().hits == 1
+
+
+@pytest.mark.parametrize(
+    "others", [{"pixel_values": [torch.ones(2)]}, {"token_type_ids": torch.ones(1, 35)}, {"x": 1}]
+)
+def test_other_inputs_of_the_model_are_refused_in_any_wrapping(cache, prompt, others):
+    with pytest.raises(InvalidArgumentError, match=r"no other input of the model .* got \['"):
+        cache.generate(prompt, **others)
+
+
+def test_a_configuration_of_another_kind(cache, prompt):
+    with pytest.raises(InvalidArgumentError, match=r"GenerationConfig, got dict"):
+        cache.generate(prompt, generation_config={"num_beams": 2})
+
+
+def test_a_library_that_does_not_tell_its_configuration(model, cache, prompt, monkeypatch):
+    monkeypatch.setattr(
+        type(model), "_prepare_generation_config", None
+    )  # as if a version had renamed it
+    with pytest.raises(UnsupportedVersionError, match="has no _prepare_generation_config"):
+        cache.generate(prompt)
+
+
+def test_arguments_that_a_later_version_adds_are_refused(model, cache, prompt, monkeypatch):
+    def generate(inputs=None, draft_everything=None, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(model, "generate", generate, raising=False)
+    with pytest.raises(InvalidArgumentError, match=r"\['draft_everything'\] cannot be used"):
+        cache.generate(prompt, draft_everything=True)
+
+
+def test_fields_that_a_later_version_adds_keep_answers_out(model, cache, prompt, monkeypatch):
+    """Set or not; what a model's configuration has of its own is no such field."""
+    original = GenerationConfig.__init__
+
+    def init(self, **kwargs):
+        self.rewrites_states = kwargs.pop("rewrites_states", None)
+        original(self, **kwargs)
+
+    monkeypatch.setattr(GenerationConfig, "__init__", init)
+    served._new_fields.cache_clear()
+    model.generation_config.chat_format = "own"
+    options = {"max_new_tokens": 2 * BLOCK}
+    try:
+        assert served.read_options(model, options).follows_rows
+        assert not served.read_options(model, {**options, "rewrites_states": 3}).follows_rows
+        answer = cached(cache, prompt, rewrites_states=3, **options).sequences
+    finally:
+        served._new_fields.cache_clear()
+    assert skipped(cache, lambda: cached(cache, join(answer, answer[:, :5]))) == prompt.shape[1]
+
+
+def test_models_with_a_loop_of_their_own_keep_answers_out(model, monkeypatch):
+    monkeypatch.setattr(type(model), "_sample", lambda *_, **__: None, raising=False)
+    assert not served.read_options(model, {}).follows_rows
+
+
+def test_sharded_weights_are_refused(model, cache, prompt, monkeypatch):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(generation_utils, "is_fsdp_managed_module", lambda _: True)
+    with pytest.raises(InvalidArgumentError, match="FSDP or ZeRO-3: ranks that wait"):
+        cache.generate(prompt)
+
+
+# Beam search, wherever it is switched on.
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_beam_search_of_the_models_configuration_keeps_only_prompts(
+    model, cache, prompt, do_sample
+):
+    """Elsewhere a caller's own configuration hid it, and other beams' states were kept."""
+    model.generation_config.num_beams = 3
+    model.generation_config.do_sample = do_sample
+    config = GenerationConfig(
+        max_new_tokens=3 * BLOCK, eos_token_id=None, temperature=3.0, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(1)
+    expected = model.generate(prompt, generation_config=config).sequences
+    torch.manual_seed(1)
+    answer = cache.generate(prompt, generation_config=config).sequences
+    assert torch.equal(answer, expected)
+    assert assert_published_states_are_right(model, cache, answer[0].tolist()) == 1
+    assert cache.stats().saved_states == 1
+
+
+CHOICES = {
+    "num_beams": [1, 1, 2, 3],
+    "do_sample": [False, True, True],
+    "num_return_sequences": [1, 1, 2],
+    "repetition_penalty": [None, 1.4],
+    "no_repeat_ngram_size": [None, 2],
+    "bad_words_ids": [None, [[5], [6, 7]]],
+    "temperature": [None, 0.7, 4.0],
+    "top_k": [None, 3],
+    "top_p": [None, 0.9],
+    "min_p": [None, 0.05],
+    "typical_p": [None, 0.9],
+    "epsilon_cutoff": [None, 1e-3],
+    "eta_cutoff": [None, 1e-3],
+    "renormalize_logits": [None, True],
+    "forced_eos_token_id": [None, 4],
+    "suppress_tokens": [None, [8, 9]],
+    "sequence_bias": [None, [[[11], 3.0]]],
+    "guidance_scale": [None, None, 1.5],
+    "watermarking_config": [None, WatermarkingConfig(bias=4.0)],
+    "min_new_tokens": [None, 5],
+    "max_new_tokens": [7, 2 * BLOCK + 3, 3 * BLOCK],
+    "eos_token_id": [None, 2, [2, 17]],
+    "use_cache": [None, True],
+    "early_stopping": [None, True],
+    "length_penalty": [None, 0.5],
+    "exponential_decay_length_penalty": [None, (3, 1.2)],
+    "output_scores": [None, True],
+}
+
+
+def scattered(source, settings):
+    """The settings, each in the model's configuration, the caller's or among the options."""
+    places = {}, {}, {}
+    for name, value in settings.items():
+        source.choice(places)[name] = value
+    if source.random() < 0.3:  # the caller gives no configuration
+        places[0].update(places[1])
+        places[1].clear()
+    for place in places[:2]:  # a configuration by itself must be a valid one
+        places[2].update(
+            {name: place.pop(name) for name in ("num_return_sequences",) if name in place}
+        )
+    return places
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_configurations_answer_and_publish_as_without_a_cache(model, seed):
+    """Conversations of several turns, each under another configuration from up to three places."""
+    source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    cache = make_cache(model, reuse_answers=source.random() < 0.8)
+    ids = text(generator, source.randint(1, 4 * BLOCK))
+    for turn in range(4):
+        settings = {name: source.choice(values) for name, values in CHOICES.items()}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if settings["num_beams"] == 1 and not settings["do_sample"]:
+            settings["num_return_sequences"] = 1
+        if settings["num_beams"] > 1:
+            settings.pop("guidance_scale", None)  # which plain generate cannot do with beams
+        if "eos_token_id" not in settings:
+            settings.pop("exponential_decay_length_penalty", None)  # nor this without an end
+        of_model, of_caller, options = scattered(source, settings)
+        model.generation_config = GenerationConfig(pad_token_id=0, **of_model)
+        if of_caller:
+            options["generation_config"] = GenerationConfig(**of_caller)
+        torch.manual_seed(turn)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        torch.manual_seed(turn)
+        actual = cache.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert torch.equal(actual, expected), settings
+        cache.check_invariants()
+        for row in actual.tolist():
+            assert_published_states_are_right(model, cache, row)
+        ids = join(actual[:1], text(generator, source.randint(1, BLOCK)))
+    assert cache.stats().requests >= 4
+
+
+def test_guidance_is_served_and_its_answers_are_reused(model, cache, prompt):
+    """A second forward a token, with other tokens and a cache of its own."""
+    options = {
+        "guidance_scale": 1.7,
+        "negative_prompt_ids": prompt[:, :5],
+        "max_new_tokens": 2 * BLOCK,
+    }
+    expected = plain(model, prompt, **options)
+    actual = cached(cache, prompt, **options)
+    assert_same(expected, actual)
+    tokens = actual.sequences[0].tolist()
+    assert assert_published_states_are_right(model, cache, tokens) == 2
+
+
+def test_answers_can_be_left_out(model, prompt):
+    cache = make_cache(model, reuse_answers=False)
+    answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
+    next_turn = join(answer, answer[:, :3])
+    hit = skipped(cache, lambda: assert_same(plain(model, next_turn), cached(cache, next_turn)))
+    assert hit == prompt.shape[1]
+    with pytest.raises(InvalidArgumentError, match="reuse_answers must be a bool, got 'no'"):
+        make_cache(model, reuse_answers="no")
+
+
+def test_without_answers_nothing_is_kept_that_was_computed_token_by_token(model, prompt):
+    """In a batch the prompts' last tokens are."""
+    whole = [prompt[0, : 4 * BLOCK].tolist(), prompt[0, 3 : 2 * BLOCK + 3].tolist()]
+    parts = 2  # of the prompts but for their last tokens
+    for reuse, blocks in ((True, 4 + 2 + parts + 2), (False, 3 + 1 + parts)):
+        cache = make_cache(model, reuse_answers=reuse)
+        cache.generate(whole, **{**GREEDY, "max_new_tokens": 2})
+        assert cache.stats().cached_blocks == blocks
+        cache.check_invariants()
+
+
+# Prompts.
+
+NO_IDS = [
+    (None, "got NoneType"),
+    ("text", "got str: tokenize it"),
+    (b"text", "got bytes: tokenize it"),
+    (7, "got int"),
+    ([], "at least one prompt, got an empty list"),
+    ([3, 4, 5], r"a list of int: for one prompt write \[\[1, 2, 3\]\]"),
+    (["a", "b"], "a list of str"),
+    ([[3], 4], "prompt 1 must be a list of token ids, got int"),
+    ([[3], "ab"], "prompt 1 must be a list of token ids, got str"),
+    ([[3], b"ab"], "prompt 1 must be a list of token ids, got bytes"),
+    ([[3], []], "prompt 1 must not be empty"),
+    ([[[3]]], r"the token ids of prompt 0 must be ints, got \[3\]"),
+    ([[1.5, 2.7]], "the token ids of prompt 0 must be ints, got 1.5"),
+    ([[3, True]], "the token ids of prompt 0 must be ints, got True"),
+    ([[3, None]], "the token ids of prompt 0 must be ints, got None"),
+    ([["a"]], "the token ids of prompt 0 must be ints, got 'a'"),
+    ([[3, -1]], r"token ids must be in \[0, 97\), the model's vocabulary; prompt 0 has -1"),
+    ([[3, VOCABULARY]], r"token ids must be in \[0, 97\).* has 97"),
+    ([[2**70]], r"token ids must be in \[0, 97\)"),
+    ([torch.tensor([1.5])], "must be ints, got 1.5"),
+    ({"input_ids": [[3]]}, r"got dict: unpack it, as in generate\(\*\*inputs\)"),
+    ({3, 4}, "got set"),
+    (torch.tensor([3, 4]), r"tensor \[rows, length\] .* of shape \(2,\)"),
+    (torch.ones(1, 2), "got torch.float32"),
+    (torch.ones(1, 2, dtype=torch.bool), "got torch.bool"),
+    (torch.ones(1, 2, dtype=torch.uint8), "got torch.uint8"),
+    (torch.ones(1, 0, dtype=torch.long), r"of shape \(1, 0\)"),
+    (torch.tensor([[3, -100]]), r"input_ids has -100"),
+    (torch.tensor([[3, VOCABULARY]]), r"input_ids has 97"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), NO_IDS, ids=lambda x: str(x)[:30])
+def test_prompts_that_are_no_token_ids(cache, prompts, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.generate(prompts)
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.generate(input_ids=prompts)
+    assert cache.stats().requests == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "got NoneType"),
+        ("text", "got str: tokenize it"),
+        ([], "must not be empty"),
+        ([[]], "must not be empty"),
+        ([1.5, 2.7], "must be ints, got 1.5"),
+        ([True], "must be ints, got True"),
+        ([[[3]]], "must be ints"),
+        ([3, [4]], r"must be ints, got \[4\]"),
+        ([-1], r"\[0, 97\)"),
+        ([VOCABULARY], r"\[0, 97\)"),
+        ([[3], [4]], "one prompt, got 2 rows"),
+        (torch.tensor(3), "of shape"),
+        (torch.ones(3), "torch.float32"),
+        (torch.tensor([VOCABULARY]), r"\[0, 97\)"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_prompts_that_prefill_refuses(cache, prompt, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.prefill(prompt)
+    assert cache.stats().requests == 0
+
+
+def test_prompts_are_given_once(cache, prompt):
+    with pytest.raises(InvalidArgumentError, match="as inputs or as input_ids, not both"):
+        cache.generate(prompt, input_ids=prompt)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [np.array([3, 4, 5]), range(3, 9)],
+        [torch.tensor([3, 4, 5]), (3, 4, 5, 6, 7, 8)],
+        [[np.int64(3), 4, np.int32(5)], [3, 4, 5, 6, 7, 8]],
+    ],
+)
+def test_prompts_may_be_sequences_of_any_ints(model, cache, prompts):
+    expected = cache.generate([[3, 4, 5], [3, 4, 5, 6, 7, 8]], **GREEDY)
+    assert_same(expected, cache.generate(prompts, **GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1, 1]], "must be a tensor of the shape of input_ids, .* got list"),
+        (torch.tensor([[2, 1, 1, 1]]), "1 for tokens and 0 for padding only"),
+        (torch.tensor([[0.5, 1, 1, 1]]), "1 for tokens and 0 for padding only"),
+    ],
+)
+def test_masks_of_other_kinds(cache, mask, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.generate(torch.tensor([[3, 4, 5, 6]]), attention_mask=mask)
+
+
+def test_a_mask_beside_a_list(cache):
+    with pytest.raises(InvalidArgumentError, match="goes with a tensor of token ids only"):
+        cache.generate([[3, 4]], attention_mask=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_pad_id_inside_a_prompt_without_a_mask(model, cache, generator, rows):
+    """`generate` hides it then. Elsewhere it was an error about a mask that nobody had given."""
+    prompt = text(generator, 3 * BLOCK).repeat(rows, 1)
+    hidden = prompt.clone()
+    hidden[0, 5] = 0
+    expected = model.generate(hidden, **GREEDY)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"nothing was reused or cached: .* token \(0\)"):
+            actual = cache.generate(hidden, **GREEDY)
+        assert_same(expected, actual)
+        cache.check_invariants()
+    assert (cache.stats().cached_blocks, cache.stats().requests) == (0, 0)
+    # Where it counts as a token, it is cached like any other.
+    shown = {"attention_mask": torch.ones_like(hidden)}
+    for _ in range(2):
+        assert_same(
+            model.generate(hidden, **shown, **GREEDY), cache.generate(hidden, **shown, **GREEDY)
+        )
+    assert_same(
+        model.generate(hidden, **shown, **GREEDY), cache.generate(hidden.tolist(), **GREEDY)
+    )
+    assert cache.stats().hits > 0
+
+
+def test_pad_ids_on_the_left_without_a_mask_are_padding(model, cache, prompt):
+    padded = join(torch.zeros(1, 5, dtype=torch.long), prompt)
+    for _ in range(2):
+        assert_same(model.generate(padded, **GREEDY), cache.generate(padded, **GREEDY))
+    assert cache.stats().hits == 1
+
+
+def test_a_pad_id_that_also_ends_answers_is_a_token(model, cache, prompt):
+    """Then `generate` infers no mask."""
+    options = {**GREEDY, "pad_token_id": 5, "eos_token_id": [5, 6]}
+    inside = prompt.clone()
+    inside[0, 4] = 5
+    for _ in range(2):
+        assert_same(model.generate(inside, **options), cache.generate(inside, **options))
+    assert cache.stats().hits == 1
+
+
+# Callbacks.
+
+
+class Streamer:
+    def __init__(self, act):
+        self.act = act
+
+    def put(self, _):
+        self.act()
+
+    def end(self):
+        self.act()
+
+
+def callbacks(act):
+    """Each way in which a caller's code runs within `generate`."""
+
+    def processor(_, scores):
+        act()
+        return scores
+
+    def criterion(ids, _, **__):
+        act()
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    def allowed(*_):
+        act()
+        return list(range(VOCABULARY))
+
+    return {
+        "streamer": Streamer(act),
+        "logits_processor": LogitsProcessorList([processor]),
+        "stopping_criteria": [criterion],
+        "prefix_allowed_tokens_fn": allowed,
+    }
+
+
+CALLBACKS = sorted(callbacks(None))
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_callbacks_may_call_the_model(model, cache, prompt, generator, kind):
+    """Elsewhere the first forward in the thread was taken for `generate`'s own."""
+    other = text(generator, 2 * BLOCK + 1)
+    logits, answer = model(other).logits.detach(), plain(model, other, max_new_tokens=3).sequences
+    calls = []
+
+    def act():
+        torch.testing.assert_close(model(other).logits.detach(), logits)
+        assert torch.equal(plain(model, other, max_new_tokens=3).sequences, answer)
+        calls.append(1)
+
+    expected = plain(model, prompt, max_new_tokens=2 * BLOCK)
+    actual = cached(cache, prompt, max_new_tokens=2 * BLOCK, **{kind: callbacks(act)[kind]})
+    assert_same(expected, actual)
+    assert len(calls) >= 2 * BLOCK
+    assert cache.stats().requests == 1
+    assert not model._forward_pre_hooks
+    assert assert_published_states_are_right(model, cache, actual.sequences[0].tolist()) == 2
+    assert assert_published_states_are_right(model, cache, other[0].tolist()) == 0
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_callbacks_may_use_another_cache_of_the_same_model(model, cache, prompt, generator, kind):
+    other, text_of_other = make_cache(model), text(generator, 2 * BLOCK + 1)
+    expected = plain(model, text_of_other)
+
+    def act():
+        assert_same(expected, cached(other, text_of_other))
+
+    actual = cached(cache, prompt, max_new_tokens=4, **{kind: callbacks(act)[kind]})
+    assert torch.equal(actual.sequences, plain(model, prompt, max_new_tokens=4).sequences)
+    assert other.stats().hits >= 3
+    assert cache.stats().requests == 1
+
+
+@pytest.mark.parametrize("call", ["generate", "prefill", "reset", "close", "check_invariants"])
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_callbacks_may_not_call_the_cache(model, cache, prompt, kind, call):
+    def act():
+        getattr(cache, call)(*([prompt] if call in ("generate", "prefill") else []))
+
+    with pytest.raises(ConcurrentUseError, match=f"{call} was called from within a call"):
+        cache.generate(prompt, **GREEDY, **{kind: callbacks(act)[kind]})
+    cache.check_invariants()
+    assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_callbacks_that_raise_leave_nothing_behind(model, cache, prompt, kind):
+    """At any of their calls."""
+    for at in (1, 2, BLOCK + 2, 2 * BLOCK):
+        calls = []
+
+        def act(at=at, calls=calls):
+            calls.append(1)
+            if len(calls) == at:
+                raise RuntimeError("enough")
+
+        with pytest.raises(RuntimeError, match="enough"):
+            cached(cache, prompt, max_new_tokens=2 * BLOCK, **{kind: callbacks(act)[kind]})
+        cache.check_invariants()
+        assert "forward" not in vars(model)
+        answer = plain(model, prompt, max_new_tokens=2 * BLOCK).sequences
+        assert assert_published_states_are_right(model, cache, answer[0].tolist()) <= 1
+    assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after it"])
+def test_callbacks_that_write_to_the_ids(model, cache, prompt, when):
+    """What went through the model is then not what is returned; nothing of it is kept."""
+
+    def criterion(ids, _, **__):  # what it writes is given to the model
+        if ids.shape[1] == prompt.shape[1] + 3:
+            ids[:, -1] = 7
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    def processor(ids, scores):  # what it writes is not
+        if ids.shape[1] > prompt.shape[1] + 4:
+            ids[:, prompt.shape[1] + 1] = 9
+        return scores
+
+    options = {"max_new_tokens": 2 * BLOCK}
+    if when == "after it":
+        options["logits_processor"] = LogitsProcessorList([processor])
+    else:
+        options["stopping_criteria"] = [criterion]
+    expected, actual = plain(model, prompt, **options), cached(cache, prompt, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    found = assert_published_states_are_right(model, cache, actual.sequences[0].tolist())
+    assert found == (1 if when == "after it" else 2)
+
+
+# What else a caller may do.
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda cache: copy.deepcopy({"deep": [cache]})],
+)
+def test_a_cache_is_not_copied(cache, prompt, copied):
+    with pytest.raises(NotCopyableError, match="make a new one around the copy of the model"):
+        copied(cache)
+    cached(cache, prompt)
+
+
+@pytest.mark.parametrize("placement", ["last", LastBlock, 3, object()])
+def test_placements_are_checked_when_the_cache_is_made(model, placement):
+    with pytest.raises(InvalidArgumentError, match=r"placement must be .* EveryNthBlock\(4\), got"):
+        make_cache(model, placement=placement)
+
+
+@pytest.mark.parametrize("eviction", ["lru", LruSlotPolicy, 0])
+def test_policies_are_checked_when_the_cache_is_made(model, eviction):
+    with pytest.raises(InvalidArgumentError, match="methods of SlotEvictionPolicy, got"):
+        make_cache(model, eviction=eviction)
+    assert make_cache(model, placement=EveryNthBlock(2), eviction=LruSlotPolicy())
+
+
+def test_a_compiled_module_is_refused_with_what_to_do(model):
+    with pytest.raises(InvalidArgumentError, match=r"call model.compile\(\) and give the model"):
+        make_cache(torch.compile(model, backend="eager"))
+
+
+def test_a_compiled_model_is_served(generator):
+    """Elsewhere the cache's own code was compiled with it, and failed."""
+    model = make_model("lfm2")
+    prompt = text(generator, 3 * BLOCK + 2)
+    expected = plain(model, prompt, max_new_tokens=2)
+    model.compile(backend="eager", dynamic=False)
+    cache = make_cache(model)
+    for _ in range(2):
+        assert_same(expected, cached(cache, prompt, max_new_tokens=2))
+    assert (cache.stats().hits, cache.stats().requests) == (1, 2)
+    model.compile(backend="eager", fullgraph=True)
+    assert_same(expected, cached(cache, prompt, max_new_tokens=2))
+    assert model._compiled_call_impl is not None
+
+
+def test_every_error_is_of_the_packages_tree(cache):
+    """The classes that callers of this module can meet."""
+    errors = (InvalidArgumentError, NotCopyableError, ConcurrentUseError, UnsupportedVersionError)
+    assert all(issubclass(error, MambaCacheError) for error in errors)
+    assert "reuse_answers" in inspect.signature(type(cache)).parameters
