@@ -87,11 +87,13 @@ class Generation:
         self._hook = self._runner.model.register_forward_pre_hook(
             self._before_first_forward, with_kwargs=True
         )
+        self._verdict_hook = self._runner.model.register_forward_hook(self._after_first_forward)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Disarms it, and lets go of the prompts."""
         self._hook.remove()
+        self._verdict_hook.remove()
         for prefill in self._prefills.values():
             prefill.record.close()
 
@@ -117,6 +119,8 @@ class Generation:
         """Makes the answers findable, once ``generate`` has returned."""
         if self._ids is None or not self._follows_rows:
             return
+        if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
+            return
         memory = self._memory()
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
@@ -140,6 +144,14 @@ class Generation:
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
         return args, kwargs
+
+    def _after_first_forward(self, *_: Any) -> None:
+        """Hears whether the weights are right, now that the forward is enqueued, before any token
+        leaves: a streamer gets the first one before ``watch`` does.
+        """
+        if threading.get_ident() == self._thread:
+            self._verdict_hook.remove()
+            self._runner.fingerprint.confirm()
 
     def _fill(self, prompts: Sequence[Prompt]) -> int:
         """Fills the cache; returns how many columns of the batch are in it."""

@@ -101,7 +101,7 @@ class Prefiller:
         record = self._store.open(
             tokens,
             cache_salt=cache_salt,
-            lora_id=self._runner.adapters(),
+            lora_id=self._runner.fingerprint.key,
             min_computed=min_computed,
         )
         try:
@@ -122,6 +122,7 @@ class Prefiller:
             self._runner.forward(tokens, prefill.cache, segment.start)
             self._store.counters.computed_tokens += len(tokens)
             if segment.end % size == 0 or segment is segments[-1]:
+                self._runner.fingerprint.confirm()
                 memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
                 prefill.record.publish(memory, segment.end, has_state=segment.is_checkpoint)
 

@@ -18,6 +18,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
+from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefiller
@@ -63,6 +64,12 @@ class PrefixCache:
         on_unresumable: What to do with a model that does not go on correctly from a saved state
             when given several tokens at once: "error" raises, "step" gives it single tokens then,
             which is slow and exact.
+        weights_check: How much of the model's weights each call compares with those that the
+            prefixes were computed with: "full" all, by a checksum at the speed of memory, beside
+            the forward on a GPU; "sample" the first 64 KiB of each tensor and in turn one sixteenth
+            of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
+            only which tensors they are and PyTorch's count of writes, which fused optimizers,
+            ``.data`` and inference tensors bypass.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -84,10 +91,13 @@ class PrefixCache:
         eviction: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
+        weights_check: WeightsCheck = "full",
     ) -> None:
-        self._runner = ModelRunner(model)
+        self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
+        # The probe was the first run: what a second one rewrites, every run does.
+        self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         self._store = PrefixStore(
             layout,
             num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
@@ -104,7 +114,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         self._is_closed = False
         self._home = self._runner.placement()
-        self._weights = self._runner.weights()
+        self._runner.fingerprint.begin()
 
     def __enter__(self) -> PrefixCache:
         """Returns itself."""
@@ -141,6 +151,7 @@ class PrefixCache:
                 criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
                 listed = transformers().StoppingCriteriaList(criteria)
                 output = model.generate(ids, stopping_criteria=listed, **options)
+                self._runner.fingerprint.confirm()
                 generation.publish()
             return output
 
@@ -174,6 +185,7 @@ class PrefixCache:
             )
             try:
                 self._prefiller.run(prefill, prefill.segments)
+                self._runner.fingerprint.confirm()
             finally:
                 prefill.record.close()
             return past
@@ -192,7 +204,7 @@ class PrefixCache:
         with self._lock:
             self._check_home()
             self._store.reset()
-            self._weights = self._runner.weights()
+            self._runner.fingerprint.forget()
 
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
@@ -213,11 +225,7 @@ class PrefixCache:
     def _check_ready(self) -> None:
         self._check_home()
         self._runner.check_mode()
-        if self._runner.weights() != self._weights:
-            raise ModelChangedError(
-                "the model's weights are not those that the cached prefixes were computed with: "
-                "call reset() to forget those"
-            )
+        self._runner.fingerprint.begin()
 
     def _check_home(self) -> None:
         if self._is_closed:
