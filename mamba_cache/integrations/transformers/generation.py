@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mamba_cache.blocks import ExtraKey
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -158,17 +159,17 @@ class Generation:
         if len(prompts) == 1 and not prompts[0].padding:
             return self._fill_one(prompts[0])
         for prompt in prompts:
-            self._prefill_but_last(prompt.tokens)
-        layout = self._store.layout
+            self._prefill_but_last(prompt.tokens, self._tokens_left(prompts))
+        layout, left = self._store.layout, self._tokens_left(prompts)
         prefills = [self._prefills[prompt.tokens] for prompt in prompts]
         memories = [
-            read_layers(prefill.cache, layout.layers, len(prefill.tokens) - 1)
-            if len(prefill.tokens) > 1
+            read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
+            if len(prefill.tokens) > left
             else layout.initial
             for prefill in prefills
         ]
         num_columns = prompts[0].padding + len(prompts[0].tokens)
-        batch = stack_memories(memories, num_columns - 1)
+        batch = stack_memories(memories, num_columns - left)
         if batch.num_tokens:
             write_layers(self._cache, layout.layers, batch)
         for prefill in prefills:
@@ -187,14 +188,30 @@ class Generation:
         self._rows = [_Row(prompt, prefill)]
         return prefill.segments[-1].start
 
-    def _prefill_but_last(self, tokens: tuple[int, ...]) -> None:
+    def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
+        """Returns how many tokens of each row the forward of the batch computes.
+
+        Raises:
+            InvalidArgumentError: A row has fewer than the model can be given, and others do not.
+        """
+        lengths, left = {len(prompt.tokens) for prompt in prompts}, self._prefiller.fewest_tokens
+        if lengths == {1}:
+            return 1
+        if min(lengths) < left:
+            raise InvalidArgumentError(
+                "a prompt of one token cannot be in a batch with longer ones: this model computes "
+                "single tokens otherwise than prefills. Call generate with it alone"
+            )
+        return left
+
+    def _prefill_but_last(self, tokens: tuple[int, ...], left: int) -> None:
         if tokens in self._prefills:
             return
         prefill = self._prefiller.begin(
             tokens,
             self._runner.new_cache(),
-            end=len(tokens) - 1,
-            min_computed=1,
+            end=len(tokens) - left,
+            min_computed=left,
             cache_salt=self._cache_salt,
         )
         self._prefills[tokens] = prefill

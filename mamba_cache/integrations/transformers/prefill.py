@@ -57,6 +57,11 @@ class Prefiller:
         segment_tokens: The most that one forward computes, a multiple of the block size.
         is_stepwise: After the first forward, or after a restored state, the model must be given
             single tokens.
+        is_step_exact: A single token leaves behind what it does in a prefill, but for rounding.
+
+    Attributes:
+        fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
+            exact, else 1. A prompt of one token is computed at once all the same.
     """
 
     def __init__(
@@ -67,12 +72,14 @@ class Prefiller:
         placement: CheckpointPlacement,
         segment_tokens: int,
         is_stepwise: bool,
+        is_step_exact: bool = True,
     ) -> None:
         self._runner = runner
         self._store = store
         self._placement = placement
         self._segment_tokens = segment_tokens
         self._is_stepwise = is_stepwise
+        self.fewest_tokens = 1 if is_step_exact else 2
 
     def begin(
         self,
@@ -98,12 +105,10 @@ class Prefiller:
         Raises:
             InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
         """
-        record = self._store.open(
-            tokens,
-            cache_salt=cache_salt,
-            lora_id=self._runner.fingerprint.key,
-            min_computed=min_computed,
-        )
+        record = self._open(tokens, cache_salt, min_computed)
+        if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
+            record.close()
+            record = self._open(tokens, cache_salt, len(tokens) - end + self.fewest_tokens)
         try:
             restored = record.load()
             if restored is not None:
@@ -113,6 +118,14 @@ class Prefiller:
             raise
         self._store.counters.count_admission(record.match)
         return Prefill(tokens, cache, record, self._plan(record, len(tokens), end))
+
+    def _open(
+        self, tokens: Sequence[int], cache_salt: ExtraKey, min_computed: int
+    ) -> SequenceRecord:
+        key = self._runner.fingerprint.key
+        return self._store.open(
+            tokens, cache_salt=cache_salt, lora_id=key, min_computed=min_computed
+        )
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
         """Computes segments, and caches what they complete after each."""
@@ -137,6 +150,10 @@ class Prefiller:
         checkpoints = {p for p in self._placement.positions(facts) if start < p <= end}
         cuts = self._step_cuts if self._is_stepwise else self._segment_cuts
         ends = sorted({*cuts(checkpoints, start, end), end} - {start})
+        if self.fewest_tokens > 1:  # a checkpoint that would leave a single token is not worth it
+            ends = [one for one, after in zip(ends, [*ends[1:], 0], strict=True) if one + 1 != after]
+            if len(ends) > 1 and ends[0] == start + 1:
+                del ends[0]
         return [
             Segment(begin, stop, stop in checkpoints)
             for begin, stop in zip([start, *ends], ends, strict=False)

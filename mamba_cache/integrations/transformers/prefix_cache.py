@@ -95,7 +95,7 @@ class PrefixCache:
     ) -> None:
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
-        layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
+        layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         self._store = PrefixStore(
@@ -110,6 +110,7 @@ class PrefixCache:
             placement=placement or MegatronPlacement(),
             segment_tokens=segment_tokens,
             is_stepwise=fault is not None,
+            is_step_exact=is_step_exact,
         )
         self._lock = threading.RLock()
         self._is_closed = False
@@ -265,7 +266,8 @@ class PrefixCache:
             self._store,
             cache_salt=cache_salt,
             eos_token_ids=eos if isinstance(eos, Sequence) else [eos],
-            follows_rows=(setting("num_beams", options, config) or 1) == 1,
+            follows_rows=(setting("num_beams", options, config) or 1) == 1
+            and self._prefiller.fewest_tokens == 1,
         )
 
 
@@ -284,8 +286,8 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int, chunk_size: int) -
 
 def _probe(
     runner: ModelRunner, block_size_tokens: int, on_unresumable: str
-) -> tuple[PrefixLayout, str | None]:
-    """Learns what the model keeps, and why several tokens do not go on from it, if so.
+) -> tuple[PrefixLayout, str | None, bool]:
+    """Learns what the model keeps, why several tokens do not go on from it, and if single ones do.
 
     Raises:
         InvalidArgumentError: ``on_unresumable`` is unknown, or ``probe`` refuses the model.
@@ -302,7 +304,7 @@ def _probe(
             f"several tokens at once: {result.fault}. on_unresumable='step' gives it single "
             "tokens there, which is slow and exact; a newer transformers may do better"
         )
-    return result.layout, result.fault
+    return result.layout, result.fault, result.is_step_exact
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
