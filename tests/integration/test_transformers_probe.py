@@ -66,6 +66,14 @@ def test_large_states_that_round_much_are_no_fault():
     assert probe(ModelRunner(model), BLOCK).fault is None
 
 
+def assert_same_but_rounding(expected, actual):
+    """With large weights logits are large too, so rounding is measured by their size."""
+    assert torch.equal(actual.sequences, expected.sequences)
+    wanted = torch.stack(expected.logits)
+    difference = (torch.stack(actual.logits) - wanted).abs().max() / wanted.abs().max()
+    assert difference < 1e-5
+
+
 # Models that clamp their time steps in the prefill and not in decoding.
 
 
@@ -88,7 +96,7 @@ def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens)
     prompt = text(generator, num_tokens)
     shared = join(prompt[:, : num_tokens - 1], text(generator, 1))
     for ids in (prompt, prompt, shared):
-        assert_same(plain(clamping, ids), cached(cache, ids))
+        assert_same_but_rounding(plain(clamping, ids), cached(cache, ids))
     if num_tokens > 2 * BLOCK:
         assert cache.stats().hits > 0
 
@@ -113,7 +121,7 @@ def test_their_answers_are_not_reused(clamping, generator):
     prompt = text(generator, 2 * BLOCK + 3)
     answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
     longer = join(answer, text(generator, 4))
-    hit = skipped(cache, lambda: assert_same(plain(clamping, longer), cached(cache, longer)))
+    hit = skipped(cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer)))
     assert hit == 2 * BLOCK
 
 

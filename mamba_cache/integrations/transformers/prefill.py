@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from mamba_cache.blocks import ExtraKey
@@ -147,11 +148,15 @@ class Prefiller:
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // size),
         )
-        checkpoints = {p for p in self._placement.positions(facts) if start < p <= end}
+        positions = set(self._placement.positions(facts))
+        if self.fewest_tokens > 1 and end - 1 in positions:  # it would leave a single token
+            positions = positions - {end - 1} | {end - 1 - size}
+        checkpoints = {p for p in positions if start < p <= end}
         cuts = self._step_cuts if self._is_stepwise else self._segment_cuts
         ends = sorted({*cuts(checkpoints, start, end), end} - {start})
-        if self.fewest_tokens > 1:  # a checkpoint that would leave a single token is not worth it
-            ends = [one for one, after in zip(ends, [*ends[1:], 0], strict=True) if one + 1 != after]
+        if self.fewest_tokens > 1:
+            # No cut leaves a single token before it or after it.
+            ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
             if len(ends) > 1 and ends[0] == start + 1:
                 del ends[0]
         return [
