@@ -92,11 +92,18 @@ def test_the_split_that_the_cache_uses_is_what_counts(clamping):
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK, 4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 2])
 def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens):
     """A hit that left one token would take the way of decoding, which does not clamp."""
+    lengths = []
+    clamping.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
     cache = make_cache(clamping)
     prompt = text(generator, num_tokens)
     shared = join(prompt[:, : num_tokens - 1], text(generator, 1))
     for ids in (prompt, prompt, shared):
         assert_same_but_rounding(plain(clamping, ids), cached(cache, ids))
+        lengths.clear()
+        cached(cache, ids, max_new_tokens=1)
+        assert num_tokens == 1 or min(lengths) > 1
     if num_tokens > 2 * BLOCK:
         assert cache.stats().hits > 0
 

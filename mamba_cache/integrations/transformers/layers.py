@@ -79,6 +79,19 @@ class SequenceMemory:
             [tokens[one, :, padding:] for tokens in self.tokens],
         )
 
+    def dtypes(self) -> list[torch.dtype]:
+        """Returns the dtype of each tensor, in the order of the attributes."""
+        return [tensor.dtype for tensor in (*self.states, *self.windows, *self.tokens)]
+
+    def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
+        """Returns copies with the dtypes that ``dtypes`` of another one returned."""
+        wanted = iter(dtypes)
+        parts = (
+            [tensor.to(next(wanted)) for tensor in tensors]
+            for tensors in (self.states, self.windows, self.tokens)
+        )
+        return SequenceMemory(self.num_tokens, *parts)
+
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
     """Makes one batch of sequences, padded on the left with zeros.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context.matching import PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
@@ -33,6 +35,8 @@ class PrefixStore:
         slots: The books of slots.
         tensors: What is in them.
         counters: What was done so far.
+        live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
+            not those of the layout: under autocast, for example.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class PrefixStore:
         self.kv_blocks.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
+        self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
 
     def match(self, chain: BlockHashChain, *, min_computed_tokens: int) -> PrefixMatch:
         """Finds how much of a sequence is cached; nothing changes."""
@@ -80,7 +85,7 @@ class PrefixStore:
         chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
         chain.append(tokens)
         match = self.match(chain, min_computed_tokens=min_computed)
-        return SequenceRecord(self, chain, match)
+        return SequenceRecord(self, chain, match, lora_id)
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -91,6 +96,7 @@ class PrefixStore:
         self.kv_blocks.reset()
         self.slots.reset()
         self.counters.reset()
+        self.live_dtypes.clear()
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -112,6 +118,7 @@ class SequenceRecord:
         store: Where it is cached.
         chain: Its tokens so far, hashed.
         match: What of them was found.
+        lora_id: The key that it was matched under.
 
     Attributes:
         match: As given.
@@ -119,8 +126,11 @@ class SequenceRecord:
         num_published: Blocks that are findable, from the sequence's start.
     """
 
-    def __init__(self, store: PrefixStore, chain: BlockHashChain, match: PrefixMatch) -> None:
+    def __init__(
+        self, store: PrefixStore, chain: BlockHashChain, match: PrefixMatch, lora_id: ExtraKey
+    ) -> None:
         self._store = store
+        self._lora_id = lora_id
         self.chain = chain
         self.match = match
         self._held = list(match.block_ids)
@@ -130,7 +140,7 @@ class SequenceRecord:
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
-        other = SequenceRecord(self._store, self.chain.copy(), self.match)
+        other = SequenceRecord(self._store, self.chain.copy(), self.match, self._lora_id)
         other.num_published = self.num_published
         other._num_blocks_to_state = self._num_blocks_to_state
         return other
@@ -142,7 +152,9 @@ class SequenceRecord:
             return None
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
-        return self._store.tensors.load(slot, blocks)
+        saved = self._store.tensors.load(slot, blocks)
+        dtypes = self._store.live_dtypes.get(self._lora_id)
+        return saved if dtypes is None else saved.to_dtypes(dtypes)
 
     def publish(self, memory: SequenceMemory, num_tokens: int, *, has_state: bool) -> None:
         """Copies what is new into blocks and a slot, and makes it findable.
@@ -155,6 +167,8 @@ class SequenceRecord:
             has_state: Its states are those after ``num_tokens`` tokens, a multiple of the block
                 size, and are worth a slot.
         """
+        if not self._can_be_kept(memory):
+            return
         last = num_tokens // self._store.layout.block_size_tokens
         self._publish_blocks(memory, last)
         if has_state and self.num_published >= last:
@@ -164,6 +178,15 @@ class SequenceRecord:
         """Lets go of all blocks; what was published stays findable until it is evicted."""
         held, self._held = self._held, []
         self._store.kv_blocks.release_memory_blocks(held)
+
+    def _can_be_kept(self, memory: SequenceMemory) -> bool:
+        """Says whether the store's dtypes hold what is given, and remembers what it came in."""
+        kept, given = self._store.layout.initial.dtypes(), memory.dtypes()
+        if given == kept:
+            return True
+        if any(torch.promote_types(*pair) != pair[0] for pair in zip(kept, given, strict=True)):
+            return False
+        return self._store.live_dtypes.setdefault(self._lora_id, given) == given
 
     def _publish_blocks(self, memory: SequenceMemory, last: int) -> None:
         first = self.num_published

@@ -126,7 +126,8 @@ class PrefixTensors:
         ids = torch.tensor(block_ids, device=self._layout.device)
         for block, tokens in zip(self._blocks, memory.tokens, strict=True):
             part = tokens[0, :, start : start + len(block_ids) * size].transpose(0, 1)
-            block.index_copy_(0, ids, part.reshape(len(block_ids), *block.shape[1:]))
+            part = part.reshape(len(block_ids), *block.shape[1:]).to(block.dtype)
+            block.index_copy_(0, ids, part)
 
     def load(self, slot: int, block_ids: Sequence[int]) -> SequenceMemory:
         """Returns the prefix that ends with the last of the blocks.
