@@ -110,16 +110,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidArgumentError: It has no memory of its own that could be read, or has gaps.
     """
-    span = _span(tensor)
-    if span is None:
-        raise InvalidArgumentError("the tensor must have no gaps between its elements")
     try:
-        storage = tensor.untyped_storage()
-        offset = tensor.storage_offset() * tensor.element_size()
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return empty.set_(storage, offset, (span * tensor.element_size(),), (1,))
+        span, storage = _span(tensor), tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
         raise InvalidArgumentError(f"the tensor has no memory to read: {error}") from error
+    if span is None:
+        raise InvalidArgumentError("the tensor must have no gaps between its elements")
+    size = tensor.element_size()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset() * size, (span * size,), (1,))
 
 
 def _span(tensor: torch.Tensor) -> int | None:
