@@ -161,11 +161,11 @@ FAMILIES = [
 ]
 
 
-def make_model(name: str) -> transformers.PreTrainedModel:
+def make_model(name: str, seed: int = 0, **settings: object) -> transformers.PreTrainedModel:
     """A model with the same random weights whenever it is made."""
-    config = {**_SMALL, **_CONFIGS[name]}
+    config = {**_SMALL, **_CONFIGS[name], **settings}
     model_type = str(config.pop("model_type"))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[model_type](**config)
     ).eval()

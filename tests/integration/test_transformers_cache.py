@@ -48,14 +48,19 @@ def prompt(generator):
     return text(generator, 4 * BLOCK + 3)
 
 
+_shapes = []
+
+
+def _watch(_, args):
+    _shapes.append(tuple(args[0].shape))
+
+
 @contextlib.contextmanager
 def watched_forwards(model):
-    """The (rows, tokens) of every forward."""
-    shapes = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, args: shapes.append(tuple(args[0].shape))
-    )
-    yield shapes
+    """The (rows, tokens) of every forward, by the same hook each time: another is another key."""
+    _shapes.clear()
+    hook = model.get_input_embeddings().register_forward_pre_hook(_watch)
+    yield _shapes
     hook.remove()
 
 

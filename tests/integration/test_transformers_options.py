@@ -78,7 +78,7 @@ def assert_published_states_are_right(model, cache, tokens) -> int:
     found = 0
     for end in range(1, len(tokens) + 1):
         record = cache._store.open(
-            tokens[:end], cache_salt=None, lora_id=cache._runner.adapters(), min_computed=0
+            tokens[:end], cache_salt=None, lora_id=cache._runner.fingerprint.key, min_computed=0
         )
         try:
             if record.match.skip_tokens != end:
@@ -624,7 +624,8 @@ def test_callbacks_that_raise_leave_nothing_behind(model, cache, prompt, kind):
         cache.check_invariants()
         assert "forward" not in vars(model)
         answer = plain(model, prompt, max_new_tokens=2 * BLOCK).sequences
-        assert assert_published_states_are_right(model, cache, answer[0].tolist()) <= 1
+        found = assert_published_states_are_right(model, cache, answer[0].tolist())
+        assert found <= 2  # at the end of the prompt, and of a segment of it; none of the answer
     assert_same(plain(model, prompt), cached(cache, prompt))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mamba_cache.blocks import ExtraKey
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -145,6 +146,8 @@ class Generation:
         """Makes the answers findable, once ``generate`` has returned."""
         if self._ids is None or not self._keeps_answers:
             return
+        if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
+            return
         self._read_columns(len(self._columns) - 1)
         returned = self._ids[:, self._ids.shape[1] - len(self._columns) : -1].tolist()
         if returned != self._answers:
@@ -163,7 +166,7 @@ class Generation:
         Returns:
             What ``forward`` returns, of the last token at least.
         """
-        _armed.pop(id(self.cache), None)
+        self._disarm()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         if prompts is None:
             self.is_bypassed, self._keeps_answers = True, False
@@ -182,6 +185,7 @@ class Generation:
         start, layout = self._fill(prompts), self._store.layout
         if start == kwargs["input_ids"].shape[1]:
             assert self._logits is not None
+            self._runner.fingerprint.confirm()
             return self._runner.output(self._logits[:, None], self.cache)
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
@@ -191,6 +195,8 @@ class Generation:
             kwargs.pop("attention_mask", None)
         with self._capturing(prompts) as self._captured:
             output = forward(**kwargs)
+        # The forward is enqueued by now, and no token has left: a streamer gets the first one soon.
+        self._runner.fingerprint.confirm()
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
@@ -212,17 +218,17 @@ class Generation:
         if not _is_batch(prompts):
             return self._fill_one(prompts[0])
         for prompt in prompts:
-            self._prefill_but_last(prompt.tokens)
-        layout = self._store.layout
+            self._prefill_but_last(prompt.tokens, self._tokens_left(prompts))
+        layout, left = self._store.layout, self._tokens_left(prompts)
         prefills = [self._prefills[prompt.tokens] for prompt in prompts]
         memories = [
-            read_layers(prefill.cache, layout.layers, len(prefill.tokens) - 1)
-            if len(prefill.tokens) > 1
+            read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
+            if len(prefill.tokens) > left
             else layout.initial
             for prefill in prefills
         ]
         num_columns = prompts[0].padding + len(prompts[0].tokens)
-        batch = stack_memories(memories, num_columns - 1)
+        batch = stack_memories(memories, num_columns - left)
         if batch.num_tokens:
             write_layers(self.cache, layout.layers, batch)
         for prefill in prefills:
@@ -244,14 +250,30 @@ class Generation:
             return len(tokens)
         return prefill.segments[-1].start
 
-    def _prefill_but_last(self, tokens: tuple[int, ...]) -> None:
+    def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
+        """Returns how many tokens of each row the forward of the batch computes.
+
+        Raises:
+            InvalidArgumentError: A row has fewer than the model can be given, and others do not.
+        """
+        lengths, left = {len(prompt.tokens) for prompt in prompts}, self._prefiller.fewest_tokens
+        if lengths == {1}:
+            return 1
+        if min(lengths) < left:
+            raise InvalidArgumentError(
+                "a prompt of one token cannot be in a batch with longer ones: this model computes "
+                "single tokens otherwise than prefills. Call generate with it alone"
+            )
+        return left
+
+    def _prefill_but_last(self, tokens: tuple[int, ...], left: int) -> None:
         if tokens in self._prefills:
             return
         prefill = self._prefiller.begin(
             tokens,
             self._runner.new_cache(),
-            end=len(tokens) - 1,
-            min_computed=1,
+            end=len(tokens) - left,
+            min_computed=left,
             cache_salt=self._cache_salt,
         )
         self._prefills[tokens] = prefill

@@ -84,6 +84,19 @@ class SequenceMemory:
             None if self.logits is None else self.logits[one],
         )
 
+    def dtypes(self) -> list[torch.dtype]:
+        """Returns the dtype of each tensor, in the order of the attributes."""
+        return [tensor.dtype for tensor in (*self.states, *self.windows, *self.tokens)]
+
+    def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
+        """Returns copies with the dtypes that ``dtypes`` of another one returned."""
+        wanted = iter(dtypes)
+        states, windows, tokens = (
+            [tensor.to(next(wanted)) for tensor in tensors]
+            for tensors in (self.states, self.windows, self.tokens)
+        )
+        return SequenceMemory(self.num_tokens, states, windows, tokens, self.logits)
+
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
     """Makes one batch of sequences, padded on the left with zeros.
@@ -108,10 +121,18 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
         cache: A transformers cache that a forward has filled.
 
     Raises:
-        InvalidArgumentError: A layer is of a kind that is not known, or none has a state.
+        InvalidArgumentError: A layer is of a kind that is not known, or none has a state in the
+            cache.
     """
     layers = tuple(_parts_of(index, layer) for index, layer in enumerate(_layers(cache)))
     if not any(layer.convs or layer.recurrents for layer in layers):
+        empty = [i for i, layer in enumerate(layers) if layer.kind.startswith("LinearAttention")]
+        if empty:
+            raise InvalidArgumentError(
+                f"the model's linear-attention layers must keep their states in its cache; those of "
+                f"layers {empty} are still empty after a forward, so the model keeps them in its own "
+                "modules, where nothing can be saved or restored"
+            )
         raise InvalidArgumentError(
             f"the model must have linear-attention layers, got {sorted({x.kind for x in layers})}: "
             "attention alone can resume anywhere, so keep a transformers DynamicCache of the "

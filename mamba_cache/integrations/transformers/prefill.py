@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class Prefiller:
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
         is_stepwise: After the first forward, or after a restored state, the model must be given
             single tokens.
+        is_step_exact: A single token leaves behind what it does in a prefill, but for rounding.
+
+    Attributes:
+        fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
+            exact, else 1. A prompt of one token is computed at once all the same.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Prefiller:
         segment_tokens: int,
         may_shrink: bool,
         is_stepwise: bool,
+        is_step_exact: bool = True,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -89,6 +96,7 @@ class Prefiller:
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
         self._is_stepwise = is_stepwise
+        self.fewest_tokens = 1 if is_step_exact else 2
 
     def begin(
         self,
@@ -115,13 +123,12 @@ class Prefiller:
         Raises:
             InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
         """
-        record = self._store.open(
-            tokens,
-            cache_salt=cache_salt,
-            lora_id=self._runner.adapters(),
-            min_computed=min_computed,
-            with_logits=end == len(tokens),
-        )
+        is_whole = end == len(tokens)
+        record = self._open(tokens, cache_salt, min_computed, is_whole)
+        if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
+            record.close()
+            left = len(tokens) - end + self.fewest_tokens
+            record = self._open(tokens, cache_salt, left, is_whole)
         try:
             restored = record.load()
             if restored is not None:
@@ -155,6 +162,17 @@ class Prefiller:
         vars(prefill.cache).update(vars(self._runner.new_cache()))
         return True
 
+    def _open(
+        self, tokens: Sequence[int], cache_salt: ExtraKey, min_computed: int, is_whole: bool
+    ) -> SequenceRecord:
+        return self._store.open(
+            tokens,
+            cache_salt=cache_salt,
+            lora_id=self._runner.fingerprint.key,
+            min_computed=min_computed,
+            with_logits=is_whole,
+        )
+
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
         """Computes segments, and caches what they complete after each."""
         for segment in segments:
@@ -162,6 +180,7 @@ class Prefiller:
             with self.captured(prefill, segment) as captured:
                 logits = self._runner.forward(tokens, prefill.cache, segment.start)
             self._store.counters.computed_tokens += len(tokens)
+            self._runner.fingerprint.confirm()
             is_end = segment.end in segment.checkpoints or segment is prefill.segments[-1]
             memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
             memory.logits = logits[:, -1]
@@ -192,7 +211,10 @@ class Prefiller:
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // size),
         )
-        checkpoints = {p for p in self._placement.positions(facts) if start < p <= end}
+        positions = set(self._placement.positions(facts))
+        if self.fewest_tokens > 1 and end - 1 in positions:  # it would leave a single token
+            positions = positions - {end - 1} | {end - 1 - size}
+        checkpoints = {p for p in positions if start < p <= end}
         first = start // self._segment_tokens + 1
         cuts = set(range(first * self._segment_tokens, end, self._segment_tokens))
         if self._is_stepwise:
@@ -200,6 +222,11 @@ class Prefiller:
         elif self._capture is None:
             cuts |= checkpoints
         ends = sorted({*cuts, end} - {start})
+        if self.fewest_tokens > 1:
+            # No cut leaves a single token before it or after it.
+            ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
+            if len(ends) > 1 and ends[0] == start + 1:
+                del ends[0]
         return [
             Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
             for begin, stop in zip([start, *ends], ends, strict=False)

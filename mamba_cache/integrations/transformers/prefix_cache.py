@@ -24,6 +24,7 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
@@ -73,6 +74,12 @@ class PrefixCache:
             from decoding, and in low precision decoding rounds otherwise than a prompt's
             computation does, as with transformers' own caches. False: keep prompts only, and
             compute each answer again when it comes back as part of a prompt.
+        weights_check: How much of the model's weights each call compares with those that the
+            prefixes were computed with: "full" all, by a checksum at the speed of memory, beside
+            the forward on a GPU; "sample" the first 64 KiB of each tensor and in turn one sixteenth
+            of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
+            only which tensors they are and PyTorch's count of writes, which fused optimizers,
+            ``.data`` and inference tensors bypass.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -95,13 +102,16 @@ class PrefixCache:
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
+        weights_check: WeightsCheck = "full",
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
-        self._runner = ModelRunner(model)
+        self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
-        layout, fault = _probe(self._runner, block_size_tokens, on_unresumable)
+        layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
+        # The probe was the first run: what a second one rewrites, every run does.
+        self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         self._store = PrefixStore(
             layout,
             num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
@@ -118,13 +128,14 @@ class PrefixCache:
             segment_tokens=segment_tokens or _default_segment(block_size_tokens, capture),
             may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
+            is_step_exact=is_step_exact,
         )
         self._reuse_answers = reuse_answers
         self._lock = threading.Lock()
         self._user: int | None = None
         self._is_closed = False
         self._home = self._runner.placement()
-        self._weights = self._runner.weights()
+        self._runner.fingerprint.begin()
 
     def __enter__(self) -> PrefixCache:
         """Returns itself."""
@@ -168,6 +179,7 @@ class PrefixCache:
                     "stopping_criteria": transformers().StoppingCriteriaList(criteria),
                 }
                 output = self._runner.model.generate(ids, **arguments)
+                self._runner.fingerprint.confirm()
                 generation.publish()
             if generation.is_bypassed:
                 warnings.warn(
@@ -203,6 +215,7 @@ class PrefixCache:
             )
             try:
                 self._prefiller.run(prefill, prefill.segments)
+                self._runner.fingerprint.confirm()
             finally:
                 prefill.record.close()
             return past
@@ -221,7 +234,7 @@ class PrefixCache:
         with self._alone("reset"):
             self._check_home()
             self._store.reset()
-            self._weights = self._runner.weights()
+            self._runner.fingerprint.forget()
 
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
@@ -272,11 +285,7 @@ class PrefixCache:
     def _check_ready(self) -> None:
         self._check_home()
         self._runner.check_mode()
-        if self._runner.weights() != self._weights:
-            raise ModelChangedError(
-                "the model's weights are not those that the cached prefixes were computed with: "
-                "call reset() to forget those"
-            )
+        self._runner.fingerprint.begin()
 
     def _check_home(self) -> None:
         if self._is_closed:
@@ -311,7 +320,7 @@ class PrefixCache:
             self._store,
             cache_salt=cache_salt,
             eos_token_ids=served.eos_token_ids,
-            follows_rows=served.follows_rows,
+            follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
         )
 
@@ -335,8 +344,8 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size:
 
 def _probe(
     runner: ModelRunner, block_size_tokens: int, on_unresumable: str
-) -> tuple[PrefixLayout, str | None]:
-    """Learns what the model keeps, and why several tokens do not go on from it, if so.
+) -> tuple[PrefixLayout, str | None, bool]:
+    """Learns what the model keeps, why several tokens do not go on from it, and if single ones do.
 
     Raises:
         InvalidArgumentError: ``on_unresumable`` is unknown, or ``probe`` refuses the model.
@@ -353,7 +362,7 @@ def _probe(
             f"several tokens at once: {result.fault}. on_unresumable='step' gives it single "
             "tokens there, which is slow and exact; a newer transformers may do better"
         )
-    return result.layout, result.fault
+    return result.layout, result.fault, result.is_step_exact
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:

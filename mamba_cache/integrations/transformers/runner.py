@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
+from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
 from mamba_cache.integrations.transformers.layers import LayerParts, learn_layers, read_layers
 from mamba_cache.integrations.transformers.library import transformers
 
@@ -20,18 +21,21 @@ class ModelRunner:
 
     Args:
         model: A causal language model of transformers.
+        weights_check: How much of the weights each call compares.
 
     Attributes:
         model: As given.
+        fingerprint: Whether it is still the same.
         cache_name: The argument of the model's forward that takes its cache.
 
     Raises:
         InvalidArgumentError: It is no such model, has no cache, or is in training mode.
+        UnresumableModelError: Its rotary embedding depends on the length of the sequence.
         MissingExtraError: transformers is not installed.
         UnsupportedVersionError: It is too old.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, weights_check: WeightsCheck = "full") -> None:
         library = transformers()
         if not isinstance(model, library.PreTrainedModel) or not hasattr(model, "generate"):
             raise InvalidArgumentError(
@@ -46,6 +50,8 @@ class ModelRunner:
             raise InvalidArgumentError(f"{type(model).__name__}.forward takes no cache")
         self.cache_name = names[0]
         self.check_mode()
+        _check_rope(model)
+        self.fingerprint = ModelFingerprint(model, weights_check)
 
     @property
     def config(self) -> Any:
@@ -98,6 +104,12 @@ class ModelRunner:
         """Does the same, and returns the logits of all tokens."""
         return self._forward(tokens, cache, start, logits_to_keep=0)
 
+    def try_out(self) -> None:
+        """Computes a few tokens, at once and then one more."""
+        cache = self.new_cache()
+        self.forward([0, 1, 2], cache, 0)
+        self.forward([3], cache, 3)
+
     def learn(self, cache: Any) -> tuple[LayerParts, ...]:
         """Finds out what each layer of a filled cache keeps.
 
@@ -114,28 +126,9 @@ class ModelRunner:
             )
         return layers
 
-    def weights(self) -> int:
-        """Digests which weights the model has: another value means others.
-
-        It looks at addresses and version counters, not at the weights, so a write through
-        ``.data`` goes unseen.
-        """
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return hash(tuple((t.data_ptr(), _version(t)) for t in tensors))
-
     def placement(self) -> tuple[torch.device, torch.dtype]:
         """Returns the model's device and dtype."""
         return self.model.device, self.model.dtype
-
-    def adapters(self) -> str | None:
-        """Names the adapters that are switched on, None if the model has none."""
-        found = {
-            (str(state["_active_adapter"]), str(state.get("_disable_adapters")),
-             str(state.get("merged_adapters")))
-            for state in map(vars, self.model.modules())
-            if "_active_adapter" in state
-        }  # fmt: skip
-        return str(sorted(found)) if found else None
 
     def _forward(
         self, tokens: Sequence[int], cache: Any, start: int, *, logits_to_keep: int
@@ -173,5 +166,22 @@ class ModelRunner:
         return self.model._call_impl if self.is_compiled else self.model
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _check_rope(model: Any) -> None:
+    """Checks that a token's rotary embedding depends on its position alone.
+
+    Raises:
+        UnresumableModelError: It does not: with more tokens, those of all positions are others, so
+            that keys computed for a shorter sequence are wrong in a longer one.
+    """
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in by_layer.items():
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                of_layers = f" for layers of type {layer_type!r}" if layer_type else ""
+                raise UnresumableModelError(
+                    f"{type(model).__name__}.{name} has rope_type {kind!r}{of_layers}: its "
+                    "frequencies depend on the length of the sequence, so no prefix can be reused "
+                    "in a longer one. Set rope_parameters of the configuration to a fixed kind, "
+                    "such as 'default' or 'yarn'"
+                )

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
@@ -54,6 +55,8 @@ class PrefixStore:
         slots: The books of slots.
         tensors: What is in them.
         counters: What was done so far.
+        live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
+            not those of the layout: under autocast, for example.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class PrefixStore:
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
+        self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
 
     def match(
         self,
@@ -138,7 +142,7 @@ class PrefixStore:
         """Copies a one-row state, and the logits that follow it if they are known, into a slot."""
         self.forget_logits(slot)
         self.tensors.save_state(slot, memory)
-        if memory.logits is not None:
+        if memory.logits is not None and memory.logits.dtype is self.layout.logits_dtype:
             self._with_logits[slot] = int(self.slots.pool.generations[slot])
 
     def forget_logits(self, slot: int) -> None:
@@ -193,7 +197,7 @@ class PrefixStore:
         chain.append(tokens)
         ids = np.array(tokens, dtype=np.int32)
         hit = self.match(chain, ids, min_computed_tokens=min_computed, with_logits=with_logits)
-        return SequenceRecord(self, chain, ids, hit)
+        return SequenceRecord(self, chain, ids, hit, lora_id)
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -206,6 +210,7 @@ class PrefixStore:
         self._parts.clear()
         self._with_logits.clear()
         self.counters.reset()
+        self.live_dtypes.clear()
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -272,6 +277,7 @@ class SequenceRecord:
         chain: Its tokens so far, hashed.
         tokens: Its token ids so far.
         hit: What of them was found.
+        lora_id: The key that it was matched under.
 
     Attributes:
         match: What of its whole blocks was found.
@@ -285,8 +291,10 @@ class SequenceRecord:
         chain: BlockHashChain,
         tokens: npt.NDArray[np.int32],
         hit: PrefixHit,
+        lora_id: ExtraKey,
     ) -> None:
         self._store = store
+        self._lora_id = lora_id
         self._chain = chain
         self._tokens = tokens
         self._hit = hit
@@ -303,7 +311,9 @@ class SequenceRecord:
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
-        other = SequenceRecord(self._store, self._chain.copy(), self._tokens, self._hit)
+        other = SequenceRecord(
+            self._store, self._chain.copy(), self._tokens, self._hit, self._lora_id
+        )
         other.num_published = self.num_published
         other._tokens_to_state = self._tokens_to_state
         return other
@@ -327,8 +337,11 @@ class SequenceRecord:
             blocks.append(part)
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
-        loaded = self._store.tensors.load(slot, blocks, match.skip_tokens)
-        return loaded if self.has_logits else replace(loaded, logits=None)
+        saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
+        if not self.has_logits:
+            saved.logits = None
+        dtypes = self._store.live_dtypes.get(self._lora_id)
+        return saved if dtypes is None else saved.to_dtypes(dtypes)
 
     def reserve_states(self, positions: Iterable[int]) -> dict[int, SequenceMemory]:
         """Takes slots for states that the next forward is to write.
@@ -371,6 +384,9 @@ class SequenceRecord:
                 The others are given back.
             is_end: The states in ``memory`` are those after ``num_tokens`` tokens, and are kept.
         """
+        if not self._can_be_kept(memory):
+            self._commit_reserved(())
+            return
         size = self._store.layout.block_size_tokens
         self._publish_blocks(memory, num_tokens // size)
         self._commit_reserved(captured)
@@ -397,6 +413,15 @@ class SequenceRecord:
         taken = self._take(number - self.num_published - len(self._spare))
         self._held += taken
         self._spare += taken
+
+    def _can_be_kept(self, memory: SequenceMemory) -> bool:
+        """Says whether the store's dtypes hold what is given, and remembers what it came in."""
+        kept, given = self._store.layout.initial.dtypes(), memory.dtypes()
+        if given == kept:
+            return True
+        if any(torch.promote_types(*pair) != pair[0] for pair in zip(kept, given, strict=True)):
+            return False
+        return self._store.live_dtypes.setdefault(self._lora_id, given) == given
 
     def _publish_blocks(self, memory: SequenceMemory, last: int) -> None:
         first = self.num_published

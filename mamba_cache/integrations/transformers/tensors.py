@@ -67,6 +67,7 @@ class PrefixLayout:
         bytes_per_state: Bytes of the states and windows in a slot.
         bytes_per_slot: Bytes of one slot: a state, the logits after it, and what aligns them.
         bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
+        logits_dtype: Of the logits.
         device: Where the sample was.
         initial: What a cache holds before the first token: one row.
         sample: What it holds of one token, one row of zeros.
@@ -93,6 +94,7 @@ class PrefixLayout:
             )
         )
         logits = tuple(sample.logits.shape[1:])
+        self.logits_dtype = sample.logits.dtype
         kinds = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
         self._parts, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
         self.token_groups = _group(sample.tokens)
@@ -207,6 +209,7 @@ class PrefixTensors:
         full, rest = divmod(end - start, size)
         for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
+            tokens = tokens.to(pool.dtype)
             if full:
                 ids = torch.tensor(block_ids[:full], device=pool.device)
                 blocks = tokens[:, :, : full * size]

@@ -1,0 +1,459 @@
+"""What a model's results depend on beside the values of its tensors, read from the model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import partial
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as torch_modules
+
+__all__ = ["ModelSettings", "global_settings"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, range)
+_BOOKKEEPING = frozenset(
+    {
+        *vars(torch.nn.Module()).keys() - {"training"},
+        "generation_config",  # generate reads it, a forward does not
+    }
+)
+"""Attributes of modules that a forward does not read, or that are read one by one below."""
+
+_READ_APART = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_OPAQUE = (
+    "torch._dynamo", "torch._inductor", "torch.distributed", "torch.optim", "torch.utils.data",
+    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache",
+)  # fmt: skip
+"""Objects of these packages count by which one they are: what is in them changes by itself."""
+
+_DEEPEST = 8
+_cell_contents = attrgetter("cell_contents")
+
+
+class ModelSettings:
+    """Reads everything that a model's forward may look at: attributes, configuration, hooks, code.
+
+    Objects are read attribute by attribute as far as they are plain values, containers, modules or
+    other Python objects. A function counts by its code and by what it closes over: plain values by
+    their value, tensors by which one it is and PyTorch's count of writes, all else by which one it
+    is. The same holds for the attributes of an object that is called as a hook. So what a hook reads
+    from a list that it closes over is not seen.
+
+    Args:
+        model: A module.
+
+    Attributes:
+        left_out: Paths of what a forward rewrites by itself, which is no setting.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._identities = _Identities()
+        self._reading: _Reading | None = None
+        self.left_out: frozenset[str] = frozenset()
+
+    def leave_out(self, paths: frozenset[str]) -> None:
+        """Reads these paths no more."""
+        self.left_out |= paths
+        self._reading = None
+
+    def refresh(self) -> bool:
+        """Reads the model again if anything changed since; says whether it had to."""
+        if self._reading is not None and self._reading.is_current():
+            return False
+        reading = _Reading(self._identities, self.left_out)
+        reading.read(self._model)
+        self._reading = reading
+        return True
+
+    @property
+    def digest(self) -> str:
+        """Names all settings as they were read last."""
+        assert self._reading is not None
+        return self._reading.digest
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """What was read, by path."""
+        assert self._reading is not None
+        return self._reading.values
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that were found, by path; one that is found twice has the first path."""
+        assert self._reading is not None
+        return self._reading.tensors
+
+    @property
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The modules that were found, by path."""
+        assert self._reading is not None
+        return self._reading.modules
+
+
+class _Identities:
+    """Numbers for objects: the same for as long as the object lives, never given to another."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._next = 0
+
+    def number(self, thing: object) -> int:
+        known = self._known.get(id(thing))
+        if known is not None and known[0]() is thing:
+            return known[1]
+        self._next += 1
+        try:
+            reference: Any = weakref.ref(thing, partial(self._forget, id(thing), self._next))
+        except TypeError:
+            reference = partial(_itself, thing)  # keeps it alive, so that its id stays its own
+        self._known[id(thing)] = (reference, self._next)
+        return self._next
+
+    def _forget(self, key: int, number: int, _: object) -> None:
+        if self._known.get(key, (None, 0))[1] == number:
+            del self._known[key]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _itself(thing: object) -> object:
+    return thing
+
+
+class _Reading:
+    """One walk through a model, and what tells cheaply whether another would find the same."""
+
+    def __init__(self, identities: _Identities, left_out: frozenset[str]) -> None:
+        self._identities = identities
+        self._left_out = left_out
+        self.values: dict[str, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.modules: dict[str, torch.nn.Module] = {}
+        self._paths: dict[int, str] = {}
+        self._kept: list[object] = []
+        self._containers: list[Any] = []
+        self._copies: list[Any] = []
+        # Equal is not enough for what is read on, or watched: it must be the very same object.
+        self._owners: list[Any] = []
+        self._names: list[Any] = []
+        self._objects: list[object] = []
+        self._typed: list[object] = []
+        self._types: list[type] = []
+        self._cells: list[Any] = []
+        self._cell_values: list[object] = []
+        self._counted: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self.digest = ""
+
+    def read(self, model: torch.nn.Module) -> None:
+        self._read("model", model, 0)
+        for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+            self._read_hooks(name, getattr(torch_modules, name))
+        self._read_code(model)
+        self._versions = [_version(tensor) for tensor in self._counted]
+        lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
+        self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+    def is_current(self) -> bool:
+        """Compares what was read, all of it in loops that Python runs in C."""
+        try:
+            return (
+                self._containers == self._copies
+                and all(map(is_, map(getitem, self._owners, self._names), self._objects))
+                and all(map(is_, map(type, self._typed), self._types))
+                and all(map(is_, map(_cell_contents, self._cells), self._cell_values))
+                and [_version(tensor) for tensor in self._counted] == self._versions
+            )
+        except Exception:  # whatever an object's comparison raises: another object is there
+            return False
+
+    def _read(self, path: str, value: Any, depth: int) -> None:
+        if path in self._left_out:
+            return
+        if isinstance(value, _PLAIN):
+            self.values[path] = f"{type(value).__name__} {value!r}"
+            return
+        known = self._paths.get(id(value))
+        if isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value):
+            self.values[path] = f"{type(value).__name__} {value!r}"
+            if isinstance(value, list):
+                self._watch(value)
+        elif known is not None:
+            self.values[path] = f"as {known}"
+        elif isinstance(value, torch.Tensor):
+            self._read_tensor(path, value, depth)
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            self._remember(path, value)
+            self._read_tensor(path, torch.from_numpy(value), depth)
+        elif isinstance(value, torch.nn.Module):
+            self._read_module(path, value, depth)
+        elif isinstance(value, dict):
+            self._remember(path, value)
+            self._watch(value)
+            self._read_items(path, value, depth)
+        elif isinstance(value, (list, tuple)):
+            self._remember(path, value)
+            self._read_sequence(path, value, depth)
+        elif isinstance(value, (set, frozenset)):
+            self._remember(path, value)
+            self._watch(value)
+            self.values[path] = f"set {sorted(map(repr, value))}"
+        else:
+            self._read_object(path, value, depth)
+
+    def _read_tensor(self, path: str, tensor: torch.Tensor, depth: int) -> None:
+        self._remember(path, tensor)
+        self.tensors[path] = tensor
+        self.values[path] = f"tensor {tensor.dtype} {tuple(tensor.shape)}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            self.values[path] += f" {self._name(type(tensor))}"
+            for name, value in sorted(getattr(tensor, "__dict__", {}).items()):
+                self._read(f"{path}.{name}", value, depth + 1)
+
+    def _read_module(self, path: str, module: torch.nn.Module, depth: int) -> None:
+        self._remember(path, module)
+        self.modules[path] = module
+        self.values[path] = f"module {self._name(type(module))}"
+        attributes = vars(module)
+        self._watch_attributes(path, attributes)
+        self._typed.append(module)
+        self._types.append(type(module))
+        for name in sorted(attributes.keys() - _BOOKKEEPING):
+            self._read_member(f"{path}.{name}", attributes, name, depth)
+        for kind in _READ_APART:
+            members = attributes[kind]
+            self._refer(attributes, kind, members)
+            if kind.endswith("hooks"):
+                self._read_hooks(f"{path}.{kind}", members)
+                continue
+            self._watch_attributes(path, members)
+            for name in members:
+                self._read_member(f"{path}.{name}", members, name, depth=0)
+
+    def _read_member(self, path: str, owner: Any, name: Any, depth: int) -> None:
+        value = owner[name]
+        if not isinstance(value, _PLAIN) and path not in self._left_out:
+            self._refer(owner, name, value)
+        self._read(path, value, depth + 1)
+
+    def _read_hooks(self, path: str, hooks: Any) -> None:
+        """Reads hooks in their order; the numbers that they have in torch are others each time."""
+        self._watch(hooks)
+        for position, hook in enumerate(hooks.values()):
+            self._read_captured(f"{path}[{position}]", hook, 0)
+
+    def _read_captured(self, path: str, value: Any, depth: int) -> None:
+        """Reads something that is called, or what that has at hand."""
+        if path in self._left_out:
+            return
+        if isinstance(value, _PLAIN):
+            self.values[path] = f"{type(value).__name__} {value!r}"
+        elif isinstance(value, torch.Tensor):
+            self._counted.append(value)
+            self.values[path] = f"tensor {self._identities.number(value)} {_version(value)}"
+        elif depth >= _DEEPEST:
+            self.values[path] = self._name(value)
+        elif isinstance(value, partial):
+            self.values[path] = "partial"
+            parts = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
+            for name, part in parts.items():
+                self._read_captured(f"{path}.{name}", part, depth + 1)
+        elif isinstance(value, types.MethodType):
+            self.values[path] = "method"
+            self._read_captured(f"{path}.function", value.__func__, depth + 1)
+            self._read_captured(f"{path}.self", value.__self__, depth + 1)
+        elif isinstance(value, types.FunctionType):
+            self._read_function(path, value, depth)
+        elif isinstance(value, torch.nn.Module) or self._is_opaque(value):
+            self.values[path] = self._name(value)
+        else:
+            self.values[path] = f"object {self._name(type(value))}"
+            attributes = vars(value)
+            self._watch_attributes(path, attributes)
+            for name in sorted(attributes):
+                if not isinstance(attributes[name], _PLAIN):
+                    self._refer(attributes, name, attributes[name])
+                self._read_captured(f"{path}.{name}", attributes[name], _DEEPEST)
+
+    def _read_function(self, path: str, function: types.FunctionType, depth: int) -> None:
+        code = function.__code__
+        self.values[path] = (
+            f"function {function.__module__}.{function.__qualname__} "
+            f"{self._identities.number(code)}"
+        )
+        for position, default in enumerate(function.__defaults__ or ()):
+            self._read_captured(f"{path}.defaults[{position}]", default, depth + 1)
+        for name, default in (function.__kwdefaults__ or {}).items():
+            self._read_captured(f"{path}.defaults.{name}", default, depth + 1)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # it is not filled yet
+                continue
+            self._cells.append(cell)
+            self._cell_values.append(value)
+            self._read_captured(f"{path}.{name}", value, depth + 1)
+
+    def _read_items(self, path: str, items: dict[Any, Any], depth: int) -> None:
+        self.values[path] = f"{type(items).__name__} {len(items)}"
+        for key in items:
+            self._read_member(f"{path}[{key!r}]", items, key, depth)
+
+    def _read_sequence(self, path: str, items: Any, depth: int) -> None:
+        self.values[path] = f"{type(items).__name__} {len(items)}"
+        for index in range(len(items)):
+            self._read_member(f"{path}[{index}]", items, index, depth)
+        if isinstance(items, list):
+            self._watch(items)
+
+    def _read_object(self, path: str, value: Any, depth: int) -> None:
+        self._remember(path, value)
+        if isinstance(value, (partial, types.MethodType, types.FunctionType)):
+            self._read_captured(path, value, depth)
+        elif self._is_opaque(value) or depth >= _DEEPEST:
+            self.values[path] = f"{self._name(type(value))} {self._identities.number(value)}"
+        else:
+            self.values[path] = f"object {self._name(type(value))}"
+            attributes = vars(value)
+            self._watch_attributes(path, attributes)
+            for name in sorted(attributes):
+                self._read_member(f"{path}.{name}", attributes, name, depth + 1)
+
+    def _is_opaque(self, value: Any) -> bool:
+        kinds = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+        if isinstance(value, kinds) or not isinstance(getattr(value, "__dict__", None), dict):
+            return True
+        return type(value).__module__.startswith(_OPAQUE)
+
+    def _read_code(self, model: torch.nn.Module) -> None:
+        """Reads the classes of the model's modules, and the names that their code finds.
+
+        Kernels and fused functions are put into the place of the library's own there.
+        """
+        for kind in _classes_of(self._types):
+            self._watch_code(f"class {kind.__module__}.{kind.__qualname__}", kind)
+        for name in sorted({kind.__module__ for kind in _classes_of(self._types)}):
+            module = sys.modules.get(name)
+            if module is not None and not name.startswith("torch."):
+                self._watch_code(f"module {name}", module)
+        utilities = sys.modules.get("transformers.modeling_utils")
+        for name in ("ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS"):
+            self._read_registry(name, getattr(utilities, name, None))
+
+    def _read_registry(self, path: str, registry: Any) -> None:
+        for part in ("_global_mapping", "_local_mapping"):
+            functions = getattr(registry, part, None)
+            if isinstance(functions, dict):
+                self._watch(functions)
+                for name in sorted(functions):
+                    self.values[f"{path}{part}.{name}"] = self._name(functions[name])
+
+    def _watch_code(self, path: str, owner: Any) -> None:
+        namespace = vars(owner)
+        names = [name for name in namespace if not name.startswith("__") or name == "__call__"]
+        for name in sorted(names):
+            value = namespace[name]
+            if f"{path}.{name}" in self._left_out or name.startswith("_abc"):
+                continue
+            self._refer(namespace, name, value)
+            is_plain = isinstance(value, _PLAIN)
+            self.values[f"{path}.{name}"] = repr(value) if is_plain else self._name(value)
+
+    def _name(self, thing: Any) -> str:
+        name = getattr(thing, "__qualname__", type(thing).__name__)
+        return f"{getattr(thing, '__module__', '')}.{name} {self._identities.number(thing)}"
+
+    def _remember(self, path: str, value: object) -> None:
+        self._paths[id(value)] = path
+        self._kept.append(value)
+
+    def _watch(self, container: Any) -> None:
+        self._containers.append(container)
+        self._copies.append(container.copy())
+
+    def _watch_attributes(self, path: str, attributes: dict[str, Any]) -> None:
+        """Watches them one by one if a forward rewrites some, which would change the whole."""
+        rewritten = [name for name in attributes if f"{path}.{name}" in self._left_out]
+        if not rewritten:
+            self._watch(attributes)
+            return
+        for name in attributes.keys() - rewritten:
+            self._refer(attributes, name, attributes[name])
+
+    def _refer(self, owner: Any, name: Any, value: object) -> None:
+        self._owners.append(owner)
+        self._names.append(name)
+        self._objects.append(value)
+
+
+def _classes_of(kinds: list[type]) -> list[type]:
+    """The classes that the code of ``kinds`` is in, torch's own left out, in a stable order."""
+    found = {
+        f"{kind.__module__}.{kind.__qualname__} {id(kind)}": kind
+        for one in set(kinds)
+        for kind in one.__mro__
+        if kind is not object and not kind.__module__.startswith("torch.")
+    }
+    return [found[name] for name in sorted(found)]
+
+
+def global_settings() -> tuple[object, ...]:
+    """Returns what PyTorch's results depend on beside the model: precision and choice of kernels.
+
+    Autocast, the precision of float32 products, reductions in lower precision, deterministic
+    algorithms, which attention kernels are allowed, and the default dtype.
+    """
+    return tuple(_global_settings())
+
+
+def _global_settings() -> Iterator[object]:
+    for device in ("cpu", "cuda"):
+        is_on = torch.is_autocast_enabled(device)
+        yield (device, torch.get_autocast_dtype(device)) if is_on else None
+    yield torch.get_default_dtype()
+    yield torch.are_deterministic_algorithms_enabled()
+    for read in _SWITCHES:
+        try:
+            yield read()
+        except RuntimeError as error:  # the old and the new names of one switch were both used
+            yield str(error)
+
+
+def _switches() -> Iterator[Any]:
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    yield torch.get_float32_matmul_precision
+    for owner, name in (
+        (cuda.matmul, "allow_tf32"),
+        (cuda.matmul, "fp32_precision"),
+        (cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        (cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        (cuda.matmul, "allow_fp16_accumulation"),
+        (cudnn, "allow_tf32"),
+        (cudnn, "enabled"),
+        (cudnn, "benchmark"),
+        (cudnn, "deterministic"),
+        (mkldnn, "enabled"),
+    ):
+        try:
+            getattr(owner, name)
+        except (AttributeError, RuntimeError):
+            continue
+        yield partial(getattr, owner, name)
+    for name in ("flash", "mem_efficient", "math", "cudnn", "fp16_bf16_reduction_math"):
+        for spelling in (f"{name}_sdp_enabled", f"{name}_sdp_allowed"):
+            if hasattr(cuda, spelling):
+                yield getattr(cuda, spelling)
+
+
+_SWITCHES = tuple(_switches())

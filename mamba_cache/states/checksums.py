@@ -1,0 +1,151 @@
+"""Checksums of many tensors: whether any of them is another than it was."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mamba_cache._lasting import lasting
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states._backend import CopyBackend
+from mamba_cache.states.kernels import checksum_torch
+from mamba_cache.states.kernels.checksum_plan import plan_checksums
+
+__all__ = ["TensorChecksums", "bytes_of"]
+
+
+class TensorChecksums:
+    """Remembers what tensors on one device hold, to the bit, and tells whether they still do.
+
+    On a GPU ``start`` enqueues one launch over all tensors on the current stream and returns;
+    ``is_unchanged`` waits for that launch, not for what was enqueued after it.
+
+    Args:
+        tensors: Of any dtype and strides, on one device. None empty.
+        backend: Who measures: "auto" is the Triton kernel on CUDA and PyTorch elsewhere.
+
+    Attributes:
+        device: Where the tensors are.
+
+    Raises:
+        InvalidArgumentError: The tensors are on several devices, or there is none, or one has no
+            memory of its own that could be read, or the backend is unknown or not for them.
+    """
+
+    @lasting
+    def __init__(self, tensors: Sequence[torch.Tensor], *, backend: CopyBackend = "auto") -> None:
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        if len(devices) != 1:
+            raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
+        self.device = tensors[0].device
+        self._measure = _backend_for(backend, self.device)
+        # A tensor with gaps between its elements is copied together before each measurement.
+        self._gapped = [
+            (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+            for tensor in tensors
+            if _span(tensor) is None
+        ]
+        copies = iter(self._gapped)
+        parts = [bytes_of(next(copies)[1] if _span(t) is None else t) for t in tensors]
+        self._plan = plan_checksums(parts)
+        number = self._plan.num_chunks
+        self._expected = torch.zeros(number, dtype=torch.int64, device=self.device)
+        self._sums = torch.zeros(number, dtype=torch.int64, device=self.device)
+        self._changed = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._verdict = self._changed
+        self._done: Any = None
+        if self.device.type == "cuda":
+            self._verdict = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
+            self._done = torch.cuda.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a whole measurement reads."""
+        return sum(tensor.numel() for tensor in self._plan.tensors)
+
+    def measure(self) -> list[bytes]:
+        """Returns the checksum of each tensor now, which are expected from then on. It waits."""
+        self._copy_gapped()
+        self._measure(self._plan, self._expected, self._expected, self._changed, 1, 0)
+        sums, heads = self._expected.cpu(), self._plan.num_heads
+        starts = [*self._plan.rest_starts, self._plan.num_chunks]
+        return [
+            torch.cat([sums[i : i + 1], sums[starts[i] : starts[i + 1]]]).numpy().tobytes()
+            for i in range(heads)
+        ]
+
+    def start(self, *, stride: int = 1, phase: int = 0) -> None:
+        """Begins to compare the tensors with what is expected.
+
+        Args:
+            stride: Compare the first 64 KiB of each tensor, and of all that follow in them only
+                each so-many-th 64 KiB.
+            phase: Which of those, 0 <= phase < stride.
+        """
+        self._copy_gapped()
+        self._changed.zero_()
+        self._measure(self._plan, self._expected, self._sums, self._changed, stride, phase)
+        if self._done is not None:
+            self._verdict.copy_(self._changed, non_blocking=True)
+            self._done.record(torch.cuda.current_stream(self.device))
+
+    def is_unchanged(self) -> bool:
+        """Says whether all that ``start`` compared was as expected. It waits for that."""
+        if self._done is not None:
+            self._done.synchronize()
+        return not self._verdict.item()
+
+    def _copy_gapped(self) -> None:
+        for tensor, copy in self._gapped:
+            copy.copy_(tensor.detach())
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
+
+    Raises:
+        InvalidArgumentError: It has no memory of its own that could be read, or has gaps.
+    """
+    try:
+        span, storage = _span(tensor), tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        raise InvalidArgumentError(f"the tensor has no memory to read: {error}") from error
+    if span is None:
+        raise InvalidArgumentError("the tensor must have no gaps between its elements")
+    size = tensor.element_size()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset() * size, (span * size,), (1,))
+
+
+def _span(tensor: torch.Tensor) -> int | None:
+    """Counts the elements from a tensor's first to its last, None if some between are not its."""
+    sizes_and_strides = [
+        (size, stride)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride != 0
+    ]
+    span = 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
+    count = 1
+    for size, _ in sizes_and_strides:
+        count *= size
+    return span if span <= count else None
+
+
+def _backend_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and device.type != "cuda" and not is_interpreted:
+        raise InvalidArgumentError(f"backend 'triton' needs tensors on a CUDA device, got {device}")
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return checksum_torch.checksum
+    try:
+        kernels = importlib.import_module("mamba_cache.states.kernels.checksum")
+    except ImportError:  # no Triton: slower, and the same sums
+        return checksum_torch.checksum
+    measure: Callable[..., None] = kernels.checksum
+    return measure

@@ -1,0 +1,133 @@
+"""Checksums of many tensors as one Triton kernel: all of them in one launch."""
+
+# Triton takes no annotations but its own, and names constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_cache.states.kernels._launch import Launcher
+from mamba_cache.states.kernels.checksum_plan import (
+    LANES,
+    MULTIPLIER,
+    ROUND_BYTES,
+    SEED,
+    UNROLLED_ROUNDS,
+    ChecksumPlan,
+)
+
+__all__ = ["checksum"]
+
+_NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
+_LANES = tl.constexpr(LANES)
+_ROUND_BYTES = tl.constexpr(ROUND_BYTES)
+_UNROLLED_ROUNDS = tl.constexpr(UNROLLED_ROUNDS)
+_SEED = tl.constexpr(SEED)
+_MULTIPLIER = tl.constexpr(MULTIPLIER)
+_WIDE_BYTES = tl.constexpr(16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shifts to the right, filling with zeros: the words are signed."""
+    return (value >> BITS) & ((1 << (64 - BITS)) - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mixed(lanes, words):  # type: ignore[no-untyped-def]
+    # The shift comes before the product: a change of the highest bit alone, the sign of a float,
+    # would go through the product as it is, and a second one could undo it.
+    lanes = lanes ^ words
+    return (lanes ^ _shifted(lanes, 32)) * _MULTIPLIER
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
+    index = tl.arange(0, _LANES)
+    return tl.load(pointer + index, mask=index < tl.multiple_of(num_bytes // 8, 2), other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
+    """Puts words together byte by byte, as far as there are any, so that any address will do."""
+    pointer = address.to(tl.pointer_type(tl.uint8))
+    first = tl.arange(0, _LANES) * 8
+    words = tl.zeros([_LANES], dtype=tl.int64)
+    for byte in tl.static_range(8):
+        piece = tl.load(pointer + first + byte, mask=first + byte < num_bytes, other=0)
+        words = words | (piece.to(tl.int64) << (8 * byte))
+    return words
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_heads", "stride", "phase"]
+)
+def _checksum_kernel(  # type: ignore[no-untyped-def]
+    chunks, expected, sums, changed, num_heads, stride, phase
+) -> None:
+    index = tl.program_id(0).to(tl.int64)
+    if index >= num_heads:
+        index = num_heads + phase + (index - num_heads) * stride
+    address = tl.load(chunks + index * 3)
+    num_bytes = tl.load(chunks + index * 3 + 1)
+    lanes = (tl.arange(0, _LANES) + 1).to(tl.int64) * _SEED
+    if tl.load(chunks + index * 3 + 2) != 0:
+        for start in range(0, num_bytes, _UNROLLED_ROUNDS * _ROUND_BYTES):
+            for number in tl.static_range(_UNROLLED_ROUNDS):
+                first = start + number * _ROUND_BYTES
+                lanes = _mixed(lanes, _wide_words(address + first, num_bytes - first))
+    else:
+        for start in range(0, num_bytes, _UNROLLED_ROUNDS * _ROUND_BYTES):
+            for number in tl.static_range(_UNROLLED_ROUNDS):
+                first = start + number * _ROUND_BYTES
+                lanes = _mixed(lanes, _narrow_words(address + first, num_bytes - first))
+    # The final mix of MurmurHash3 (Appleby, public domain), with another pair of odd constants.
+    lanes = (lanes ^ _shifted(lanes, 33)) * _MULTIPLIER
+    lanes = (lanes ^ _shifted(lanes, 29)) * _SEED
+    total = tl.sum(lanes ^ _shifted(lanes, 32), axis=0)
+    tl.store(sums + index, total)
+    if total != tl.load(expected + index):
+        tl.store(changed, 1)
+
+
+_launch = Launcher(_checksum_kernel)
+
+
+def checksum(
+    plan: ChecksumPlan,
+    expected: torch.Tensor,
+    sums: torch.Tensor,
+    changed: torch.Tensor,
+    stride: int,
+    phase: int,
+) -> None:
+    """Measures chunks, and tells whether any is another than expected. It does not wait.
+
+    Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
+    about 2**-64. Which word stands where matters, and where the tensor lies does not.
+
+    Args:
+        plan: The chunks.
+        expected: [num_chunks] int64, contiguous as the others.
+        sums: [num_chunks] int64; those of the measured chunks are written.
+        changed: [1] int32; becomes 1 if one of them is not as expected.
+        stride: Only each so-many-th chunk is measured, but all heads.
+        phase: Which ones, 0 <= phase < stride.
+    """
+    _launch(
+        plan.chunks.get_device(),
+        None,
+        (plan.num_programs(stride, phase), 1, 1),
+        plan.chunks,
+        expected,
+        sums,
+        changed,
+        plan.num_heads,
+        stride,
+        phase,
+        num_warps=_NUM_WARPS,
+    )

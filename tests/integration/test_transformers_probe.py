@@ -1,0 +1,206 @@
+"""What the probe of a transformers model accepts: all that goes on exactly, by its own rounding."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+import transformers
+from transformers_rig import (
+    BLOCK,
+    FAMILIES,
+    GREEDY,
+    UNRESUMABLE,
+    assert_same,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
+from mamba_cache.integrations.transformers.probe import probe
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+GOOD = [name for name in FAMILIES if name not in UNRESUMABLE]
+
+
+def scaled(model, factor):
+    """With large weights, so that time steps leave their range and rounding grows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_no_good_model_is_refused(name):
+    """One of 72 was, for a rounding of 2.5e-5, when the bound was a constant."""
+    for number in range(4):
+        for factor in (1, 8):
+            model = scaled(make_model(name, seed=number), factor)
+            assert probe(ModelRunner(model), BLOCK).fault is None, (number, factor)
+
+
+@pytest.mark.parametrize("name", UNRESUMABLE)
+def test_no_model_that_forgets_is_accepted(name):
+    for number in range(4):
+        for factor in (1, 8):
+            model = scaled(make_model(name, seed=number), factor)
+            assert probe(ModelRunner(model), BLOCK).fault is not None, (number, factor)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_models_that_forget_are_refused_in_half_precision_too(name):
+    model = make_model(name).to(torch.bfloat16)
+    assert probe(ModelRunner(model), BLOCK).fault is not None
+
+
+def test_large_states_that_round_much_are_no_fault():
+    """A model may amplify a rounding: then an unbroken run differs from itself as much."""
+    model = scaled(make_model("kimi_linear", seed=3), 16)
+    assert probe(ModelRunner(model), BLOCK).fault is None
+
+
+def assert_same_but_rounding(expected, actual):
+    """With large weights logits are large too, so rounding is measured by their size."""
+    assert torch.equal(actual.sequences, expected.sequences)
+    wanted = torch.stack(expected.logits)
+    difference = (torch.stack(actual.logits) - wanted).abs().max() / wanted.abs().max()
+    assert difference < 1e-5
+
+
+# Models that clamp their time steps in the prefill and not in decoding.
+
+
+@pytest.fixture(params=["nemotron_h", "zamba2"])
+def clamping(request):
+    """Transformers' Nemotron-H and Zamba2, with weights so large that time steps reach the clamp."""
+    return scaled(make_model(request.param), 8)
+
+
+def test_the_split_that_the_cache_uses_is_what_counts(clamping):
+    result = probe(ModelRunner(clamping), BLOCK)
+    assert result.fault is None
+    assert not result.is_step_exact
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, BLOCK, 4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 2])
+def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens):
+    """A hit that left one token would take the way of decoding, which does not clamp."""
+    lengths = []
+    clamping.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
+    cache = make_cache(clamping)
+    prompt = text(generator, num_tokens)
+    shared = join(prompt[:, : num_tokens - 1], text(generator, 1))
+    for ids in (prompt, prompt, shared):
+        assert_same_but_rounding(plain(clamping, ids), cached(cache, ids))
+        lengths.clear()
+        cached(cache, ids, max_new_tokens=1)
+        assert num_tokens == 1 or min(lengths) > 1
+    if num_tokens > 2 * BLOCK:
+        assert cache.stats().hits > 0
+
+
+def test_rows_of_a_batch_are_not_either(clamping, generator):
+    cache = make_cache(clamping)
+    prompts = [text(generator, n) for n in (3 * BLOCK + 1, 3 * BLOCK + 2, 2 * BLOCK, 5)]
+    for _ in range(2):
+        output = cache.generate([p[0].tolist() for p in prompts], **GREEDY)
+        cache.check_invariants()
+        for row, prompt in enumerate(prompts):
+            alone = plain(clamping, prompt)
+            answer = output.sequences[row : row + 1, 3 * BLOCK + 2 :]
+            assert torch.equal(answer, alone.sequences[:, prompt.shape[1] :])
+    with pytest.raises(InvalidArgumentError, match="prompt of one token"):
+        cache.generate([[3, 4, 5], [6]], **GREEDY)
+
+
+def test_their_answers_are_not_reused(clamping, generator):
+    """What decoding left behind is not what a prefill of the next turn would."""
+    cache = make_cache(clamping)
+    prompt = text(generator, 2 * BLOCK + 3)
+    answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
+    longer = join(answer, text(generator, 4))
+    hit = skipped(cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer)))
+    assert hit == 2 * BLOCK
+
+
+def test_single_tokens_after_a_hit_need_exact_steps(monkeypatch):
+    """on_unresumable="step" is no way out for a model whose steps are wrong too."""
+    model = make_model("mamba")
+    original = type(model.backbone.layers[0].mixer).forward
+
+    def scaled_steps(self, hidden_states, *args, **kwargs):
+        factor = 1.01 if hidden_states.shape[1] == 1 else 1
+        return original(self, hidden_states * factor, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.backbone.layers[0].mixer), "forward", scaled_steps)
+    with pytest.raises(UnresumableModelError, match="not even token by token"):
+        make_cache(model, on_unresumable="step")
+
+
+def test_states_that_are_kept_outside_of_the_cache_are_said_to_be():
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, lru_width=32,
+        block_types=["recurrent", "recurrent", "attention"], attention_window_size=16,
+    )  # fmt: skip
+    model = transformers.RecurrentGemmaForCausalLM(config).eval()
+    with pytest.raises(InvalidArgumentError, match=r"layers \[0, 1\] are still empty .* modules"):
+        make_cache(model)
+
+
+# Rotary embeddings whose frequencies depend on the length of the sequence.
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope", "rope_theta": 1e4, "long_factor": [4.0] * 8,
+            "short_factor": [1.0] * 8, "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+def test_rope_that_depends_on_the_length_is_refused(name, parameters):
+    model = make_model(name, rope_parameters=parameters, max_position_embeddings=16)
+    with pytest.raises(UnresumableModelError, match=f"rope_type '{parameters['rope_type']}'"):
+        make_cache(model)
+
+
+def test_rope_of_one_kind_of_layers_is_refused():
+    model = make_model("falcon_h1")
+    rotary = next(m for m in model.modules() if hasattr(m, "rope_type"))
+    rotary.rope_type = {"full_attention": "default", "sliding_attention": "dynamic"}
+    with pytest.raises(UnresumableModelError, match=r"'dynamic' for layers of type 'sliding_att"):
+        make_cache(model)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)  # fmt: skip
+def test_rope_that_is_fixed_is_served_beyond_its_first_length(generator, parameters):
+    model = make_model("falcon_h1", rope_parameters=parameters, max_position_embeddings=16)
+    cache = make_cache(model)
+    prompt = text(generator, 4 * BLOCK + 3)
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 1

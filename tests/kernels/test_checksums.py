@@ -1,0 +1,182 @@
+"""Checksums of tensors: the kernel and its twin alike, and what no change may escape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states.checksums import TensorChecksums, bytes_of
+from mamba_cache.states.kernels import checksum, checksum_torch
+from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, ROUND_BYTES, plan_checksums
+
+SIZES = [1, 3, 8, 16, 17, ROUND_BYTES, ROUND_BYTES + 8, 4 * ROUND_BYTES + 2, CHUNK_BYTES - 1,
+         CHUNK_BYTES, CHUNK_BYTES + 5, 2 * CHUNK_BYTES + 48]  # fmt: skip
+
+
+@pytest.fixture(params=["torch", "triton"])
+def checksums_of(request):
+    return lambda tensors: TensorChecksums(tensors, backend=request.param)
+
+
+def measured(kernel, plan, expected, stride, phase):
+    sums = torch.full_like(expected, 7)
+    changed = torch.zeros(1, dtype=torch.int32, device=expected.device)
+    kernel(plan, expected, sums, changed, stride, phase)
+    return sums.cpu(), changed.item()
+
+
+def parts_of(memory, sizes, offsets):
+    starts = [sum(sizes[:i]) + sum(offsets[: i + 1]) for i in range(len(sizes))]
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+@settings(max_examples=settings.default.max_examples // 5)  # the interpreter is slow
+@given(
+    sizes=st.lists(st.sampled_from(SIZES) | st.integers(1, 9999), min_size=1, max_size=3),
+    offsets=st.lists(st.integers(0, 17), min_size=4, max_size=4),
+    stride=st.integers(1, 5),
+    data=st.data(),
+)
+def test_kernel_equals_its_twin(sizes, offsets, stride, data, device):
+    """Of tensors of any sizes at any addresses, whole and in samples."""
+    seed, phase = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, stride - 1))
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(sizes) + sum(offsets)  # those of the gaps that are not used, too
+    memory = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).to(device)
+    plan = plan_checksums(parts_of(memory, sizes, offsets))
+    expected = torch.zeros(plan.num_chunks, dtype=torch.int64, device=device)
+    everything, _ = measured(checksum_torch.checksum, plan, expected, 1, 0)
+    expected.copy_(everything)
+    if data.draw(st.booleans()):
+        expected[data.draw(st.integers(0, plan.num_chunks - 1))] += 1
+    results = [
+        measured(module.checksum, plan, expected, stride, phase)
+        for module in (checksum, checksum_torch)
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    is_measured = results[0][0] != 7
+    assert int(is_measured.sum()) == plan.num_programs(stride, phase)
+    assert torch.equal(results[0][0][is_measured], everything[is_measured])
+
+
+def test_every_phase_of_a_sample_together_measures_everything():
+    memory = torch.ones(11 * CHUNK_BYTES + 9, dtype=torch.uint8)
+    plan = plan_checksums([memory, memory[:30], memory[: 4 * CHUNK_BYTES]])
+    expected = torch.zeros(plan.num_chunks, dtype=torch.int64)
+    seen = torch.zeros(plan.num_chunks, dtype=torch.bool)
+    for phase in range(4):
+        seen |= measured(checksum_torch.checksum, plan, expected, 4, phase)[0] != 7
+    assert seen.all()
+
+
+@pytest.mark.parametrize("size", [1, 17, ROUND_BYTES + 3, CHUNK_BYTES + 9])
+@pytest.mark.parametrize("bit", [0, 5, 7])
+def test_every_bit_counts(checksums_of, size, bit, device, generator):
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
+    checksums = checksums_of([memory])
+    before = checksums.measure()
+    for index in {0, size // 2, size - 1}:
+        memory[index] ^= 1 << bit
+        checksums.start()
+        assert not checksums.is_unchanged(), index
+        memory[index] ^= 1 << bit
+        checksums.start()
+        assert checksums.is_unchanged()
+    assert checksums.measure() == before
+
+
+@pytest.mark.parametrize("distance", [1, 511, 512, 1024, 8192, 8193])
+def test_where_a_value_stands_counts(checksums_of, distance, device):
+    """Words exchanged within a lane, across lanes and across chunks."""
+    words = torch.arange(3 * CHUNK_BYTES // 8, dtype=torch.int64, device=device)
+    checksums = checksums_of([words])
+    before = checksums.measure()
+    words[[5, 5 + distance]] = words[[5 + distance, 5]]
+    checksums.start()
+    assert not checksums.is_unchanged()
+    assert checksums.measure() != before
+
+
+def test_signs_do_not_cancel(checksums_of, device):
+    """The highest bit goes through a product unchanged: the shift before it spreads it first."""
+    words = torch.ones(4 * ROUND_BYTES // 8, dtype=torch.int64, device=device)
+    checksums = checksums_of([words])
+    checksums.measure()
+    for other in ([1 << 31], [1 << 63], [1 << 63, 1 << 31]):
+        changed = words.clone()
+        changed[3] ^= -(1 << 63)
+        for bit in other:
+            changed[3 + 512] ^= bit - (1 << 64) if bit >> 63 else bit
+        before = words.clone()
+        words.copy_(changed)
+        checksums.start()
+        assert not checksums.is_unchanged(), other
+        words.copy_(before)
+
+
+def test_the_address_does_not_count(checksums_of, device, generator):
+    values = torch.randint(0, 256, (CHUNK_BYTES + 77,), dtype=torch.uint8, generator=generator)
+    sums = []
+    for offset in (0, 1, 2, 8, 16):
+        memory = torch.zeros(CHUNK_BYTES + 200, dtype=torch.uint8, device=device)
+        memory[offset : offset + len(values)] = values.to(device)
+        sums += checksums_of([memory[offset : offset + len(values)]]).measure()
+    assert len(set(sums)) == 1
+
+
+DTYPES = [torch.bool, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+          torch.float64, torch.complex64]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_dtypes_are_read_by_their_bits(checksums_of, dtype, device):
+    tensor = torch.zeros(33, dtype=dtype, device=device)
+    checksums = checksums_of([tensor])
+    checksums.measure()
+    bytes_of(tensor)[-1] ^= 1
+    checksums.start()
+    assert not checksums.is_unchanged()
+
+
+def test_strides_of_every_kind(checksums_of, device):
+    """Transposed tensors are read as they lie, those with gaps are copied, expanded ones are not."""
+    base = torch.arange(96.0, device=device).view(8, 12)
+    views = [base.t(), base[:, 1:5], base[::2], base[:1].expand(1000, 12), base[3, 4]]
+    for view in views:
+        checksums = checksums_of([view])
+        checksums.measure()
+        assert checksums.num_bytes <= view.numel() * 4
+        base[2, 3] += 1  # in some of them only
+        checksums.start()
+        is_in = bool((view == base[2, 3]).any())
+        assert checksums.is_unchanged() != is_in
+        base[2, 3] -= 1
+
+
+def test_tensors_that_require_grad_or_are_inference_tensors(checksums_of, device):
+    with torch.inference_mode():
+        inference = torch.ones(5, device=device)
+    parameter = torch.nn.Parameter(torch.ones(4, 4, device=device)[:, :2])
+    checksums = checksums_of([inference, parameter])
+    checksums.measure()
+    with torch.inference_mode():
+        checksums.start()
+        assert checksums.is_unchanged()
+        inference[3] = 2
+        checksums.start()
+    assert not checksums.is_unchanged()
+
+
+def test_what_cannot_be_measured():
+    with pytest.raises(InvalidArgumentError, match="one device"):
+        TensorChecksums([])
+    with pytest.raises(InvalidArgumentError, match="one device"):
+        TensorChecksums([torch.ones(2), torch.ones(2, device="meta")])
+    with pytest.raises(InvalidArgumentError, match="backend must be"):
+        TensorChecksums([torch.ones(2)], backend="numpy")
+    with pytest.raises(InvalidArgumentError, match="gaps"):
+        bytes_of(torch.ones(4)[::2])
+    with pytest.raises(InvalidArgumentError, match="no memory"):
+        bytes_of(torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False))
