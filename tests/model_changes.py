@@ -36,6 +36,7 @@ class Kind:
         prepare: What is done to the model before its cache is made.
         family: Which model.
         matters: The model's logits are others then.
+        comes_back: Changing it back leaves no trace, so that prefixes of before are found again.
     """
 
     name: str
@@ -44,15 +45,17 @@ class Kind:
     prepare: Callable[[nn.Module], object]
     family: str
     matters: bool
+    comes_back: bool = True
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name, outcome, *, prepare=lambda model: None, family="nemotron_h", matters=True):
+def kind(name, outcome, *, prepare=lambda model: None, family="nemotron_h", matters=True,
+         comes_back=True):  # fmt: skip
     def add(change):
         assert name not in KINDS
-        KINDS[name] = Kind(name, outcome, change, prepare, family, matters)
+        KINDS[name] = Kind(name, outcome, change, prepare, family, matters, comes_back)
         return change
 
     return add
@@ -304,15 +307,13 @@ def rotary_buffer(model):
     kept.restore()
 
 
-@kind("dtype of one module", NOTICED)
-def module_halved(model):
-    norm = norms(model)[0]
-    with torch.no_grad():
-        norm.weight.mul_(1.2345)
-    norm.bfloat16()
+@kind("dtype of one parameter", NOTICED)
+def parameter_halved(model):
+    mixer = mixers(model)[0]
+    before = mixer.A_log
+    mixer.A_log = nn.Parameter((before.detach() * 1.2345).bfloat16())
     yield
-    norm.float()
-    norm.weight.data.fill_(1)
+    mixer.A_log = before
 
 
 @kind("dtype of the model", NOTICED)
@@ -536,9 +537,8 @@ _attribute("a rotary embedding's scale", lambda m: next(
     x for x in m.modules() if hasattr(x, "attention_scaling")), "attention_scaling", 0.5,
     family="falcon_h1")  # fmt: skip
 _attribute("an activation function", lambda m: next(
-    x for x in m.modules() if hasattr(x, "act") and hasattr(x, "in_proj")), "act", nn.ReLU().eval())
-_attribute("a class of a module", norms.__call__ and (lambda m: norms(m)[0]), "__class__",
-           nn.Identity, matters=True)  # fmt: skip
+    x for x in m.modules() if hasattr(x, "act_fn")), "act_fn", nn.Sigmoid())  # fmt: skip
+_attribute("the class of a module", lambda m: norms(m)[0], "__class__", nn.Identity)
 
 
 @kind("attention implementation", KEYED, matters=False)
@@ -665,13 +665,15 @@ def hook_object(model):
     model.scaler.factor = 1.0
 
 
-@kind("a hook of the same code over another value", KEYED, prepare=lambda model: setattr(
-    model, "handle", norms(model)[0].register_forward_hook(_scaled_by(1.0))))  # fmt: skip
+_handles = []
+
+
+@kind("a hook of the same code over another value", KEYED, prepare=lambda model: _handles.append(
+    norms(model)[0].register_forward_hook(_scaled_by(1.0))))  # fmt: skip
 def hook_closure(model):
     def hooked(value):
-        model.handle.remove()
-        handle = norms(model)[0].register_forward_hook(_scaled_by(value))
-        object.__setattr__(model, "handle", handle)
+        _handles.pop().remove()
+        _handles.append(norms(model)[0].register_forward_hook(_scaled_by(value)))
 
     hooked(2.0)
     yield
@@ -682,7 +684,7 @@ _steering = torch.ones(32)
 
 
 @kind("a tensor that a hook closes over", KEYED, prepare=lambda model: norms(model)[
-    0].register_forward_hook(_scaled_by(_steering)))  # fmt: skip
+    0].register_forward_hook(_scaled_by(_steering)), comes_back=False)  # fmt: skip
 def hook_tensor(model):
     _steering.mul_(2)
     yield
@@ -758,7 +760,7 @@ def class_forward(model):
     owner.forward = original
 
 
-@kind("a function of the model's file replaced", KEYED)
+@kind("a function of the model's file replaced", KEYED, matters=False)
 def function_replaced(model):
     namespace = attention(model).forward.__func__.__globals__
     original = namespace["eager_attention_forward"]
@@ -767,18 +769,12 @@ def function_replaced(model):
     namespace["eager_attention_forward"] = original
 
 
-KINDS["a function of the model's file replaced"] = Kind(
-    "a function of the model's file replaced", KEYED, function_replaced,
-    lambda model: None, "nemotron_h", False,
-)  # fmt: skip
-
-
 @kind("a submodule compiled in place", KEYED, matters=False)
 def compiled_in_place(model):
     module = norms(model)[0]
     module.compile(backend="eager")
     yield
-    module._compiled_call_impl = None
+    del module._compiled_call_impl
 
 
 @kind("a submodule replaced by its compiled form", KEYED, matters=False)
@@ -788,6 +784,7 @@ def compiled_submodule(model):
     mixer.in_proj = torch.compile(before, backend="eager")
     yield
     mixer.in_proj = before
+    del before._is_torch_compile
 
 
 # What holds for the whole process.
@@ -800,8 +797,8 @@ def _within(name, context, *, outcome=KEYED, matters=False):
             yield
 
 
-def _switch(name, read, write, value, *, matters=False):
-    @kind(name, KEYED, matters=matters)
+def _switch(name, read, write, value, *, comes_back=True):
+    @kind(name, KEYED, matters=False, comes_back=comes_back)
     def change(model):
         before = read()
         write(value)
@@ -815,7 +812,7 @@ _within("only some attention kernels", lambda: nn.attention.sdpa_kernel(
     nn.attention.SDPBackend.MATH))  # fmt: skip
 _within("inference_mode around the call", torch.inference_mode, outcome=HARMLESS)
 _switch("precision of float32 products", torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision, "medium")  # fmt: skip
+        torch.set_float32_matmul_precision, "medium", comes_back=False)  # fmt: skip
 _switch("deterministic algorithms", torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms, True)  # fmt: skip
 _switch("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float64)

@@ -21,6 +21,17 @@ WeightsCheck = Literal["full", "sample", "off"]
 _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
+_RANDOM = (
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.modules.batchnorm._NormBase,
+    torch.nn.RNNBase,
+    torch.nn.RReLU,
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer,
+)
+"""Of PyTorch's modules those that are others in training mode, unless their probability is 0."""
+
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -121,7 +132,7 @@ class ModelFingerprint:
 
     def _check_modes(self) -> None:
         for path, module in self._settings.modules.items():
-            if module.training:
+            if module.training and _depends_on_mode(module):
                 raise InvalidArgumentError(
                     f"no part of the model must be in training mode, {_name(path)} is: call "
                     "model.eval()"
@@ -277,6 +288,17 @@ def _layout(tensors: list[torch.Tensor]) -> list[Any]:
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _depends_on_mode(module: torch.nn.Module) -> bool:
+    """Says whether a module may compute something else in training mode.
+
+    PEFT adds its layers in training mode to a model in eval mode. What is random in them, and in
+    containers and plain layers of PyTorch, is in modules of its own; others may look at the flag.
+    """
+    if isinstance(module, _RANDOM):
+        return bool(getattr(module, "p", 1))
+    return not type(module).__module__.startswith(("torch.", "peft."))
 
 
 def _name(path: str) -> str:

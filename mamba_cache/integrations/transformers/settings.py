@@ -366,6 +366,8 @@ class _Reading:
             value = namespace[name]
             if f"{path}.{name}" in self._left_out or name.startswith("_abc"):
                 continue
+            if name.endswith("_cached_value"):  # transformers remembers what it learned of a class
+                continue
             self._refer(namespace, name, value)
             is_plain = isinstance(value, _PLAIN)
             self.values[f"{path}.{name}"] = repr(value) if is_plain else self._name(value)

@@ -1,0 +1,79 @@
+"""One change of a model between calls of its prefix cache, held to what the changed model says."""
+
+import contextlib
+
+import torch
+from model_changes import HARMLESS, KEYED, NOTICED, REFUSED
+from transformers_rig import BLOCK, GREEDY, join, make_cache, plain, text
+
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+
+
+def same(expected, actual) -> bool:
+    """Tokens and logits, these but for rounding: under autocast they have few digits."""
+    wanted, got = torch.stack(expected.logits), torch.stack(actual.logits)
+    tolerance = 1e-5 if wanted.dtype == torch.float32 and not is_autocast() else 0.02
+    close = torch.allclose(got.float(), wanted.float(), rtol=0, atol=tolerance)
+    return close and torch.equal(actual.sequences, expected.sequences)
+
+
+def is_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def ask(cache, ids):
+    output = cache.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    cache.check_invariants()
+    return output
+
+
+def outcome_of(cache, model, ids) -> str:
+    hits = cache.stats().hits
+    try:
+        actual = ask(cache, ids)
+    except ModelChangedError:
+        return NOTICED
+    except InvalidArgumentError:
+        return REFUSED
+    assert same(plain(model, ids), actual)
+    return HARMLESS if cache.stats().hits > hits else KEYED
+
+
+def check_change(kind, model, generator, weights_check="full") -> None:
+    """Caches a prefix, changes the model, asks for more, changes it back, and asks again.
+
+    Args:
+        kind: The change.
+        model: As it is before, prepared.
+        generator: For prompts.
+        weights_check: As the cache's.
+    """
+    cache = make_cache(model, weights_check=weights_check)
+    prefix = text(generator, 4 * BLOCK)
+    prompts = [join(prefix, text(generator, 5)) for _ in range(4)]
+    first = plain(model, prompts[0])
+    assert same(first, ask(cache, prompts[0]))
+
+    change = contextlib.contextmanager(kind.change)
+    with change(model):
+        outcome = outcome_of(cache, model, prompts[1])
+        if kind.matters and outcome != REFUSED:
+            assert not torch.equal(
+                torch.stack(plain(model, prompts[0]).logits), torch.stack(first.logits)
+            )
+        if outcome == KEYED:  # and what is cached under the new key is right, too
+            assert outcome_of(cache, model, prompts[2]) == HARMLESS
+    assert outcome == kind.outcome
+
+    hits = cache.stats().hits
+    try:
+        output = ask(cache, prompts[3])
+    except ModelChangedError:
+        assert outcome == NOTICED  # it was not changed back to the bit
+        cache.reset()
+        output = ask(cache, prompts[3])
+        hits = -1
+    assert same(plain(model, prompts[3]), output)
+    if outcome == KEYED and kind.comes_back:
+        assert cache.stats().hits == hits + 1
+    cache.close()

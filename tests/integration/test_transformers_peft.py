@@ -1,0 +1,168 @@
+"""What PEFT and accelerate themselves do to a model between two calls of its prefix cache."""
+
+from dataclasses import replace
+
+import pytest
+
+peft = pytest.importorskip("peft", reason="needs peft, which no extra of this package installs")
+accelerate = pytest.importorskip("accelerate", reason="comes with peft")
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from changes_rig import check_change
+from model_changes import KEYED, NOTICED, Kept, Kind, mixers, noise
+from transformers_rig import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
+
+KINDS = {}
+
+
+def adapters(model):
+    return [m for m in model.modules() if hasattr(m, "lora_A")]
+
+
+def change(outcome, *, comes_back=True, matters=True):
+    def add(function):
+        name = function.__name__
+        KINDS[name] = Kind(name, outcome, function, None, "nemotron_h", matters, comes_back)
+        return function
+
+    return add
+
+
+@change(KEYED)
+def set_scale(model):
+    for layer in adapters(model):
+        layer.set_scale("default", 3.0)
+    yield
+    for layer in adapters(model):
+        layer.set_scale("default", 1.0)
+
+
+@change(KEYED)
+def scale_layer(model):
+    for layer in adapters(model):
+        layer.scale_layer(2.0)
+    yield
+    for layer in adapters(model):
+        layer.unscale_layer(2.0)
+
+
+@change(KEYED)
+def rescale_adapter_scale(model):
+    from peft.helpers import rescale_adapter_scale as rescaled  # noqa: PLC0415
+
+    with rescaled(model, 0.25):
+        yield
+
+
+@change(KEYED)
+def set_adapter(model):
+    model.set_adapter("other")
+    yield
+    model.set_adapter("default")
+
+
+@change(KEYED)
+def disable_adapter(model):
+    with model.disable_adapter():
+        yield
+
+
+@change(NOTICED)
+def merge_and_unmerge(model):
+    kept = Kept(*(layer.base_layer.weight for layer in adapters(model)))
+    model.merge_adapter()
+    yield
+    model.unmerge_adapter()
+    kept.restore()
+
+
+@change(KEYED)
+def add_weighted_adapter(model):
+    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
+    model.set_adapter("both")
+    model.eval()
+    yield
+    model.set_adapter("default")
+    model.delete_adapter("both")
+
+
+@change(NOTICED)
+def delete_and_load_another_under_its_name(model):
+    kept = [p.detach().clone() for layer in adapters(model) for p in layer.lora_B.parameters()]
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    add_adapter(model, "default", seed=9)
+    model.set_adapter("default")
+    yield
+    del kept
+
+
+@change(NOTICED)
+def hotswap(model):
+    from peft.utils.hotswap import hotswap_adapter_from_state_dict  # noqa: PLC0415
+
+    pm = model
+    before = {k: v.clone() for k, v in peft.get_peft_model_state_dict(pm).items()}
+    others = {name: value + noise(value, 1.0) for name, value in before.items()}
+    config = pm.peft_config["default"]
+    hotswap_adapter_from_state_dict(pm, others, "default", config)
+    yield
+    hotswap_adapter_from_state_dict(pm, before, "default", config)
+
+
+@change(NOTICED)
+def train_the_adapter(model):
+    weights = [p for layer in adapters(model) for p in layer.lora_B["default"].parameters()]
+    kept = Kept(*weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(weights, lr=0.1, fused=True).step()
+    yield
+    kept.restore()
+
+
+@change(KEYED, matters=False)
+def accelerate_hook(model):
+    class Hook(accelerate.hooks.ModelHook):
+        pass
+
+    module = mixers(model)[0].in_proj
+    accelerate.hooks.add_hook_to_module(module, Hook())
+    yield
+    accelerate.hooks.remove_hook_from_module(module)
+
+
+@change(KEYED, matters=False)
+def accelerate_keeps_weights_on_the_host(model):
+    module = mixers(model)[0].in_proj.base_layer
+    hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", offload=True)
+    accelerate.hooks.add_hook_to_module(module, hook)
+    yield
+    accelerate.hooks.remove_hook_from_module(module)
+
+
+def add_adapter(peft_model, name, seed):
+    peft_model.add_adapter(name, CONFIG)
+    torch.manual_seed(seed)
+    for layer in adapters(peft_model.get_base_model()):
+        for part in (layer.lora_A, layer.lora_B):
+            torch.nn.init.normal_(part[name].weight, std=0.3)
+
+
+CONFIG = peft.LoraConfig(r=2, target_modules=["in_proj", "q_proj"], lora_dropout=0.0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prefix_of_the_model_before_is_never_served(name, generator):
+    base = make_model("nemotron_h")
+    peft_model = peft.get_peft_model(base, CONFIG)
+    add_adapter(peft_model, "other", seed=1)
+    torch.manual_seed(2)
+    for layer in adapters(base):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    peft_model.set_adapter("default")
+    kind = KINDS[name]
+    check_change(replace(kind, change=lambda model: kind.change(peft_model)), base, generator)
