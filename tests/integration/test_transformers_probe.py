@@ -79,7 +79,7 @@ def assert_same_but_rounding(expected, actual):
 
 @pytest.fixture(params=["nemotron_h", "zamba2"])
 def clamping(request):
-    """Transformers' Nemotron-H and Zamba2, with weights so large that time steps reach the clamp."""
+    """Transformers' Nemotron-H and Zamba2, whose large weights take time steps to the clamp."""
     return scaled(make_model(request.param), 8)
 
 
@@ -128,7 +128,9 @@ def test_their_answers_are_not_reused(clamping, generator):
     prompt = text(generator, 2 * BLOCK + 3)
     answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
     longer = join(answer, text(generator, 4))
-    hit = skipped(cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer)))
+    hit = skipped(
+        cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer))
+    )
     assert hit == 2 * BLOCK
 
 

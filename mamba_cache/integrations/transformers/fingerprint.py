@@ -187,7 +187,8 @@ class _Weights:
             return
         self._is_pending = False
         assert self._checksums is not None
-        if not all([checksums.is_unchanged() for checksums in self._checksums]):
+        verdicts = [checksums.is_unchanged() for checksums in self._checksums]
+        if not all(verdicts):
             known = self._expected
             changed = [path for path, value in self._measured() if known[path] != value]
             self._checksums = None
@@ -225,6 +226,8 @@ class _Weights:
             return
         sums = {checksums.device: iter(checksums.measure()) for checksums in self._checksums}
         for path, parts in self._tensors.items():
+            if not parts:
+                continue
             digest = hashlib.blake2b(digest_size=16)
             for part in parts:
                 digest.update(next(sums[part.device]))

@@ -147,9 +147,8 @@ class Generation:
         return args, kwargs
 
     def _after_first_forward(self, *_: Any) -> None:
-        """Hears whether the weights are right, now that the forward is enqueued, before any token
-        leaves: a streamer gets the first one before ``watch`` does.
-        """
+        """Hears whether the weights are right, now that the forward is enqueued."""
+        # Before any token leaves: a streamer gets the first one before ``watch`` does.
         if threading.get_ident() == self._thread:
             self._verdict_hook.remove()
             self._runner.fingerprint.confirm()

@@ -1,7 +1,7 @@
 """Checksums of many tensors as one Triton kernel: all of them in one launch."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed(lanes, words):  # type: ignore[no-untyped-def]
+def _mixed(lanes, words):
     # The shift comes before the product: a change of the highest bit alone, the sign of a float,
     # would go through the product as it is, and a second one could undo it.
     lanes = lanes ^ words
@@ -45,14 +45,14 @@ def _mixed(lanes, words):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
+def _wide_words(address, num_bytes):
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
     index = tl.arange(0, _LANES)
     return tl.load(pointer + index, mask=index < tl.multiple_of(num_bytes // 8, 2), other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
+def _narrow_words(address, num_bytes):
     """Puts words together byte by byte, as far as there are any, so that any address will do."""
     pointer = address.to(tl.pointer_type(tl.uint8))
     first = tl.arange(0, _LANES) * 8

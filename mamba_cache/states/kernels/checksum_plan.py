@@ -88,9 +88,7 @@ def plan_checksums(tensors: Sequence[torch.Tensor]) -> ChecksumPlan:
     if device.type == "cuda":
         # From pageable memory the transfer would wait for the work queued before it.
         table = table.pin_memory()
-    return ChecksumPlan(
-        tuple(tensors), table.to(device, non_blocking=True), tuple(rest_starts)
-    )
+    return ChecksumPlan(tuple(tensors), table.to(device, non_blocking=True), tuple(rest_starts))
 
 
 def _chunks(addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
