@@ -62,7 +62,10 @@ def check_change(kind, model, generator, weights_check="full") -> None:
                 torch.stack(plain(model, prompts[0]).logits), torch.stack(first.logits)
             )
         if outcome == KEYED:  # and what is cached under the new key is right, too
-            assert outcome_of(cache, model, prompts[2]) == HARMLESS
+            again = [outcome_of(cache, model, prompts[2]) for _ in range(3)]
+            assert again[-1] == HARMLESS
+            # What its first forward makes, as a hook of accelerate does, may be a new key once.
+            assert again[0] == HARMLESS or not kind.comes_back
     assert outcome == kind.outcome
 
     hits = cache.stats().hits

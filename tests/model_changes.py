@@ -840,3 +840,25 @@ _switch("reductions in lower precision",
         lambda value: setattr(
             torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
         False)  # fmt: skip
+
+
+DUTIES = {
+    "what a hook reads from a list, a dict or another object that it closes over":
+        "hooks that only watch write there in each forward, so that every call would be another key",
+    "tensors that a hook closes over, written through `.data` or by a fused optimizer":
+        "they count by which one they are and by PyTorch's count of writes, for the same reason",
+    "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "
+        "accelerate itself writes them once, before the model runs",
+    "weights written by another thread, or by a streamer that also writes them back, during a call":
+        "the check runs once a call, before its first forward",
+    "memory that PyTorch cannot read: packed weights of `torch.ao` and of other compiled objects":
+        "only which object it is counts; their methods put another object in its place",
+    "modules put in place whose result for a token depends on the other tokens of the forward, "
+    "as dynamic quantisation does":
+        "whether a model can resume is tried when the cache is made: make another cache",
+    "PyTorch's operators themselves: dispatch modes, `torch.nn.functional` replaced, "
+    "`torch.set_flush_denormal`, environment variables": "nothing tells them cheaply",
+    "number of threads, and other machines' kernels": "they change rounding, as a batch of another "
+        "size does",
+}  # fmt: skip
+"""What is not noticed, and why: the caller's duty."""

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from changes_rig import check_change
-from model_changes import HARMLESS, KEYED, KINDS, NOTICED, REFUSED
+from model_changes import DUTIES, HARMLESS, KEYED, KINDS, NOTICED, REFUSED
 from sources import ROOT
 from transformers_rig import make_model
 
@@ -33,6 +33,9 @@ def test_the_page_lists_these_kinds():
     page = (ROOT / "docs" / "explanation" / "model_changes.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+) \| (noticed|keyed|refused|harmless) \|", page, re.M))
     assert rows == {kind.name: kind.outcome for kind in KINDS.values()}
+    duties = page.split("caller's duty")[1]
+    listed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", duties, re.M))
+    assert {name: listed[name] for name in list(listed)[1:] if "---" not in name} == DUTIES
 
 
 def test_there_are_many_kinds():

@@ -36,23 +36,23 @@ def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     return (value >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mixed(lanes, words):
+@triton.jit
+def _mixed(lanes, words):  # type: ignore[no-untyped-def]
     # The shift comes before the product: a change of the highest bit alone, the sign of a float,
     # would go through the product as it is, and a second one could undo it.
     lanes = lanes ^ words
     return (lanes ^ _shifted(lanes, 32)) * _MULTIPLIER
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _wide_words(address, num_bytes):
+@triton.jit
+def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
     index = tl.arange(0, _LANES)
     return tl.load(pointer + index, mask=index < tl.multiple_of(num_bytes // 8, 2), other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _narrow_words(address, num_bytes):
+@triton.jit
+def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
     """Puts words together byte by byte, as far as there are any, so that any address will do."""
     pointer = address.to(tl.pointer_type(tl.uint8))
     first = tl.arange(0, _LANES) * 8
