@@ -66,6 +66,8 @@ def check_change(kind, model, generator, weights_check="full") -> None:
             assert again[-1] == HARMLESS
             # What its first forward makes, as a hook of accelerate does, may be a new key once.
             assert again[0] == HARMLESS or not kind.comes_back
+        if outcome in (NOTICED, REFUSED):  # not only the first time
+            assert outcome_of(cache, model, prompts[2]) == outcome
     assert outcome == kind.outcome
 
     hits = cache.stats().hits

@@ -844,7 +844,7 @@ _switch("reductions in lower precision",
 
 DUTIES = {
     "what a hook reads from a list, a dict or another object that it closes over":
-        "hooks that only watch write there in each forward, so that every call would be another key",
+        "hooks that only watch write there in each forward: every call would be another key",
     "tensors that a hook closes over, written through `.data` or by a fused optimizer":
         "they count by which one they are and by PyTorch's count of writes, for the same reason",
     "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "

@@ -88,13 +88,14 @@ class Generation:
         self._hook = self._runner.model.register_forward_pre_hook(
             self._before_first_forward, with_kwargs=True
         )
-        self._verdict_hook = self._runner.model.register_forward_hook(self._after_first_forward)
+        self._verdict_hook: Any = None
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Disarms it, and lets go of the prompts."""
         self._hook.remove()
-        self._verdict_hook.remove()
+        if self._verdict_hook is not None:
+            self._verdict_hook.remove()
         for prefill in self._prefills.values():
             prefill.record.close()
 
@@ -132,6 +133,9 @@ class Generation:
         if threading.get_ident() != self._thread:
             return None
         self._hook.remove()
+        # Only now: a streamer hears the prompt before this, and may do anything to the model.
+        self._runner.fingerprint.begin()
+        self._verdict_hook = self._runner.model.register_forward_hook(self._after_first_forward)
         self._cache = kwargs.get(self._runner.cache_name)
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         start, layout = self._fill(prompts), self._store.layout

@@ -174,6 +174,7 @@ class PrefixCache:
         """
         with self._lock:
             self._check_ready()
+            self._runner.fingerprint.begin()
             is_tensor = isinstance(input_ids, torch.Tensor)
             ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
             prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
@@ -226,7 +227,6 @@ class PrefixCache:
     def _check_ready(self) -> None:
         self._check_home()
         self._runner.check_mode()
-        self._runner.fingerprint.begin()
 
     def _check_home(self) -> None:
         if self._is_closed:

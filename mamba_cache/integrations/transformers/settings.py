@@ -30,7 +30,8 @@ _BOOKKEEPING = frozenset(
 _READ_APART = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _OPAQUE = (
     "torch._dynamo", "torch._inductor", "torch.distributed", "torch.optim", "torch.utils.data",
-    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache",
+    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache", "tokenizers",
+    "transformers.generation", "transformers.tokenization", "transformers.trainer",
 )  # fmt: skip
 """Objects of these packages count by which one they are: what is in them changes by itself."""
 
