@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -326,7 +325,7 @@ def model_double(model):
 # Weights that are computed from others.
 
 
-@kind("weight norm put on", KEYED, matters=False)
+@kind("weight norm put on", KEYED, matters=False, comes_back=False)
 def weight_norm(model):
     before = head(model).weight
     parametrizations.weight_norm(head(model))
@@ -363,17 +362,37 @@ def pruning_mask(model):
     kept.restore()
 
 
+class Int8Linear(nn.Module):
+    """Weights in int8 with a scale for each row, as quantisers put in a linear layer's place."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return x @ (self.codes.to(x) * self.scale).T
+
+
 @kind("a module quantised in place", KEYED)
 def quantised(model):
     before = mixers(model)[0].in_proj
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        quantize = torch.ao.quantization.quantize_dynamic
-        holder = nn.ModuleDict({"in_proj": before})
-        quantize(holder, {nn.Linear}, dtype=torch.qint8, inplace=True)
-    mixers(model)[0].in_proj = holder["in_proj"]
+    mixers(model)[0].in_proj = Int8Linear(before).eval()
     yield
     mixers(model)[0].in_proj = before
+
+
+def _quantise(model):
+    mixers(model)[0].in_proj = Int8Linear(mixers(model)[0].in_proj).eval()
+
+
+@kind("codes of a quantised weight", NOTICED, prepare=_quantise)
+def codes(model):
+    kept = Kept(mixers(model)[0].in_proj.codes)
+    mixers(model)[0].in_proj.codes.data.bitwise_xor_(16)
+    yield
+    kept.restore()
 
 
 # Adapters: a stand-in that keeps its settings as PEFT's LoRA layers do.
@@ -764,7 +783,7 @@ def class_forward(model):
 def function_replaced(model):
     namespace = attention(model).forward.__func__.__globals__
     original = namespace["eager_attention_forward"]
-    namespace["eager_attention_forward"] = lambda *args, **kwargs: original(*args, **kwargs)
+    namespace["eager_attention_forward"] = functools.partial(original)
     yield
     namespace["eager_attention_forward"] = original
 
@@ -821,3 +840,25 @@ _switch("reductions in lower precision",
         lambda value: setattr(
             torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
         False)  # fmt: skip
+
+
+DUTIES = {
+    "what a hook reads from a list, a dict or another object that it closes over":
+        "hooks that only watch write there in each forward: every call would be another key",
+    "tensors that a hook closes over, written through `.data` or by a fused optimizer":
+        "they count by which one they are and by PyTorch's count of writes, for the same reason",
+    "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "
+        "accelerate itself writes them once, before the model runs",
+    "weights written by another thread, or by a streamer that also writes them back, during a call":
+        "the check runs once a call, before its first forward",
+    "memory that PyTorch cannot read: packed weights of `torch.ao` and of other compiled objects":
+        "only which object it is counts; their methods put another object in its place",
+    "modules put in place whose result for a token depends on the other tokens of the forward, "
+    "as dynamic quantisation does":
+        "whether a model can resume is tried when the cache is made: make another cache",
+    "PyTorch's operators themselves: dispatch modes, `torch.nn.functional` replaced, "
+    "`torch.set_flush_denormal`, environment variables": "nothing tells them cheaply",
+    "number of threads, and other machines' kernels": "they change rounding, as a batch of another "
+        "size does",
+}  # fmt: skip
+"""What is not noticed, and why: the caller's duty."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from mamba_cache.bench.measure import Measurement, device_us, host_us, print_json

@@ -60,7 +60,7 @@ class TensorChecksums:
         self._done: Any = None
         if self.device.type == "cuda":
             self._verdict = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:

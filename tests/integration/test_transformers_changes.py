@@ -6,10 +6,32 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
+import torch
 from changes_rig import check_change
-from model_changes import HARMLESS, KEYED, KINDS, NOTICED, REFUSED
+from model_changes import (
+    DUTIES,
+    HARMLESS,
+    KEYED,
+    KINDS,
+    NOTICED,
+    REFUSED,
+    attention,
+    mixers,
+    norms,
+)
 from sources import ROOT
-from transformers_rig import make_model
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    assert_same,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -28,11 +50,108 @@ def test_a_sample_notices_changes_of_small_weights_too(name, generator):
     check_change(kind, model, generator, weights_check="sample")
 
 
+class Midway:
+    """A streamer that changes the model while it answers."""
+
+    def __init__(self, change, puts_before=0):
+        self.change, self.puts_before = change, puts_before
+
+    def put(self, tokens):
+        if not self.puts_before:
+            self.change()
+        self.puts_before -= 1
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("puts_before", [0, 3])
+def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_before):
+    """With the prompt, which a streamer hears before the first forward, or after some tokens."""
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+    prompt = text(generator, 2 * BLOCK + 3)
+    answer = plain(model, prompt, max_new_tokens=3 * BLOCK).sequences
+    norm = norms(model)[0]
+    midway = Midway(lambda: setattr(norm, "variance_epsilon", 0.5), puts_before)
+    cache.generate(prompt, streamer=midway, **{**GREEDY, "max_new_tokens": 3 * BLOCK})
+    norm.variance_epsilon = 1e-5
+    for ids in (prompt, answer):
+        assert_same(plain(model, ids), cached(cache, ids))
+    if puts_before:
+        assert cache.stats().hits == 2
+
+
+def test_training_mode_that_was_switched_on_midway_is_refused_in_the_next_call(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+    prompt = text(generator, 2 * BLOCK + 3)
+    midway = Midway(lambda: attention(model).train(), 3)
+    cache.generate(prompt, streamer=midway, **GREEDY)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"training mode, .*mixer is"):
+            cache.generate(prompt, **GREEDY)
+
+
+def test_the_names_of_changed_weights_are_told(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+    mixers(model)[0].in_proj.weight.data.mul_(2)
+    with pytest.raises(ModelChangedError, match=r"\(model.layers.0.mixer.in_proj.weight\): call"):
+        cache.generate(text(generator, 9), **GREEDY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with pytest.raises(ModelChangedError, match=r"and \d+ more\): call reset"):
+        cache.generate(text(generator, 9), **GREEDY)
+
+
+def test_weights_check_off_sees_what_pytorch_counts(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model, weights_check="off")
+    prompt = text(generator, 2 * BLOCK + 3)
+    cached(cache, prompt)
+    cached(cache, prompt)
+    assert cache.stats().hits == 1
+    with torch.no_grad():
+        mixers(model)[0].in_proj.weight.mul_(2)
+    with pytest.raises(ModelChangedError):
+        cache.generate(prompt, **GREEDY)
+    cache.reset()
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    with pytest.raises(InvalidArgumentError, match="weights_check must be one of"):
+        make_cache(model, weights_check="some")
+
+
+def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(generator):
+    """A module that counts its calls and keeps what it saw last, in a buffer and as it is."""
+    model = make_model("nemotron_h")
+    norm = norms(model)[0]
+    norm.register_buffer("seen", torch.zeros(3), persistent=False)
+    original, norm.calls, norm.last = norm.forward, 0, None
+
+    def forward(x):
+        norm.calls += 1
+        norm.last = x.detach()
+        norm.seen.copy_(x.detach().flatten()[:3])
+        return original(x)
+
+    norm.forward = forward
+    cache = make_cache(model)
+    prompt = text(generator, 2 * BLOCK + 3)
+    for _ in range(3):
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 2
+
+
 def test_the_page_lists_these_kinds():
     """docs/explanation/model_changes.md has a row for each kind, with what is done about it."""
     page = (ROOT / "docs" / "explanation" / "model_changes.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+) \| (noticed|keyed|refused|harmless) \|", page, re.M))
     assert rows == {kind.name: kind.outcome for kind in KINDS.values()}
+    duties = page.split("caller's duty")[1]
+    listed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", duties, re.M))
+    assert {name: listed[name] for name in list(listed)[1:] if "---" not in name} == DUTIES
 
 
 def test_there_are_many_kinds():

@@ -8,10 +8,10 @@ peft = pytest.importorskip("peft", reason="needs peft, which no extra of this pa
 accelerate = pytest.importorskip("accelerate", reason="comes with peft")
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-import torch
-from changes_rig import check_change
-from model_changes import KEYED, NOTICED, Kept, Kind, mixers, noise
-from transformers_rig import make_model
+import torch  # noqa: E402
+from changes_rig import check_change  # noqa: E402
+from model_changes import KEYED, NOTICED, Kept, Kind, mixers, noise  # noqa: E402
+from transformers_rig import make_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
 
@@ -79,7 +79,7 @@ def merge_and_unmerge(model):
     kept.restore()
 
 
-@change(KEYED)
+@change(KEYED, comes_back=False)
 def add_weighted_adapter(model):
     model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
     model.set_adapter("both")
@@ -104,13 +104,15 @@ def delete_and_load_another_under_its_name(model):
 def hotswap(model):
     from peft.utils.hotswap import hotswap_adapter_from_state_dict  # noqa: PLC0415
 
-    pm = model
-    before = {k: v.clone() for k, v in peft.get_peft_model_state_dict(pm).items()}
+    parts = {
+        name: p for name, p in model.named_parameters() if "lora_" in name and "default" in name
+    }
+    before = {name: value.detach().clone() for name, value in parts.items()}
     others = {name: value + noise(value, 1.0) for name, value in before.items()}
-    config = pm.peft_config["default"]
-    hotswap_adapter_from_state_dict(pm, others, "default", config)
+    config = model.peft_config["default"]
+    hotswap_adapter_from_state_dict(model, others, "default", config)
     yield
-    hotswap_adapter_from_state_dict(pm, before, "default", config)
+    hotswap_adapter_from_state_dict(model, before, "default", config)
 
 
 @change(NOTICED)
@@ -124,7 +126,7 @@ def train_the_adapter(model):
     kept.restore()
 
 
-@change(KEYED, matters=False)
+@change(KEYED, matters=False, comes_back=False)  # a forward stays on the object
 def accelerate_hook(model):
     class Hook(accelerate.hooks.ModelHook):
         pass
@@ -135,7 +137,7 @@ def accelerate_hook(model):
     accelerate.hooks.remove_hook_from_module(module)
 
 
-@change(KEYED, matters=False)
+@change(KEYED, matters=False, comes_back=False)
 def accelerate_keeps_weights_on_the_host(model):
     module = mixers(model)[0].in_proj.base_layer
     hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", offload=True)

@@ -79,7 +79,7 @@ def assert_same_but_rounding(expected, actual):
 
 @pytest.fixture(params=["nemotron_h", "zamba2"])
 def clamping(request):
-    """Transformers' Nemotron-H and Zamba2, with weights so large that time steps reach the clamp."""
+    """Transformers' Nemotron-H and Zamba2, whose large weights take time steps to the clamp."""
     return scaled(make_model(request.param), 8)
 
 
@@ -103,7 +103,7 @@ def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens)
         assert_same_but_rounding(plain(clamping, ids), cached(cache, ids))
         lengths.clear()
         cached(cache, ids, max_new_tokens=1)
-        assert num_tokens == 1 or min(lengths) > 1
+        assert num_tokens == 1 or min(lengths, default=2) > 1
     if num_tokens > 2 * BLOCK:
         assert cache.stats().hits > 0
 
@@ -128,8 +128,10 @@ def test_their_answers_are_not_reused(clamping, generator):
     prompt = text(generator, 2 * BLOCK + 3)
     answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
     longer = join(answer, text(generator, 4))
-    hit = skipped(cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer)))
-    assert hit == 2 * BLOCK
+    hit = skipped(
+        cache, lambda: assert_same_but_rounding(plain(clamping, longer), cached(cache, longer))
+    )
+    assert hit == prompt.shape[1]
 
 
 def test_single_tokens_after_a_hit_need_exact_steps(monkeypatch):

@@ -69,6 +69,7 @@ class ModelFingerprint:
             )
         self._settings = ModelSettings(model)
         self._weights = _Weights(weights_check)
+        self._is_unchecked = True
         self.key = ""
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
@@ -100,11 +101,12 @@ class ModelFingerprint:
                 another.
             ModelChangedError: The weights were found to be others already.
         """
-        is_read_anew = self._settings.refresh()
-        if is_read_anew:
+        self._refresh()
+        if self._is_unchecked:
             self._check_modes()
         self.key = self._current_key()
-        self._weights.begin(self._settings.tensors, is_read_anew=is_read_anew)
+        self._weights.begin(self._settings.tensors, is_read_anew=self._is_unchecked)
+        self._is_unchecked = False
 
     def confirm(self) -> None:
         """Waits for the comparison that ``begin`` began, if nobody has yet.
@@ -116,12 +118,16 @@ class ModelFingerprint:
 
     def is_current(self) -> bool:
         """Says whether the settings are still those of ``key``."""
-        self._settings.refresh()
+        self._refresh()
         return self._current_key() == self.key
 
     def forget(self) -> None:
         """Takes the weights as they are from now on."""
         self._weights = _Weights(self._weights.kind)
+
+    def _refresh(self) -> None:
+        # What is found to be new is checked by the next call that begins, however often it is read.
+        self._is_unchecked |= self._settings.refresh()
 
     def _current_key(self) -> str:
         return f"{self._settings.digest} {global_settings()}"
@@ -187,7 +193,8 @@ class _Weights:
             return
         self._is_pending = False
         assert self._checksums is not None
-        if not all([checksums.is_unchanged() for checksums in self._checksums]):
+        verdicts = [checksums.is_unchanged() for checksums in self._checksums]
+        if not all(verdicts):
             known = self._expected
             changed = [path for path, value in self._measured() if known[path] != value]
             self._checksums = None
@@ -225,6 +232,8 @@ class _Weights:
             return
         sums = {checksums.device: iter(checksums.measure()) for checksums in self._checksums}
         for path, parts in self._tensors.items():
+            if not parts:
+                continue
             digest = hashlib.blake2b(digest_size=16)
             for part in parts:
                 digest.update(next(sums[part.device]))

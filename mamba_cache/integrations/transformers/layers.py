@@ -129,9 +129,9 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
         empty = [i for i, layer in enumerate(layers) if layer.kind.startswith("LinearAttention")]
         if empty:
             raise InvalidArgumentError(
-                f"the model's linear-attention layers must keep their states in its cache; those of "
-                f"layers {empty} are still empty after a forward, so the model keeps them in its own "
-                "modules, where nothing can be saved or restored"
+                "the model's linear-attention layers must keep their states in its cache; those "
+                f"of layers {empty} are still empty after a forward, so the model keeps them in "
+                "its own modules, where nothing can be saved or restored"
             )
         raise InvalidArgumentError(
             f"the model must have linear-attention layers, got {sorted({x.kind for x in layers})}: "

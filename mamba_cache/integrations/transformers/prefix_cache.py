@@ -208,6 +208,7 @@ class PrefixCache:
         """
         with self._alone("prefill"):
             self._check_ready()
+            self._runner.fingerprint.begin()
             tokens = read_prompt(input_ids, self._runner.vocabulary)
             past = self._runner.new_cache()
             prefill = self._prefiller.begin(
@@ -285,7 +286,6 @@ class PrefixCache:
     def _check_ready(self) -> None:
         self._check_home()
         self._runner.check_mode()
-        self._runner.fingerprint.begin()
 
     def _check_home(self) -> None:
         if self._is_closed:

@@ -30,7 +30,8 @@ _BOOKKEEPING = frozenset(
 _READ_APART = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _OPAQUE = (
     "torch._dynamo", "torch._inductor", "torch.distributed", "torch.optim", "torch.utils.data",
-    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache",
+    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache", "tokenizers",
+    "transformers.generation", "transformers.tokenization", "transformers.trainer",
 )  # fmt: skip
 """Objects of these packages count by which one they are: what is in them changes by itself."""
 
@@ -44,8 +45,8 @@ class ModelSettings:
     Objects are read attribute by attribute as far as they are plain values, containers, modules or
     other Python objects. A function counts by its code and by what it closes over: plain values by
     their value, tensors by which one it is and PyTorch's count of writes, all else by which one it
-    is. The same holds for the attributes of an object that is called as a hook. So what a hook reads
-    from a list that it closes over is not seen.
+    is. The same holds for the attributes of an object that is called as a hook. So what a hook
+    reads from a list that it closes over is not seen.
 
     Args:
         model: A module.
@@ -216,6 +217,8 @@ class _Reading:
         self._remember(path, tensor)
         self.tensors[path] = tensor
         self.values[path] = f"tensor {tensor.dtype} {tuple(tensor.shape)}"
+        if tensor.is_mkldnn:  # nobody can read what it holds
+            self.values[path] += f" {self._identities.number(tensor)}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             self.values[path] += f" {self._name(type(tensor))}"
             for name, value in sorted(getattr(tensor, "__dict__", {}).items()):
@@ -266,7 +269,8 @@ class _Reading:
             self.values[path] = self._name(value)
         elif isinstance(value, partial):
             self.values[path] = "partial"
-            parts = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
+            parts: dict[Any, Any] = {"func": value.func, **value.keywords}
+            parts.update(enumerate(value.args))
             for name, part in parts.items():
                 self._read_captured(f"{path}.{name}", part, depth + 1)
         elif isinstance(value, types.MethodType):
@@ -428,7 +432,7 @@ def _global_settings() -> Iterator[object]:
     for read in _SWITCHES:
         try:
             yield read()
-        except RuntimeError as error:  # the old and the new names of one switch were both used
+        except RuntimeError as error:  # noqa: PERF203 - the old and the new names of one switch were both used
             yield str(error)
 
 

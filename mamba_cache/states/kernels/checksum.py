@@ -1,7 +1,7 @@
 """Checksums of many tensors as one Triton kernel: all of them in one launch."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     return (value >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _mixed(lanes, words):  # type: ignore[no-untyped-def]
     # The shift comes before the product: a change of the highest bit alone, the sign of a float,
     # would go through the product as it is, and a second one could undo it.
@@ -44,14 +44,14 @@ def _mixed(lanes, words):  # type: ignore[no-untyped-def]
     return (lanes ^ _shifted(lanes, 32)) * _MULTIPLIER
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
     index = tl.arange(0, _LANES)
     return tl.load(pointer + index, mask=index < tl.multiple_of(num_bytes // 8, 2), other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
     """Puts words together byte by byte, as far as there are any, so that any address will do."""
     pointer = address.to(tl.pointer_type(tl.uint8))
