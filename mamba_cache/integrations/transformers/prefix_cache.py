@@ -155,8 +155,7 @@ class PrefixCache:
                     self._runner.cache_name: generation.cache,
                     "stopping_criteria": transformers().StoppingCriteriaList(criteria),
                 }
-                with self._explained():
-                    output = self._runner.model.generate(ids, **arguments)
+                output = self._runner.model.generate(ids, **arguments)
                 generation.publish()
             if generation.is_bypassed:
                 warnings.warn(
@@ -276,23 +275,6 @@ class PrefixCache:
                 f"the model was on {self._home[0]} in {self._home[1]} when the cache was made and "
                 f"is on {device} in {dtype} now: make a new cache"
             )
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says what to do where a compiled model cannot be stood in the way of.
-
-        Raises:
-            InvalidArgumentError: It was compiled with ``fullgraph=True``.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self._runner.is_compiled and type(error).__module__.startswith("torch._dynamo"):
-                raise InvalidArgumentError(
-                    "the model must be compiled without fullgraph=True, since a prefix is put "
-                    "between generate and the model: call model.compile()"
-                ) from error
-            raise
 
     def _read_prompts(
         self, prompts: Any, options: Mapping[str, Any], served: ServedOptions
