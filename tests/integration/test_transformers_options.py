@@ -329,9 +329,9 @@ def test_random_configurations_answer_and_publish_as_without_a_cache(model, seed
         torch.manual_seed(turn)
         try:
             expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        except RuntimeError as error:  # some versions: settings that leave no token a chance
+        except (RuntimeError, ValueError) as error:  # in some versions: logits that are all NaN
             torch.manual_seed(turn)
-            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            with pytest.raises(type(error), match=re.escape(str(error)[:40])):
                 cache.generate(ids, attention_mask=torch.ones_like(ids), **options)
             cache.check_invariants()
             continue
