@@ -7,6 +7,7 @@ from context_rig import BLOCK, MODEL_CONFIG, make_config
 from mamba_cache import errors
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.slots import MegatronPlacement
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -63,3 +64,32 @@ def test_states_of_other_tensors_are_refused():
     spec = StateSpec((StateTensorSpec("other", 1, (2,), torch.float32),))
     with pytest.raises(errors.InvalidArgumentError, match="'conv' and 'ssm'"):
         DynamicInferenceContext(make_config(), spec, KV)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((CacheConfig(num_kv_blocks=4, max_slots=1), KV, STATES), "state_spec must be a StateSpec"),
+        ((STATES, STATES, KV), "config must be a CacheConfig"),
+        ((None, STATES, KV), "config must be a CacheConfig, got None"),
+        ((CacheConfig(num_kv_blocks=4, max_slots=1), STATES, 3), "kv_spec must be a KVCacheSpec"),
+    ],
+)
+def test_arguments_of_other_kinds_are_named(arguments, message):
+    """Elsewhere specs in the wrong order were an AttributeError."""
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        DynamicInferenceContext(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"placement": "last"}, r"placement must be .* such as MegatronPlacement\(\)"),
+        ({"placement": MegatronPlacement}, "placement must be None or an object"),
+        ({"slot_policy": "lru"}, "slot policy must be an object"),
+        ({"device": 1.5}, "device must name a PyTorch device"),
+    ],
+)
+def test_options_of_other_kinds_are_named(option, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        DynamicInferenceContext(make_config(), STATES, KV, **option)

@@ -136,6 +136,7 @@ class Generation:
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
             self._publish_prompts()
+        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
         if self._keeps_answers:
             self._keep_boundaries()
             # A copy: processors and criteria are given these ids, and may write to them.

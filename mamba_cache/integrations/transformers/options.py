@@ -15,7 +15,18 @@ from torch import distributed
 from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
 from mamba_cache.integrations.transformers.library import transformers
 
-__all__ = ["ServedOptions", "read_options"]
+__all__ = [
+    "ARGUMENTS",
+    "BY_MODE",
+    "CHECKED",
+    "FREE",
+    "MODEL_ARGUMENTS",
+    "REFUSED",
+    "ROWS_FOLLOWED",
+    "ROWS_MIXED",
+    "ServedOptions",
+    "read_options",
+]
 
 _GOES_BACK = "it goes back in the sequence, which a state cannot"
 _DOES_NOT_EXIST = "those of a prefix that is not computed again do not exist"

@@ -1,0 +1,25 @@
+"""How messages and pages say that something optional is missing."""
+
+import re
+
+from sources import ROOT
+
+from mamba_cache._extras import install_hint
+
+
+def test_the_hint_works_in_a_checkout():
+    assert install_hint("cli") == "pip install -e '.[cli]'"
+    assert install_hint("transformers", "progress") == "pip install -e '.[transformers,progress]'"
+
+
+def test_nothing_says_to_install_a_package_that_no_index_has():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder, pattern in (
+        (ROOT / "mamba_cache", "*.py"),
+        (ROOT / "docs", "*.md"),
+        (ROOT / "examples", "*.py"),
+    ):
+        pages += folder.rglob(pattern)
+    assert len(pages) > 100
+    for page in pages:
+        assert not re.search(r"pip install [^\n]*mamba-cache", page.read_text()), page
