@@ -89,7 +89,8 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
     whole = _run(runner, layout, layout.initial, [tokens])
     with _refused_if_it_fails(runner):
         steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
-    epsilon = torch.finfo(runner.placement()[1]).eps
+    # Whatever the model's dtype, scans and norms are computed in float32 here and there.
+    epsilon = max(torch.finfo(dtype).eps for dtype in (runner.placement()[1], torch.float32))
     noise = _noise(runner, layout, tokens, whole, steps)
     bounds = [_MARGIN * (value + epsilon) for value in noise]
     step_fault = _first_fault(runner, layout, whole, steps, bounds)
