@@ -12,6 +12,7 @@ import random
 import sys
 import time
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(2**32)
+        given = getattr(config, "workerinput", {})
+        config.option.seed = given.get("seed", random.SystemRandom().randrange(2**32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the run's seed to each process of pytest-xdist."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
