@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -133,7 +132,7 @@ def run_replay(
             )
             settings = {"placement": placement, "policy": policy}
             budgets = {"slots": max_slots, "kv_blocks": kv_blocks}
-            told = _tell(requests, number, partial(show, remark=remark))
+            told = _tell(requests, show, number, remark)
             records.append(settings | budgets | replay(engine, told))
     total = sum(request.input_length for request in requests)
     return describe_run("replay") | {
@@ -217,11 +216,11 @@ def print_replay(result: dict[str, Any]) -> None:
 
 
 def _tell(
-    requests: Sequence[TraceRequest], number: int, show: Callable[[float], None]
+    requests: Sequence[TraceRequest], show: Callable[[float, str], None], number: int, remark: str
 ) -> Iterator[TraceRequest]:
     """Yield the requests of a replay, and show how many replays are done before each of them."""
     for index, request in enumerate(requests):
-        show(number + index / len(requests))
+        show(number + index / len(requests), remark)
         yield request
 
 
