@@ -1,22 +1,31 @@
 """What every test shares: where kernels run, how data is drawn, and which tests need a GPU.
 
+Without arguments pytest runs all tests, in as many processes as there are CPUs if pytest-xdist is
+installed.
+
 Triton decides when a kernel is defined whether it runs in the interpreter, so the environment
 variable is set here, before any test imports the package.
 """
 
 import os
 import random
+import sys
+import time
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from clocks import JumpingClock
 from hypothesis import HealthCheck, Phase, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
+
+MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import torch
 
 # Timing is no property of the code under test, so no profile fails on it.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -39,16 +48,57 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="seed of the run's random data, to repeat a failure")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Take all CPUs for a run of all tests, before pytest-xdist reads how many it may take."""
+    option = config.option
+    if (
+        getattr(option, "numprocesses", 0) is None  # -n is not given, and pytest-xdist is there
+        and os.environ.get("PYTEST_XDIST_WORKER") is None
+        and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and not (option.keyword or option.markexpr or option.collectonly)  # a few, or none
+        and not option.usepdb
+        and option.capture != "no"
+        and not getattr(option, "cov_source", None)  # pytest-cov had to know before: give it -n
+        and not torch.cuda.is_available()  # whose memory the tests would have to share
+    ):
+        option.numprocesses = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    if getattr(option, "numprocesses", None) and option.dist == "no":
+        option.dist = "worksteal"  # what a file's tests have made stays in one process
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(2**32)
+        given = getattr(config, "workerinput", {})
+        config.option.seed = given.get("seed", random.SystemRandom().randrange(2**32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the run's seed to each process of pytest-xdist."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random data: --seed={config.option.seed}"
 
 
+def pytest_collection_finish() -> None:
+    """Let the package's clocks jump, as they do on a machine that is busy: no test may mind.
+
+    On a GPU, what is waited for is the device.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mamba_cache.") and vars(module).get("time") is time:
+            module.time = JumpingClock()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addressed:
+        raise pytest.UsageError(f"ids must be the same in every process, got {addressed}")
     if torch.cuda.is_available():
         return
     for item in items:

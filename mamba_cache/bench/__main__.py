@@ -19,7 +19,7 @@ from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.ttft import add_ttft_options, run_ttft
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError, UnsupportedVersionError
 
 __all__ = ["main"]
 
@@ -67,7 +67,11 @@ _REPORTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark and return 0 if all its limits were kept, else 1."""
+    """Run one benchmark.
+
+    Returns:
+        0 if all its limits were kept, 1 if one was missed, 2 if it cannot run: stderr says why.
+    """
     parser = argparse.ArgumentParser(prog="python -m mamba_cache.bench", description=__doc__)
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     summaries = {name: summary for name, (summary, _) in _BENCHMARKS.items()}
@@ -81,7 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     benchmark, as_json = options.pop("benchmark"), options.pop("json")
     run = _report if benchmark in _REPORTS else _measure
-    return 0 if run(benchmark, options, as_json=as_json) else 1
+    try:
+        return 0 if run(benchmark, options, as_json=as_json) else 1
+    except (InvalidArgumentError, MissingExtraError, UnsupportedVersionError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
 
 
 def _measure(benchmark: str, options: dict[str, Any], *, as_json: bool) -> bool:
@@ -93,10 +101,7 @@ def _measure(benchmark: str, options: dict[str, Any], *, as_json: bool) -> bool:
 
 def _report(benchmark: str, options: dict[str, Any], *, as_json: bool) -> bool:
     report = _REPORTS[benchmark]
-    try:
-        result = report.run(**options)
-    except InvalidArgumentError as error:
-        sys.exit(str(error))
+    result = report.run(**options)
     if as_json:
         print(json.dumps(result, indent=2))
     else:

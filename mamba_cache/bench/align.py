@@ -23,7 +23,7 @@ from mamba_cache.align import (
     get_conv_copy_spec_ds,
     get_temporal_copy_spec,
 )
-from mamba_cache.bench.measure import Measurement, device_us, progress
+from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
 
 __all__ = ["REQUEST_COUNTS", "measure_copies", "measure_idle_step", "run_align"]
 
@@ -44,10 +44,9 @@ def run_align() -> list[Measurement]:
     """Run every measurement, one after the other.
 
     Raises:
-        SystemExit: There is no GPU.
+        InvalidArgumentError: There is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise SystemExit("the align benchmark times a GPU, and PyTorch finds none")
+    check_gpu("align")
     results: list[Measurement] = []
     for layout in ("SD", "DS"):
         engine = _Engine(layout, max(REQUEST_COUNTS))

@@ -22,6 +22,7 @@ from mamba_cache.bench.measure import Measurement, median_us, progress
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.metadata import compute_chunk_metadata
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StateSpec
 
@@ -29,6 +30,7 @@ __all__ = [
     "MEASUREMENTS",
     "measure_admission",
     "measure_allocate_slots",
+    "measure_chunk_metadata",
     "measure_evict_and_allocate",
     "measure_hash_chain",
     "run_control",
@@ -125,11 +127,28 @@ def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[
     )
 
 
+def measure_chunk_metadata(
+    num_sequences: int = 1_024, length: int = 32_768, *, runs: int = 20
+) -> Iterator[Measurement]:
+    """Time cutting a batch of long sequences into the chunks of SSD kernels."""
+    progress(f"chunks of {num_sequences:,} sequences of {length:,} tokens")
+    starts = np.arange(num_sequences + 1) * length
+    computed = np.random.default_rng().integers(0, length, num_sequences)
+    yield Measurement(
+        f"chunk metadata of {num_sequences:,} sequences of {length:,} tokens, chunks of 256",
+        median_us(partial(compute_chunk_metadata, starts, computed, 256), runs=runs),
+        "us",
+        limit=20_000,
+        runs=runs,
+    )
+
+
 MEASUREMENTS: tuple[Callable[[], Iterator[Measurement]], ...] = (
     measure_evict_and_allocate,
     measure_allocate_slots,
     measure_hash_chain,
     measure_admission,
+    measure_chunk_metadata,
 )
 """What ``control`` runs, in order."""
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, device_us, host_us, progress
+from mamba_cache.bench.measure import Measurement, check_gpu, device_us, host_us, progress
 from mamba_cache.states import StateCopier, StatePool, StateSpec
 
 __all__ = [
@@ -95,10 +95,9 @@ def run_copy() -> list[Measurement]:
     """Run every measurement, one after the other.
 
     Raises:
-        SystemExit: There is no GPU.
+        InvalidArgumentError: There is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise SystemExit("the copy benchmark times a GPU, and PyTorch finds none")
+    check_gpu("copy")
     results = [one for shape in SHAPES for one in measure_copies(shape)]
     results += measure_tiny_copy()
     return results

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
+from mamba_cache.errors import InvalidArgumentError
+
 __all__ = [
     "Measurement",
+    "check_device",
+    "check_gpu",
     "describe_run",
     "device_us",
     "host_us",
@@ -30,6 +34,7 @@ __all__ = [
 
 _BUSY_CYCLES = 20_000_000  # about ten milliseconds: time to queue the runs
 _CALLS_AHEAD = 8
+_SECONDS_PER_LINE = 20.0  # of progress that is not shown on a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,9 @@ def progress(message: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on stderr while the context manager is open, if that is a terminal with rich.
+    """Show on stderr how far a benchmark is while the context manager is open.
+
+    On a terminal with rich as a bar, else as a line every 20 seconds.
 
     Yields:
         A function to call with how much of ``total`` is done, and a remark.
@@ -128,8 +135,12 @@ def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], No
     try:
         from rich import progress as bars  # noqa: PLC0415 - an optional extra
         from rich.console import Console  # noqa: PLC0415
+
+        console = Console(stderr=True)
     except ImportError:
-        yield lambda done, remark: None
+        console = None
+    if console is None or not console.is_terminal:
+        yield _progress_lines(title, total)
         return
     columns = (
         bars.TextColumn("{task.description}"),
@@ -138,10 +149,39 @@ def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], No
         bars.TimeRemainingColumn(),
         bars.TextColumn("{task.fields[remark]}"),
     )
-    console = Console(stderr=True)
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with bars.Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total, remark="")
         yield lambda done, remark: bar.update(task, completed=done, remark=remark)
+
+
+def check_device(device: str) -> torch.device:
+    """Return a device that a benchmark can compute on.
+
+    Raises:
+        InvalidArgumentError: PyTorch does not know it, or does not find it here.
+    """
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:  # an assertion: PyTorch without CUDA
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidArgumentError(
+            f"device must be one that PyTorch finds here, such as 'cpu', got {device!r}: {reason}"
+        ) from error
+    return found
+
+
+def check_gpu(benchmark: str) -> None:
+    """Check that there is a GPU to time.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
+    if not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"the {benchmark} benchmark times a GPU, and PyTorch finds none: run it where "
+            "`mamba-cache doctor` shows one"
+        )
 
 
 def describe_run(benchmark: str) -> dict[str, Any]:
@@ -180,6 +220,20 @@ def print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def _progress_lines(title: str, total: float) -> Callable[[float, str], None]:
+    """Return what prints a line of progress now and then, whoever reads it: a file, a pager."""
+    last = time.monotonic()
+
+    def show(done: float, remark: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_PER_LINE:
+            last = now
+            progress(f"{title}: {done / total:.0%}, {remark}")
+
+    return show
 
 
 def _print_plain(rows: list[tuple[str, ...]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -125,14 +125,15 @@ def run_replay(
     records = []
     with progress_bar("replay", len(runs)) as show:
         for number, (placement, policy, max_slots) in enumerate(runs):
-            show(number, f"{placement}, {policy}, {_say(max_slots)} slots")
+            remark = f"{placement}, {policy}, {_say(max_slots)} slots"
             config = _fit(requests, max_slots, kv_blocks, max_tokens)
             engine = Engine(
                 NoModel(), config, slot_policy=POLICIES[policy](), placement=PLACEMENTS[placement]()
             )
             settings = {"placement": placement, "policy": policy}
             budgets = {"slots": max_slots, "kv_blocks": kv_blocks}
-            records.append(settings | budgets | replay(engine, requests))
+            told = _tell(requests, show, number, remark)
+            records.append(settings | budgets | replay(engine, told))
     total = sum(request.input_length for request in requests)
     return describe_run("replay") | {
         "passed": not any(record["failed_requests"] for record in records),
@@ -212,6 +213,15 @@ def print_replay(result: dict[str, Any]) -> None:
         "each.\n"
         "hit: tokens not computed; saved, evicted: states; time: of a CPU for one request"
     )
+
+
+def _tell(
+    requests: Sequence[TraceRequest], show: Callable[[float, str], None], number: int, remark: str
+) -> Iterator[TraceRequest]:
+    """Yield the requests of a replay, and show how many replays are done before each of them."""
+    for index, request in enumerate(requests):
+        show(number + index / len(requests), remark)
+        yield request
 
 
 def _load(trace: str | None, workload: str, limit: int | None) -> list[TraceRequest]:

@@ -6,7 +6,6 @@ Weights are random, because time does not depend on them.
 from __future__ import annotations
 
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 
 from mamba_cache.bench.measure import Measurement, progress
 from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = ["FAMILIES", "Family", "add_ttft_options", "make_model", "measure_ttft", "run_ttft"]
 
@@ -108,7 +108,13 @@ def add_ttft_options(command: Any) -> None:
 
 
 def run_ttft(*, family: str, prefix: int, suffix: int) -> list[Measurement]:
-    """Make a model on the GPU, or else on the CPU, and measure it."""
+    """Make a model on the GPU, or else on the CPU, and measure it.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        UnsupportedVersionError: It is too old.
+    """
+    transformers()  # before anything is announced
     chosen = FAMILIES[family]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress(f"making {family} with random weights on {device}")
@@ -116,8 +122,13 @@ def run_ttft(*, family: str, prefix: int, suffix: int) -> list[Measurement]:
 
 
 def make_model(family: Family, device: str) -> Any:
-    """Make a model with random weights."""
-    library: Any = importlib.import_module("transformers")
+    """Make a model with random weights.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        UnsupportedVersionError: It is too old.
+    """
+    library = transformers()
     config = library.AutoConfig.for_model(family.model_type, **family.config)
     torch.manual_seed(0)
     with torch.device(device):

@@ -294,7 +294,8 @@ def test_the_doctor_knows_what_is_installed(monkeypatch):
     assert "pip install -e '.[metrics]'" in [check.advice for check in checks._extras()][1]
 
 
-def test_the_doctor_compares_kernels_with_their_twins():
+def test_the_doctor_compares_kernels_with_their_twins(monkeypatch):
+    monkeypatch.setattr(checks, "_KERNEL_SECONDS", None)  # however busy the machine is
     found = list(checks._kernels())
     assert len(found) == 6
     assert [(check.status, check.advice) for check in found] == 6 * [("ok", "")]

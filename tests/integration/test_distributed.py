@@ -13,7 +13,7 @@ from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_s
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
 
-NUM_STEPS = 500
+NUM_STEPS = 200
 
 
 @pytest.fixture(scope="module")

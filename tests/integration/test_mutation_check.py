@@ -21,7 +21,6 @@ def test_mutants_that_a_test_notices_are_told_from_the_others(tmp_path: Path) ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert ran.returncode == 1, ran.stderr

@@ -1,7 +1,7 @@
 """What comes with the prefix cache of transformers: the example and the benchmark."""
 
 import json
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -15,10 +15,10 @@ from mamba_cache.bench.ttft import FAMILIES, make_model, measure_ttft
 EXAMPLE = ROOT / "examples" / "transformers_generate.py"
 
 
-def test_the_example_computes_what_is_new_from_the_third_question_on():
-    command = [sys.executable, str(EXAMPLE), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = json.loads(result.stdout)["requests"]
+def test_the_example_computes_what_is_new_from_the_third_question_on(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--json"])
+    assert runpy.run_path(str(EXAMPLE))["main"]() == 0
+    rows = json.loads(capsys.readouterr().out)["requests"]
     assert all(row["outputs_match"] for row in rows)
     assert [row["computed_tokens"] == row["prompt_tokens"] for row in rows[:2]] == [True, True]
     assert all(row["computed_tokens"] < row["prompt_tokens"] / 4 for row in rows[2:])

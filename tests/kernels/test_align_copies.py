@@ -72,7 +72,7 @@ class Setup:
 
 @pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
 @pytest.mark.parametrize("bias", [0, 1, 4])
-@pytest.mark.parametrize("groups", [(LARGE,), (ODD, LARGE)], ids=["wide", "odd"])
+@pytest.mark.parametrize("groups", [(LARGE,), (ODD, Group())], ids=["wide", "odd"])
 def test_states_of_many_tiles(is_ds, bias, groups, device, backend, seed):
     setup = Setup(make_model(is_ds, *groups), device, backend, seed)
     setup.precopy([(2, 3, 0), (1, 0, bias)])

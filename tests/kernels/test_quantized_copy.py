@@ -1,5 +1,6 @@
 """Quantised slots: the kernels against their twins, and the twins against plain arithmetic."""
 
+import itertools
 import math
 
 import pytest
@@ -59,8 +60,14 @@ def copies(pool):
 
 
 @roundings
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("ssm", [(3, 5, 7), (1, 1, 1), (2, 16, 32), (2, 80, 72)])
+@pytest.mark.parametrize(
+    ("ssm", "dtype"),
+    [
+        *itertools.product([(3, 5, 7), (1, 1, 1), (2, 16, 32)], FLOATS),
+        ((2, 80, 72), torch.bfloat16),  # more than a tile
+        ((2, 80, 72), torch.float32),
+    ],
+)
 def test_store_and_restore(generator, device, backend, quantization, dtype, ssm):
     """Each slot holds what its state alone quantises to, and nothing else has changed."""
     live, slots = make_pools(generator, device, ssm=ssm, dtype=dtype, quantization=quantization)

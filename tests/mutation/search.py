@@ -152,7 +152,8 @@ class Search:
         for item in items:
             seconds = self._seconds[item.nodeid]
             signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
-            signal.setitimer(signal.ITIMER_REAL, 10 + 20 * seconds)  # a wait without an end
+            # A wait without an end: on a machine that is busy, a mutant may just have to wait.
+            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds)
             self._run(item)
             if self._failed and code is not None:
                 os._exit(KILLED)

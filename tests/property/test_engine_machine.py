@@ -3,7 +3,7 @@
 from functools import cache
 
 from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
-from hypothesis import settings
+from example_counts import few_examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -160,4 +160,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=settings.default.max_examples // 2)
+TestEngineMachine.settings = few_examples(18)

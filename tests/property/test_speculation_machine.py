@@ -1,7 +1,7 @@
 """Steps with drafts under every order of calls."""
 
-from hypothesis import settings
+from example_counts import few_examples
 from speculation_machine import SpeculationMachine
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+TestSpeculationMachine.settings = few_examples(60)

@@ -9,6 +9,7 @@ from mamba_cache.bench import __main__ as command
 from mamba_cache.bench.control import (
     measure_admission,
     measure_allocate_slots,
+    measure_chunk_metadata,
     measure_evict_and_allocate,
     measure_hash_chain,
 )
@@ -48,6 +49,13 @@ def test_admission_is_measured_on_a_full_match():
     (measured,) = measure_admission(1_024, runs=2)
     assert measured.value > 0
     assert measured.limit == 500
+
+
+def test_chunk_metadata_are_measured_on_a_batch_of_long_sequences():
+    (measured,) = measure_chunk_metadata(3, 1_000, runs=2)
+    assert "3 sequences of 1,000 tokens" in measured.name
+    assert measured.value > 0
+    assert measured.limit == 20_000
 
 
 @pytest.fixture

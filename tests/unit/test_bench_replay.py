@@ -2,11 +2,14 @@
 
 import json
 import re
+import sys
 
 import pytest
+from clocks import Clock
 from sources import ROOT
 
 from mamba_cache.bench import __main__ as command
+from mamba_cache.bench import measure
 from mamba_cache.bench.replay import PLACEMENTS, POLICIES, run_replay
 from mamba_cache.bench.workload import TOKENS_PER_HASH_ID, draw_conversations
 from mamba_cache.errors import InvalidArgumentError
@@ -122,9 +125,31 @@ def test_the_table_names_budgets(capsys):
     assert "20 requests" in printed
 
 
-def test_a_missing_trace_is_a_line_not_a_traceback(tmp_path):
-    with pytest.raises(SystemExit, match="cannot be read"):
-        command.main(["replay", "--trace", str(tmp_path / "missing")])
+def test_a_missing_trace_is_a_line_not_a_traceback(tmp_path, capsys):
+    assert command.main(["replay", "--trace", str(tmp_path / "missing")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be read" in line
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_replay_that_is_piped_says_now_and_then_how_far_it_is(capsys, monkeypatch, has_rich):
+    """It was silent for 20 minutes. The clock is read once and then before each request."""
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(measure, "time", Clock(measure._SECONDS_PER_LINE / 2))
+    run_replay(limit=4, slots=[5, None], policies=["lru"], placements=["last"])
+    assert capsys.readouterr().err.splitlines() == [
+        "replay: 12%, last, lru, 5 slots",
+        "replay: 38%, last, lru, 5 slots",
+        "replay: 62%, last, lru, unlimited slots",
+        "replay: 88%, last, lru, unlimited slots",
+    ]
+
+
+def test_a_short_replay_says_nothing_but_its_result(capsys, monkeypatch):
+    monkeypatch.setattr(measure, "time", Clock(0))
+    assert command.main([*COMMAND, "--limit", "4"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_benchmarks_page_quotes_the_run_beside_it():

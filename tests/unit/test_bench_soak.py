@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from clocks import Clock
 
 from mamba_cache.bench import __main__ as command
 from mamba_cache.bench import soak as soak_module
@@ -16,7 +17,11 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 
-SECOND = 1 / 60
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The soak's clocks: each reading is a second later."""
+    monkeypatch.setattr(soak_module, "time", Clock(1))
 
 
 def run_steps(soak, count):
@@ -114,27 +119,45 @@ def test_a_seed_repeats_a_soak():
     assert first == same != other
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_result_holds_figures_and_windows(model, monkeypatch):
+@pytest.mark.parametrize(("model", "minutes"), [("none", 1), ("none", 2), ("tiny", 2)])
+def test_a_result_holds_figures_and_windows(model, minutes, monkeypatch, clock):
     monkeypatch.setattr(soak_module, "_WINDOWS", 4)
-    result = run_soak(minutes=2 * SECOND, model=model)
+    result = run_soak(minutes=minutes, model=model)
     assert result["broken"] is None
     rate, flat, rss = result["measurements"]
-    assert (rate["limit"], flat["limit"], rss["limit"]) == (
-        200 if model == "none" else None,
-        0.8,
-        None,
-    )
+    limits = (200 if model == "none" else None, 0.8, 1) if minutes > 1 else (None, None, None)
+    assert (rate["limit"], flat["limit"], rss["limit"]) == limits
     assert rate["value"] > 0
     assert rss["value"] < 100
-    assert 2 <= len(result["windows"]) <= 5
+    assert len(result["windows"]) == 4
     assert result["counts"]["checks"] == len(result["windows"])
     assert sum(w["requests"] for w in result["windows"]) == result["counts"]["finished"] > 0
     assert all(w["rss_mib"] > 50 and w["gpu_mib"] is None for w in result["windows"])
     assert (result["counts"]["checked_outputs"] > 0) == (model == "tiny")
 
 
-def test_a_leaked_slot_is_found(monkeypatch):
+@pytest.mark.parametrize("windows", [1, 120])
+def test_the_shortest_soak_serves_one_window(windows, monkeypatch, clock):
+    """It divided by zero where no request came to its end: ``--minutes 0.01``."""
+    monkeypatch.setattr(soak_module, "_WINDOWS", windows)
+    result = run_soak(minutes=0.001)
+    assert (result["passed"], result["broken"]) == (True, None)
+    assert (len(result["windows"]), result["counts"]["checks"]) == (1, 1)
+    rate, rss = result["measurements"]
+    assert (rate["value"], rate["limit"], rss["limit"]) == (0, None, None)
+
+
+def test_an_engine_that_stops_answering_misses_its_limit():
+    soak = make_soak()
+    soak.windows = [
+        soak_module.Window(60.0 * n, 60.0, 1.0, requests, 100.0, None)
+        for n, requests in enumerate((500, 500, 0), 1)
+    ]
+    rate, flat, _ = soak_module._judge(soak, 3, is_rate_limited=True)
+    assert (rate.passed, flat.value, flat.passed) == (False, 0, False)
+
+
+def test_a_leaked_slot_is_found(monkeypatch, clock):
     begin = Engine.step
 
     def leak(engine):
@@ -143,15 +166,15 @@ def test_a_leaked_slot_is_found(monkeypatch):
 
     monkeypatch.setattr(Engine, "step", leak)
     monkeypatch.setattr(soak_module, "_WINDOWS", 1_000)
-    result = run_soak(minutes=SECOND)
+    result = run_soak(minutes=1)
     assert (result["passed"], result["measurements"]) == (False, [])
     assert "slots" in result["broken"]
 
 
-def test_a_wrong_answer_is_found(monkeypatch):
+def test_a_wrong_answer_is_found(monkeypatch, clock):
     monkeypatch.setitem(soak_module.MODELS, "none", OtherModel)
     monkeypatch.setattr(soak_module, "_WINDOWS", 4)
-    result = run_soak(minutes=SECOND)
+    result = run_soak(minutes=1)
     assert not result["passed"]
     assert "without a cache" in result["broken"]
 
@@ -172,10 +195,20 @@ def test_what_does_not_add_up_is_found(change):
         check_conservation(stats, CacheConfig(**(settings | change)))
 
 
-@pytest.mark.parametrize("settings", [{"minutes": 0}, {"minutes": float("nan")}, {"model": "big"}])
+@pytest.mark.parametrize(
+    "settings", [*({"minutes": float(text)} for text in ("0", "nan", "inf")), {"model": "big"}]
+)
 def test_settings_are_checked(settings):
-    with pytest.raises(InvalidArgumentError, match=r"minutes must be > 0 and model one of"):
+    with pytest.raises(InvalidArgumentError, match=r"minutes must be > 0 and finite, and model"):
         run_soak(**settings)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense"])
+def test_a_device_that_is_not_there_is_a_line_not_a_traceback(model, device, capsys):
+    assert command.main(["soak", "--device", device, "--model", model]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"device must be one that PyTorch finds here, such as 'cpu', got '{device}'" in line
 
 
 def test_growth_is_limited_after_the_first_minute():
@@ -214,9 +247,9 @@ def test_slowing_down_is_noticed_by_the_time_computed():
     assert (gpu.value, gpu.passed) == (pytest.approx(200), False)
 
 
-def test_the_command_prints_a_table_or_json(capsys, monkeypatch):
+def test_the_command_prints_a_table_or_json(capsys, monkeypatch, clock):
     monkeypatch.setattr(soak_module, "_WINDOWS", 2)
-    arguments = ["soak", "--minutes", str(SECOND), "--seed", "3"]
+    arguments = ["soak", "--minutes", "1", "--seed", "3"]
     command.main(arguments)
     printed = capsys.readouterr().out
     assert "no invariant broken" in printed

@@ -215,7 +215,7 @@ BAD_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "message"), BAD_TOKENS, ids=repr)
+@pytest.mark.parametrize(("bad", "message"), BAD_TOKENS)
 def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
     chain = BlockHashChain(2)
     chain.append([1, 2, 3])

@@ -22,41 +22,58 @@ PAGES = [
 ]
 TEST_FILES = r"tests/[\w/]+\.py"
 
-every_page = pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
-)
+EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-@every_page
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(<?(?!https?:|#)([^)#>]+)", text_of(page))
-    links += re.findall(r"```\{(?:literalinclude|include)\} (\S+)", text_of(page))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def found(pattern: str) -> dict[str, list[Path]]:
+    """What matches on any page, and on which pages."""
+    pages: dict[str, list[Path]] = {}
+    for page in EVERY_PAGE:
+        for match in re.findall(pattern, text_of(page)):
+            pages.setdefault(match, []).append(page)
+    assert pages
+    return pages
 
 
-@every_page
-def test_named_files_exist(page: Path) -> None:
-    named = re.findall(rf"(?:{TEST_FILES}|examples/\w+\.py|docs/[\w./-]+\.\w+)", text_of(page))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\]\(<?(?!https?:|#)([^)#>]+)", r"```\{(?:literalinclude|include)\} (\S+)"],
+    ids=["links", "includes"],
+)
+def test_links_lead_to_files(pattern: str) -> None:
+    broken = [
+        (page, link)
+        for link, pages in found(pattern).items()
+        for page in pages
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
 
 
-@every_page
-def test_named_tests_exist(page: Path) -> None:
-    for file, name in re.findall(rf"({TEST_FILES})::(\w+)", text_of(page)):
+def test_named_files_exist() -> None:
+    named = found(rf"(?:{TEST_FILES}|examples/\w+\.py|docs/[\w./-]+\.\w+)")
+    assert {name: pages for name, pages in named.items() if not (ROOT / name).exists()} == {}
+
+
+def test_named_tests_exist() -> None:
+    missing = {}
+    for test, pages in found(rf"{TEST_FILES}::\w+").items():
+        file, name = test.split("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+            missing[test] = pages
+    assert missing == {}
 
 
-@every_page
-def test_named_benchmarks_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in set(re.findall(r"python -m mamba_cache\.bench (\w+)", text_of(page))):
+def test_named_benchmarks_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, pages in found(r"python -m mamba_cache\.bench (\w+)").items():
         with pytest.raises(SystemExit) as exit_:
             bench([name, "--help"])
-        assert exit_.value.code == 0, capsys.readouterr().err
+        assert exit_.value.code == 0, (pages, capsys.readouterr().err)
 
 
 def test_every_page_is_in_the_contents() -> None:

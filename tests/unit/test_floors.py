@@ -52,7 +52,6 @@ THIRD_PARTY = {
 }
 
 SOURCES = sources(PACKAGE)
-every_module = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 
 
 def room_of(module: str) -> str:
@@ -91,26 +90,30 @@ def foreign(modules: list[str]) -> set[str]:
     return tops - set(sys.stdlib_module_names) - {PACKAGE}
 
 
-@every_module
-def test_every_room_has_a_floor(source: Source) -> None:
-    assert room_of(source.module) in FLOORS
+def test_every_room_has_a_floor() -> None:
+    assert [source.name for source in SOURCES if room_of(source.module) not in FLOORS] == []
 
 
-@every_module
-def test_imports_go_down(source: Source) -> None:
-    room = room_of(source.module)
-    for module in own(imports(source, source.tree)):
-        target = room_of(module)
-        if target == room:
-            continue
-        assert FLOORS[target] < FLOORS[room], f"{room} imports {module}, which is not below it"
-        assert target not in FORBIDDEN.get(room, ()), f"{room} must not know {module}"
+def test_imports_go_down() -> None:
+    breaches = []
+    for source in SOURCES:
+        room = room_of(source.module)
+        for module in own(imports(source, source.tree)):
+            target = room_of(module)
+            if target != room and FLOORS[target] >= FLOORS[room]:
+                breaches.append(f"{source.name} imports {module}, which is not below it")
+            if target in FORBIDDEN.get(room, ()):
+                breaches.append(f"{source.name} must not know {module}")
+    assert breaches == []
 
 
-@every_module
-def test_third_party_imports_are_those_of_the_room(source: Source) -> None:
-    allowed = THIRD_PARTY.get(room_of(source.module), set())
-    assert foreign(imports(source, source.tree)) <= allowed
+def test_third_party_imports_are_those_of_the_room() -> None:
+    breaches = {
+        source.name: foreign(imports(source, source.tree))
+        - THIRD_PARTY.get(room_of(source.module), set())
+        for source in SOURCES
+    }
+    assert {name: modules for name, modules in breaches.items() if modules} == {}
 
 
 def may_fail(tree: ast.AST) -> set[ast.AST]:
@@ -124,14 +127,18 @@ def may_fail(tree: ast.AST) -> set[ast.AST]:
     return found
 
 
-@every_module
-def test_imports_inside_functions_are_those_that_may_fail(source: Source) -> None:
-    """Any other would hide a cycle."""
+def imports_inside_functions(tree: ast.AST) -> set[int]:
+    """Lines that import inside a function, without `try`."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    inside = {n for f in ast.walk(source.tree) if isinstance(f, functions) for n in ast.walk(f)}
+    inside = {n for f in ast.walk(tree) if isinstance(f, functions) for n in ast.walk(f)}
     hidden = {n.lineno for n in inside if isinstance(n, (ast.Import, ast.ImportFrom))}
-    excused = {n.lineno for n in may_fail(source.tree) if isinstance(n, ast.stmt)}
-    assert not hidden - excused, "lines that import inside a function, without `try`"
+    return hidden - {n.lineno for n in may_fail(tree) if isinstance(n, ast.stmt)}
+
+
+def test_imports_inside_functions_are_those_that_may_fail() -> None:
+    """Any other would hide a cycle."""
+    found = {source.name: imports_inside_functions(source.tree) for source in SOURCES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from mamba_cache.slots import (
 every_policy = pytest.mark.parametrize(
     "policy",
     [LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy(), ScoreSlotPolicy()],
-    ids=repr,
+    ids=lambda policy: type(policy).__name__,
 )
 
 

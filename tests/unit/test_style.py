@@ -1,4 +1,7 @@
-"""How the code is written: sizes, docstrings, and the exceptions that docstrings promise."""
+"""How the code is written: docstrings, the exceptions that they promise, and no clocks in tests.
+
+Each rule is one test, which names every breach.
+"""
 
 import ast
 import builtins
@@ -6,48 +9,33 @@ import inspect
 import re
 from collections.abc import Iterator
 
-import pytest
 from sources import PACKAGE, ROOT, Source, definitions, is_public, sources
 
 from mamba_cache import errors
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 40
-LONG_MARKER = "# Long: "  # above a function, with the reason why it is not split
 UNFINISHED = re.compile(r"\b(TO[D]O|FIX[M]E|X{3}|HA[C]K)\b")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-every_module = pytest.mark.parametrize("source", sources(PACKAGE), ids=lambda source: source.name)
-every_file = pytest.mark.parametrize(
-    "source",
-    sources(PACKAGE, "tests", "examples", "docs"),
-    ids=lambda source: source.name,
-)
-every_text = pytest.mark.parametrize(
-    "name",
-    [
-        path.relative_to(ROOT).as_posix()
-        for folder in (".", "docs/**", "mamba_cache/**", "tests/**", "examples/**")
-        for pattern in ("*.md", "*.py", "*.toml", "*.txt")
-        for path in sorted(ROOT.glob(f"{folder}/{pattern}"))
-        if not {"_build", "api"} & set(path.parts)
-    ],
-)
+MODULES = sources(PACKAGE)
+TEXTS = [
+    path
+    for folder in (".", "docs/**", "mamba_cache/**", "tests/**", "examples/**")
+    for pattern in ("*.md", "*.py", "*.toml", "*.txt")
+    for path in sorted(ROOT.glob(f"{folder}/{pattern}"))
+    if not {"_build", "api"} & set(path.parts)
+]
 
-
-def first_line(node: Function) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def code_lines(node: Function) -> int:
-    """Lines of a function, its docstring left out."""
-    total = (node.end_lineno or node.lineno) - first_line(node) + 1
-    if ast.get_docstring(node) is None:
-        return total
-    docstring = node.body[0]
-    return total - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+# These are no tests, or print what they have measured.
+READ_CLOCKS = {
+    "tests/conftest.py",
+    "tests/fault_table.py",
+    "tests/mutation/__main__.py",
+    "tests/mutation/search.py",
+}
+CLOCKS = {"time", "timeit"}
+TIMED = {"timeout", "deadline"}  # arguments
 
 
 def public_definitions(source: Source) -> Iterator[tuple[str, ast.AST]]:
@@ -94,62 +82,98 @@ def is_exception(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
-@every_file
-def test_files_are_short(source: Source) -> None:
-    assert len(source.lines) <= MAX_FILE_LINES
+def reads_a_clock(tree: ast.AST) -> list[int]:
+    """Lines that import a clock, or wait for something no longer than a time."""
+    lines = []
+    for node in ast.walk(tree):
+        names: set[str | None] = set()
+        if isinstance(node, ast.Import):
+            names = CLOCKS & {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = CLOCKS & {node.module}
+        elif isinstance(node, ast.Call):
+            names = {
+                keyword.arg
+                for keyword in node.keywords
+                if keyword.arg in TIMED and ast.unparse(keyword.value) != "None"
+            }
+        if names:
+            lines.append(node.lineno)
+    return lines
 
 
-@every_file
-def test_functions_are_short(source: Source) -> None:
-    too_long = {
-        name: code_lines(node)
-        for name, node in definitions(source.tree)
-        if isinstance(node, FUNCTIONS)
-        and code_lines(node) > MAX_FUNCTION_LINES
-        and not source.lines[first_line(node) - 2].strip().startswith(LONG_MARKER)
+def test_no_test_decides_by_a_clock() -> None:
+    """The machine may be busy. ``work.lines_executed`` counts; ``clocks.Clock`` is turned by hand.
+
+    What must be timed is a benchmark, or needs a GPU and a machine of its own.
+    """
+    found = {
+        source.name: reads_a_clock(source.tree)
+        for source in sources("tests")
+        if source.name not in READ_CLOCKS and not source.name.startswith("tests/gpu/")
     }
-    assert too_long == {}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-@every_text
-def test_nothing_is_left_for_later(name: str) -> None:
-    assert UNFINISHED.findall((ROOT / name).read_text(encoding="utf-8")) == []
+def test_nothing_is_left_for_later() -> None:
+    found = {path: UNFINISHED.findall(path.read_text(encoding="utf-8")) for path in TEXTS}
+    assert {path: words for path, words in found.items() if words} == {}
 
 
-@every_module
-def test_public_names_have_docstrings(source: Source) -> None:
-    documented = [(source.module, source.tree), *public_definitions(source)]
-    inner = {name for name, node in documented if isinstance(node, FUNCTIONS)}
-    missing = [
-        name
-        for name, node in documented
-        if len((ast.get_docstring(node) or "").split()) < 2
-        and not any(name.startswith(f"{outer}.") for outer in inner)
-    ]
+def test_public_names_have_docstrings() -> None:
+    missing = []
+    for source in MODULES:
+        documented = [(source.module, source.tree), *public_definitions(source)]
+        inner = {name for name, node in documented if isinstance(node, FUNCTIONS)}
+        missing += [
+            f"{source.name}: {name}"
+            for name, node in documented
+            if len((ast.get_docstring(node) or "").split()) < 2
+            and not any(name.startswith(f"{outer}.") for outer in inner)
+        ]
     assert missing == []
 
 
-@every_module
-def test_promised_exceptions_exist(source: Source) -> None:
-    for name, node in [(source.module, source.tree), *definitions(source.tree)]:
-        unknown = {e for e in promised(ast.get_docstring(node)) if not is_exception(e)}
-        assert not unknown, name
+def test_promised_exceptions_exist() -> None:
+    unknown = [
+        (source.name, name, exception)
+        for source in MODULES
+        for name, node in [(source.module, source.tree), *definitions(source.tree)]
+        for exception in promised(ast.get_docstring(node))
+        if not is_exception(exception)
+    ]
+    assert unknown == []
 
 
-@every_module
-def test_raised_exceptions_are_promised(source: Source) -> None:
-    for name, node in methods_and_functions(source):
-        assert raised(node) <= promised(ast.get_docstring(node)), name
+def test_raised_exceptions_are_promised() -> None:
+    broken = [
+        (source.name, name, raised(node) - promised(ast.get_docstring(node)))
+        for source in MODULES
+        for name, node in methods_and_functions(source)
+        if not raised(node) <= promised(ast.get_docstring(node))
+    ]
+    assert broken == []
 
 
-@every_module
-def test_constructors_exceptions_are_promised(source: Source) -> None:
+def test_constructors_exceptions_are_promised() -> None:
     """The class docstring speaks for `__init__`."""
-    for name, node in definitions(source.tree):
-        if isinstance(node, ast.ClassDef) and is_public(name):
-            for method in node.body:
-                if isinstance(method, FUNCTIONS) and method.name in ("__init__", "__post_init__"):
-                    assert raised(method) <= promised(ast.get_docstring(node)), name
+    broken = [
+        (source.name, name, raised(method) - promised(ast.get_docstring(node)))
+        for source in MODULES
+        for name, node in definitions(source.tree)
+        if isinstance(node, ast.ClassDef) and is_public(name)
+        for method in node.body
+        if isinstance(method, FUNCTIONS) and method.name in ("__init__", "__post_init__")
+        if not raised(method) <= promised(ast.get_docstring(node))
+    ]
+    assert broken == []
+
+
+def test_reading_of_clocks() -> None:
+    for line in ("import time", "from time import sleep", "run(timeout=3)", "wait(deadline=x)"):
+        assert reads_a_clock(ast.parse(line)) == [1]
+    for line in ("import clocks", "run(timeout=None)", "settings(max_examples=3)"):
+        assert reads_a_clock(ast.parse(line)) == []
 
 
 def test_reading_of_docstrings() -> None:
@@ -162,4 +186,3 @@ def test_reading_of_docstrings() -> None:
     assert isinstance(function, ast.FunctionDef)
     assert promised(ast.get_docstring(function)) == {"BudgetError", "KeyError"}
     assert raised(function) == {"BudgetError"}
-    assert code_lines(function) == 4

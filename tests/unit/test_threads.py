@@ -37,13 +37,13 @@ class Halting:
 
     def positions(self, facts):
         self.entered.set()
-        assert self.go_on.wait(timeout=30)
+        self.go_on.wait()
         return ()
 
 
 @pytest.fixture
 def halted():
-    """A context in the middle of another thread's ``add_request``."""
+    """A context in the middle of another thread's ``add_request``, and what lets that end."""
     placement = Halting()
     context = make_context(placement=placement)
 
@@ -53,37 +53,37 @@ def halted():
         finally:
             placement.entered.set()  # should it fail before: nobody waits for it then
 
+    def go_on():
+        placement.go_on.set()
+        thread.join()
+
     thread = threading.Thread(target=enter)
     thread.start()
-    assert placement.entered.wait(timeout=30)
-    yield context
-    placement.go_on.set()
-    thread.join()
+    placement.entered.wait()
+    yield context, go_on
+    go_on()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_while_another_thread_is_in_one_is_refused(halted, name):
+    context, _ = halted
     with pytest.raises(ConcurrentUseError, match=f"{name} was called by another thread"):
-        CALLS[name](halted)
+        CALLS[name](context)
 
 
 def test_the_call_that_was_running_is_not_disturbed(halted):
+    context, go_on = halted
     with pytest.raises(ConcurrentUseError):
-        halted.begin_step()
-    halted._planner._placement.go_on.set()
-    for _ in range(1000):
-        try:
-            step = halted.begin_step()
-            break
-        except ConcurrentUseError:
-            threading.Event().wait(0.01)
-    assert [request.request_id for request in step.requests] == ["x"]
-    halted.check_invariants()
+        context.begin_step()
+    go_on()
+    assert [request.request_id for request in context.begin_step().requests] == ["x"]
+    context.check_invariants()
 
 
 def test_statistics_and_preparation_are_for_any_thread(halted):
-    assert halted.stats().requests == 0
-    assert len(halted.prepare(_request("y")).hashes) == 3
+    context, _ = halted
+    assert context.stats().requests == 0
+    assert len(context.prepare(_request("y")).hashes) == 3
 
 
 def test_statistics_can_be_read_while_requests_run():

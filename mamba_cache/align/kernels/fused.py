@@ -112,7 +112,6 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-# Long: it names what it takes, one a line.
 @triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     idx_mapping,

@@ -205,7 +205,6 @@ def _move_tile(  # type: ignore[no-untyped-def]
     return ticket
 
 
-# Long: it names what it takes and loads, one a line.
 @triton.jit  # type: ignore[untyped-decorator]
 def copy_moves(  # type: ignore[no-untyped-def]
     moves,

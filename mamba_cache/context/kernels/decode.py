@@ -70,7 +70,6 @@ def advance_rows(
     )
 
 
-# Long: a kernel takes its tensors apart, so it has many arguments.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["table_width"]
 )
@@ -124,7 +123,6 @@ def _describe(  # type: ignore[no-untyped-def]
         tl.store(token_ids + start + columns, tl.maximum(given, 0).to(tl.int64), mask=is_draft)
 
 
-# Long: likewise.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_decodes"]
 )

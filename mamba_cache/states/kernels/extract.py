@@ -80,7 +80,6 @@ def _write_window_tile(  # type: ignore[no-untyped-def]
 
 
 # Slices of the fields come in any number and at any address, and slots are aligned as is said.
-# Long: a kernel takes its tensors apart, so it has many arguments.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "slot_ssm", "chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries", "seed",
@@ -191,7 +190,6 @@ def _quantized_tiles(states: torch.Tensor) -> _StateTiles:
     return _StateTiles(sizes, num_tiles, STORED_CODES, STORE_OPTIONS)
 
 
-# Long: it names what the kernel takes, one a line.
 def extract_states(
     slot_conv: torch.Tensor,
     slot_ssm: torch.Tensor,

@@ -193,7 +193,6 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
 
 
 # Rows come at any address and in any number, as in the plain copy.
-# Long: a kernel takes its tensors apart, so it has many arguments.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "source_rows", "destination_rows", "num_pairs", "num_wide", "seed",

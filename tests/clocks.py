@@ -1,0 +1,29 @@
+"""Clocks for code that reads ``time``: they stand for that module in the module that reads it."""
+
+import random
+
+
+class Clock:
+    """Each reading is ``tick`` seconds after the one before."""
+
+    def __init__(self, tick: float) -> None:
+        self._tick, self._now = tick, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._tick
+        return self._now
+
+    monotonic = process_time = time = perf_counter
+
+
+class JumpingClock:
+    """Each reading is some time after the one before: mostly little, now and then much."""
+
+    def __init__(self) -> None:
+        self._random, self._now = random.Random(0), 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._random.expovariate(1) ** 4
+        return self._now
+
+    monotonic = process_time = time = perf_counter
