@@ -16,7 +16,7 @@ from mamba_cache.cli import bench as bench_commands
 from mamba_cache.cli import checks, demo, doctor, main
 from mamba_cache.cli.app import run
 from mamba_cache.cli.checks import Check
-from mamba_cache.cli.model_shapes import load_shape
+from mamba_cache.cli.model_files import load_shape
 from mamba_cache.cli.output import size_text
 
 PLAN = ["plan", "nemotron-h-8b", "--memory", "80", "--shared", "2000"]
@@ -81,7 +81,7 @@ def test_a_plan_as_a_table_says_the_same(call):
     assert ESCAPE not in out
     for name, value in settings.items():
         assert f"    {name}={value!r},\n" in out
-    assert re.search(r"slot +102\.6 MB", out)
+    assert re.search(r"slot +97\.9 MiB", out)
 
 
 def lines_of(text):
@@ -120,6 +120,11 @@ def test_a_plan_takes_every_option(call):
         (["plan", "nemotron-h-8b", "--memory", "20"], 1, "must hold 32 requests at once"),
         (["plan", "nemotron-h-8b", "--memory", "80", "--block-size", "100"], 2, "multiple"),
         (["plan"], 2, "MODEL"),
+        (["plan", "nvidia/Nemotron-H-8B"], 2, "hf download nvidia/Nemotron-H-8B config.json"),
+        (["plan", "zamba2-7b", "--memory", "inf"], 2, "--memory must be a number in"),
+        (["plan", "zamba2-7b", "--memory", "80", "--weights", "inf"], 2, "--weights must be"),
+        (["plan", "zamba2-7b", "--shared", "9", "--prompt", "8"], 2, "at most --prompt (8)"),
+        (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
         (["bench", "ttft", "--family", "nemotron"], 2, "did you mean 'nemotron-h-8b'?"),
         (["bench", "cpy"], 2, "copy"),
         (["dctor"], 2, "doctor"),
@@ -156,6 +161,28 @@ def test_help_goes_to_stdout(call, arguments):
     assert (code, err) == (0, "")
     assert "Usage: mamba-cache" in out
     assert ESCAPE not in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (),
+        ("demo",),
+        ("plan",),
+        ("doctor",),
+        ("bench",),
+        *(("bench", name) for name in ("copy", "control", "align", "quantization")),
+        *(("bench", name) for name in ("ttft", "replay", "soak")),
+    ],
+    ids=" ".join,
+)
+def test_help_shows_flags_as_flags_and_names_what_options_take(call, command):
+    code, out, _ = call(*command, "--help")
+    assert code == 0
+    assert re.search(r"--help +-h +Show", out)
+    assert not re.search(r"<(bool|int|float|list|str)\b(?!> +A Hugging Face)", out)
+    if command not in ((), ("bench",)):
+        assert re.search(r"--json +Print one JSON object", out)
 
 
 def test_no_command_is_wrong_usage(call):
@@ -351,7 +378,12 @@ def test_copies_on_the_cpu_are_timed():
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(999_999, "999,999 bytes"), (102_629_376, "102.6 MB"), (5 * 2**30, "5.00 GiB")],
+    [
+        (1023, "1,023 bytes"),
+        (999_999, "976.6 KiB"),
+        (102_629_376, "97.9 MiB"),
+        (5 * 2**30, "5.00 GiB"),
+    ],
 )
 def test_sizes_as_people_read_them(num_bytes, text):
     assert size_text(num_bytes) == text
