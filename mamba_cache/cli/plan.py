@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -120,6 +121,7 @@ def plan_report(shape: ModelShape, made: Plan) -> dict[str, Any]:
             "slots": made.slot_bytes,
         },
         "config": _settings(made),
+        "prefix_cache": _budgets(made),
     }
 
 
@@ -136,6 +138,14 @@ def _settings(made: Plan) -> dict[str, int | str | None]:
     )
     settings = {name: getattr(made.config, name) for name in names}
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _budgets(made: Plan) -> dict[str, int | float]:
+    """Return the arguments of ``PrefixCache`` that the plan decides; budgets in GiB, rounded up."""
+    blocks = (made.config.num_kv_blocks or 0) * made.bytes_per_block
+    sizes = {"mamba_cache_gb": made.slot_bytes, "kv_cache_gb": blocks}
+    budgets = {name: math.ceil(size / _GIB * 1000) / 1000 for name, size in sizes.items()}
+    return {"block_size_tokens": made.config.block_size_tokens, **budgets}
 
 
 def _check_shared(shared: int, prompt: int) -> None:
@@ -191,8 +201,19 @@ def _show(shape: ModelShape, made: Plan) -> None:
         f"States saved, on average: {made.first_checkpoints:.1f} by the first prompt and its "
         f"answer, {made.later_checkpoints:.1f} by each later one.\n"
     )
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in _settings(made).items())
-    out.print(f"CacheConfig(\n{arguments})", markup=False)
+    if [tensor.name for tensor in shape.state_spec.tensors] == ["conv", "ssm"]:
+        out.print(_call("CacheConfig", _settings(made)), markup=False)
+    else:
+        out.print(
+            "A context holds states of Mamba's kind alone; for this model use transformers:\n"
+        )
+        out.print(_call("PrefixCache", _budgets(made), "model"), markup=False)
+
+
+def _call(name: str, settings: Mapping[str, object], *arguments: str) -> str:
+    """Return Python that makes what was planned."""
+    given = [*arguments, *(f"{setting}={value!r}" for setting, value in settings.items())]
+    return "".join([f"{name}(\n", *(f"    {one},\n" for one in given), ")"])
 
 
 def _chunks_text(shape: ModelShape) -> str:

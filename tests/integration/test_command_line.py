@@ -84,6 +84,27 @@ def test_a_plan_as_a_table_says_the_same(call):
     assert re.search(r"slot +97\.9 MiB", out)
 
 
+def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path):
+    """Budgets in GiB, to a thousandth, that hold the slots and the blocks of the plan."""
+    config = {
+        "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "hidden_size": 2048,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ("plan", str(tmp_path), "--memory", "80", "--weights", "2")
+    plan = json.loads(call(*command, "--json")[1])
+    budgets, counts = plan["prefix_cache"], plan["config"]
+    for budget, count, each in (
+        ("mamba_cache_gb", counts["max_slots"], plan["bytes_per_slot"]),
+        ("kv_cache_gb", counts["num_kv_blocks"], plan["bytes_per_block"]),
+    ):
+        assert 0 <= budgets[budget] * 2**30 - count * each < 2**30 / 1000
+    code, out, _ = call(*command)
+    assert (code, "CacheConfig(" in out) == (0, False)
+    shown = re.search(r"PrefixCache\(\n    model,\n(.*)\)", out, re.DOTALL)[1]
+    assert shown == "".join(f"    {name}={value!r},\n" for name, value in budgets.items())
+
+
 def lines_of(text):
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
