@@ -72,7 +72,7 @@ def test_every_page_is_in_the_contents() -> None:
 
 
 def test_the_reference_lists_every_package_with_what_it_is() -> None:
-    """Those right below `mamba_cache`; the pages of packages, which are generated, list the rest."""
+    """Those right below `mamba_cache`; generated pages list what is in them."""
     package = ROOT / "mamba_cache"
     found = {path.parent.name for path in package.glob("*/__init__.py")}
     found |= {path.stem for path in package.glob("[!_]*.py")}
