@@ -100,7 +100,7 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value in names:
             return value
-        near = get_close_matches(value, names, n=1)
+        near = get_close_matches(value.lower(), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise typer.BadParameter(f"must be one of {', '.join(names)}, got {value!r}{hint}")
 

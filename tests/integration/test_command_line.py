@@ -152,6 +152,7 @@ def test_a_plan_takes_every_option(call):
         (["doctor", "--jsn"], 2, "--json"),
         (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
         (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
+        (["bench", "replay", "--policy", "LRU"], 2, "did you mean 'lru'?"),
         (["bench", "replay", "--trace", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["bench", "soak", "--minutes", "0"], 2, "minutes must be > 0"),
     ],
