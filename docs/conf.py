@@ -93,7 +93,7 @@ def contents(package: ModuleType) -> list[str]:
     lines = titled("Modules", sentences(public)) + titled(
         "What they are made of", sentences(others)
     )
-    listed = [f"   {name}" for name in [*public, *others]]
+    listed = [f"   {name.rpartition('.')[2]} <{name}>" for name in [*public, *others]]
     return [*lines, ".. toctree::", "   :hidden:", "", *listed, ""] if listed else []
 
 

@@ -79,7 +79,7 @@ def test_the_reference_lists_every_package_with_what_it_is() -> None:
     wanted = {"mamba_cache", *(f"mamba_cache.{name}" for name in found)}
     page = text_of(DOCS / "reference" / "index.md")
     assert set(re.findall(r"^\| \{py:mod\}`([\w.]+)` \| .", page, flags=re.MULTILINE)) == wanted
-    assert set(re.findall(r"^api/([\w.]+)$", page, flags=re.MULTILINE)) == wanted
+    assert set(re.findall(r"^\w+ <api/([\w.]+)>$", page, flags=re.MULTILINE)) == wanted
 
 
 def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
