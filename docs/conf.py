@@ -1,6 +1,7 @@
 """How the documentation is built: `sphinx-build -n -W docs docs/_build/html`."""
 
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -52,14 +53,60 @@ REFERENCE = Path(__file__).parent / "reference" / "api"
 RESULTS = Path(__file__).parent / "benchmarks"
 
 
+def first_sentence(documented: object) -> str:
+    """The first sentence of a docstring, on one line; "" if there is none."""
+    text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    sentence = re.match(r".*?[.?!](?= |$)", text)
+    return sentence[0] if sentence else text
+
+
 def exports(package: ModuleType) -> list[str]:
-    """Links from the names that a package exports to the pages that document them."""
+    """What a package exports: each name with its sentence and a link to where it is documented."""
     lines = []
     for name in package.__all__:
-        home = getattr(getattr(package, name), "__module__", None) or package.__name__
+        exported = getattr(package, name)
+        home = getattr(exported, "__module__", None) or package.__name__
         if home.startswith("mamba_cache") and home != package.__name__:
-            lines.append(f"- :py:obj:`{name} <{home}.{name}>`")
-    return ["Exports:", "", *lines, ""] if lines else []
+            sentence = first_sentence(exported) if callable(exported) else ""
+            lines.append(f"- :py:obj:`{name} <{home}.{name}>`: {sentence}".rstrip(": "))
+    return titled("Exports", lines)
+
+
+def titled(title: str, lines: list[str]) -> list[str]:
+    """A part of a page, if it has lines."""
+    return [title, "-" * len(title), "", *lines, ""] if lines else []
+
+
+def contents(package: ModuleType) -> list[str]:
+    """The modules of a package, those that define what it exports first; private ones are apart."""
+    homes = [getattr(getattr(package, name), "__module__", None) for name in package.__all__]
+    found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    names = [module.name for module in found if not is_inner(module.name)]
+    names = [name for name in names if not name.endswith("__main__")]
+    if package is mamba_cache:
+        return []  # its contents are those of the reference's first page
+    # A name from a package below, such as `kernels`, counts for that package.
+    public = [name for name in names if any(f"{home}.".startswith(f"{name}.") for home in homes)]
+    others = [name for name in names if name not in public]
+    if not public:
+        public, others = others, []
+    lines = titled("Modules", sentences(public)) + titled(
+        "What they are made of", sentences(others)
+    )
+    listed = [f"   {name.rpartition('.')[2]} <{name}>" for name in [*public, *others]]
+    return [*lines, ".. toctree::", "   :hidden:", "", *listed, ""] if listed else []
+
+
+def sentences(names: list[str]) -> list[str]:
+    """A line for each module: its name, which leads to its page, and what it is."""
+    return [
+        f"- :py:mod:`~{name}`: {first_sentence(importlib.import_module(name))}" for name in names
+    ]
+
+
+def is_inner(module: str) -> bool:
+    """Whether a module is for those who work on the package, as its name says."""
+    return "._" in module
 
 
 def write_reference(_app: object) -> None:
@@ -71,8 +118,9 @@ def write_reference(_app: object) -> None:
     for name in ["mamba_cache", *names]:
         module = importlib.import_module(name)
         body = [name, "=" * len(name), "", f".. automodule:: {name}", ""]
-        body += exports(module) if hasattr(module, "__path__") else []
-        folder = REFERENCE / "inner" if "._" in name else REFERENCE
+        if hasattr(module, "__path__"):
+            body += exports(module) + contents(module)
+        folder = REFERENCE / "inner" if is_inner(name) else REFERENCE
         (folder / f"{name}.rst").write_text("\n".join(body), encoding="utf-8")
 
 

@@ -1,7 +1,4 @@
-"""A priority queue of eviction candidates, shared by KV blocks and slots.
-
-It stands on the first floor because ``blocks/`` and ``slots/`` may not import each other.
-"""
+"""The priority queue of KV blocks that may be evicted."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Points = dict[float, float]
 def draw_copy() -> None:
     """Draw how fast states are copied, by how many there are, beside other ways to copy them."""
     path = _newest("copy-h200")
-    axes = _axes("Copying states of 102.6 MB, GB/s read and written", "states in one call")
+    axes = _axes("Copying states of 97.9 MiB, GB/s read and written", "states in one call")
     curves: dict[str, Points] = defaultdict(dict)
     for name, result in _measurements(path).items():
         match = re.fullmatch(r"Nemotron-H-8B, fp32 SSM, (\d+) slots: (.*)", name)

@@ -77,7 +77,7 @@ def measure_copies(engine: _Engine) -> Iterator[Measurement]:
                     "x",
                     limit,
                     runs=_NUM_RUNS,
-                    detail=f"{own:,.1f} us, {num_bytes / 1e6:,.1f} MB, flat copy {flat:,.1f} us",
+                    detail=f"{own:,.1f} us, {num_bytes / 2**20:,.1f} MiB, flat copy {flat:,.1f} us",
                 )
 
 

@@ -88,7 +88,7 @@ SHAPES = (
 published configurations have them."""
 
 SLOT_COUNTS = (1, 4, 16, 64)
-_TINY = CopyShape("0.5 MB state", spec_of(2, 1024, (16, 64, 120), torch.bfloat16))
+_TINY = CopyShape("0.5 MiB state", spec_of(2, 1024, (16, 64, 120), torch.bfloat16))
 
 
 def run_copy() -> list[Measurement]:

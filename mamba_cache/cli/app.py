@@ -11,6 +11,7 @@ from mamba_cache._version import __version__
 from mamba_cache.cli.bench import bench
 from mamba_cache.cli.demo import demo
 from mamba_cache.cli.doctor import doctor
+from mamba_cache.cli.output import Command, Group
 from mamba_cache.cli.plan import plan
 from mamba_cache.errors import (
     BudgetError,
@@ -22,6 +23,7 @@ from mamba_cache.errors import (
 __all__ = ["app", "main_options", "run"]
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -29,9 +31,8 @@ app = typer.Typer(
 )
 """The command line."""
 
-app.command()(demo)
-app.command()(plan)
-app.command()(doctor)
+for _command in (demo, plan, doctor):
+    app.command(cls=Command)(_command)
 app.add_typer(bench, name="bench")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -20,11 +21,13 @@ from mamba_cache.bench.soak import MODELS, print_soak, run_soak
 from mamba_cache.bench.ttft import FAMILIES, run_ttft
 from mamba_cache.bench.workload import WORKLOADS
 from mamba_cache.cli import output
-from mamba_cache.cli.output import AsJson, each_of, one_of
+from mamba_cache.cli.output import AsJson, Command, Group, each_of, one_of
 
 __all__ = ["align", "bench", "control", "copy", "quantization", "replay", "soak", "ttft"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine; 1 if a limit is missed.")
+bench = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Measure this machine; exit code 1 if a limit is missed."
+)
 """The commands below ``bench``."""
 
 _UNLIMITED = "unlimited"
@@ -32,69 +35,77 @@ _SLOTS = ["50", "200", _UNLIMITED]
 _POLICIES = list(POLICIES)
 _PLACEMENTS = ["megatron", "last"]
 
+_Name = partial(typer.Option, metavar="NAME")
+_Count = partial(typer.Option, metavar="N", min=1)
 _Trace = Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: drawn.")]
 _Workload = Annotated[
     str,
-    typer.Option(callback=one_of(WORKLOADS), help=f"What is drawn: {', '.join(WORKLOADS)}."),
+    typer.Option(
+        metavar="NAME", callback=one_of(WORKLOADS), help=f"What is drawn: {', '.join(WORKLOADS)}."
+    ),
 ]
-_Limit = Annotated[int | None, typer.Option(min=1, help="Requests to replay, from the first.")]
+_Limit = Annotated[int | None, _Count(help="Requests to replay, from the first.")]
 _Slots = Annotated[
     list[str], typer.Option(metavar="N", help="A number, or unlimited; may be repeated.")
 ]
 _Blocks = Annotated[str, typer.Option(metavar="N", help="A number, or unlimited.")]
 _Policies = Annotated[
     list[str],
-    typer.Option(
-        callback=each_of(POLICIES), help=f"Eviction: {', '.join(POLICIES)}; may be repeated."
+    _Name(
+        callback=each_of(POLICIES),
+        help=f"Eviction: {', '.join(POLICIES)}; may be repeated.",
     ),
 ]
 _Placements = Annotated[
     list[str],
-    typer.Option(
+    _Name(
         callback=each_of(PLACEMENTS),
         help=f"Where states are saved: {', '.join(PLACEMENTS)}; may be repeated.",
     ),
 ]
 
 
-@bench.command()
+@bench.command(cls=Command)
 def copy(as_json: AsJson = False) -> None:
     """Time state copies on a GPU, beside other ways to copy."""
     _report("copy", [*run_copy(), *run_extraction(), *run_quantized_copies()], as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def control(as_json: AsJson = False) -> None:
     """Time the decisions: blocks, slots, hashes, admission."""
     _report("control", run_control(), as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def align(as_json: AsJson = False) -> None:
     """Time states in block tables on a GPU, beside a flat copy."""
     _report("align", run_align(), as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def quantization(as_json: AsJson = False) -> None:
     """Measure the errors of int8 slots: of states, and of logits after a hit."""
     _report("quantization", run_quantization(), as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def ttft(
     family: Annotated[
-        str, typer.Option(callback=one_of(FAMILIES), help=f"Model: {', '.join(FAMILIES)}.")
+        str,
+        typer.Option(
+            metavar="NAME", callback=one_of(FAMILIES), help=f"Model: {', '.join(FAMILIES)}."
+        ),
     ] = "nemotron-h-8b" if torch.cuda.is_available() else "tiny",
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens that prompts share.")] = 4096,
-    suffix: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 256,
+    prefix: Annotated[int, _Count(help="Tokens that prompts share.")] = 4096,
+    suffix: Annotated[int, _Count(help="Tokens of each prompt's own.")] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Time the first token of a transformers model, with the cache and without."""
     _report("ttft", run_ttft(family=family, prefix=prefix, suffix=suffix), as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def replay(
     *,
     trace: _Trace = None,
@@ -104,7 +115,7 @@ def replay(
     kv_blocks: _Blocks = _UNLIMITED,
     policy: _Policies = _POLICIES,
     placement: _Placements = _PLACEMENTS,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
+    max_tokens: Annotated[int, _Count(help="Tokens of a step.")] = 8192,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace of requests under budgets, policies and placements."""
@@ -121,15 +132,18 @@ def replay(
     _conclude(result, print_replay, as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def soak(
     *,
-    minutes: Annotated[float, typer.Option(help="How long, checks included.")] = 10.0,
+    minutes: Annotated[float, typer.Option(metavar="N", help="How long, checks included.")] = 10.0,
     model: Annotated[
-        str, typer.Option(callback=one_of(MODELS), help=f"What computes: {', '.join(MODELS)}.")
+        str,
+        typer.Option(
+            metavar="NAME", callback=one_of(MODELS), help=f"What computes: {', '.join(MODELS)}."
+        ),
     ] = "none",
-    device: Annotated[str, typer.Option(help="Where the tiny model runs.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    device: Annotated[str, _Name(help="Where the tiny model runs.")] = "cpu",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Serve requests for minutes or hours: what leaks, slows down or goes wrong?"""

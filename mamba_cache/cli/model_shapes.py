@@ -1,44 +1,47 @@
 """What a model keeps of a sequence, read from its Hugging Face configuration.
 
 Every family names the same sizes differently. A size is looked up under all the names that are
-known for it, so a new family that keeps to one of them needs nothing here.
+known for it, so a new family that keeps to one of them needs nothing here. What kind of recurrence
+its layers have is told by the names of their sizes, never by ``model_type``.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mamba_cache._checks import INT32_MAX, as_ints, check_int
-from mamba_cache.cli.built_in import BUILT_IN
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
-__all__ = ["ModelShape", "load_shape", "shape_of"]
+__all__ = ["ModelShape", "shape_of"]
 
 _Config = Mapping[str, Any]
 
-_MAMBA, _ATTENTION, _NEITHER, _BOTH = (True, False), (False, True), (False, False), (True, True)
+_NESTED = ("text_config", "llm_config", "language_config", "decoder", "generator")
+"""Where a multimodal configuration keeps its language model's."""
+
 _LAYER_KINDS = {
-    "M": _MAMBA,
-    "*": _ATTENTION,
-    "-": _NEITHER,
-    "E": _NEITHER,
-    "mamba": _MAMBA,
-    "mamba2": _MAMBA,
-    "linear_attention": _MAMBA,
-    "attention": _ATTENTION,
-    "full_attention": _ATTENTION,
-    "hybrid": _BOTH,
-    "mlp": _NEITHER,
-    "moe": _NEITHER,
+    "M": "s",
+    "*": "t",
+    "-": "",
+    "E": "",
+    "mamba": "s",
+    "mamba2": "s",
+    "linear_attention": "s",
+    "conv": "s",
+    "attention": "t",
+    "full_attention": "t",
+    "sliding_attention": "w",
+    "hybrid": "st",
+    "hybrid_sliding": "sw",
+    "mlp": "",
+    "moe": "",
 }
-"""Whether a layer keeps a state, and whether it keeps keys and values."""
+"""What a layer keeps: "s" a state, "t" keys and values of all tokens, "w" of a window of them."""
 
 _LAYER_LISTS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _MAMBA_HEADS = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
@@ -46,9 +49,12 @@ _MAMBA_HEAD_DIM = ("mamba_head_dim", "mamba_d_head", "mamba_headdim")
 _STATE_DIM = ("ssm_state_size", "mamba_d_state", "state_size")
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _CONV_WINDOW = ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim")
+_KIMI_WINDOW = ("linear_conv_kernel_dim", "short_conv_kernel_size")
+_KEY_VALUE_WINDOW = ("sconv_kernel_size", "conv_kernel_size")
 _EXPAND = ("mamba_expand", "expand")
 _CHUNK = ("chunk_size", "mamba_chunk_size")
 _HEAD_DIM = ("head_dim", "attention_head_dim")
+_ATTENTION_WINDOW = ("sliding_window", "sliding_window_size", "attention_window_size")
 _SSM_DTYPE = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 _DTYPE = ("dtype", "torch_dtype")
 
@@ -64,8 +70,10 @@ class ModelShape:
 
     Attributes:
         name: What it is called.
-        state_spec: One state: a conv window and an SSM state in each Mamba layer.
-        kv_spec: One token's keys and values.
+        state_spec: One state: of a Mamba layer a conv window and an SSM state. What layers of
+            sliding-window attention keep is of one size at any position, so it is part of it.
+        kv_spec: One token's keys and values. Of latent attention the latent vector and the rotated
+            key count as one head, half of it as keys.
         ssm_chunk_size: Tokens of one chunk of its SSM kernels; 1 if they have none.
         weight_bytes: Bytes of its weights; None if that is not known.
     """
@@ -77,28 +85,13 @@ class ModelShape:
     weight_bytes: int | None
 
 
-def load_shape(model: str) -> ModelShape:
-    """Read a model's shape.
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """How many of a model's layers keep a state, all tokens, and a window of them."""
 
-    Args:
-        model: One of ``BUILT_IN``, or the path of a config.json or of the folder that holds one.
-
-    Raises:
-        InvalidArgumentError: There is no such model or file, or it cannot be read.
-    """
-    if model in BUILT_IN:
-        billions, config = BUILT_IN[model]
-        return shape_of(config, name=model, weight_bytes=int(billions * 10**9) * 2)
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"model must be one of {', '.join(BUILT_IN)}, or a Hugging Face config.json, got "
-            f"{model!r}: {error}"
-        ) from error
-    return shape_of(config, name=str(path), weight_bytes=_checkpoint_bytes(path.parent))
+    states: int
+    tokens: int
+    windows: int
 
 
 def shape_of(
@@ -112,91 +105,221 @@ def shape_of(
         weight_bytes: Bytes of its weights, if they are known.
 
     Raises:
-        InvalidArgumentError: It is of a kind that is not known, or has no Mamba layers.
+        InvalidArgumentError: It is of a kind that is not known, or has no layers with a state.
     """
-    for part in (config, config.get("text_config") if isinstance(config, Mapping) else None):
-        if part is not None and not isinstance(part, Mapping):
-            raise InvalidArgumentError(f"a configuration must be an object, got {part!r:.60}")
-    config = config.get("text_config") or config
-    kinds = _layer_kinds(config)
-    num_mamba = sum(keeps_state for keeps_state, _ in kinds)
-    num_attention = sum(keeps_tokens for _, keeps_tokens in kinds)
-    if not num_mamba:
+    config = _language_model(config)
+    read_states = _recurrence(config)
+    layers = _count_layers(config)
+    if not layers.states:
         raise InvalidArgumentError(
-            f"{name} must have Mamba layers, got {len(kinds)} layers of none"
+            f"{name} must have Mamba layers or others with a state, got "
+            f"{layers.tokens + layers.windows} layers of attention alone"
         )
     dtype = _dtype(config, _DTYPE, torch.bfloat16)
-    conv, ssm, chunk = _state_shapes(config)
-    ssm_dtype = _dtype(config, _SSM_DTYPE, torch.float32)
-    return ModelShape(
-        name,
-        StateSpec.mamba(num_mamba, conv, ssm, dtype, ssm_dtype),
-        KVCacheSpec(num_attention, *_kv_shape(config), dtype),
-        chunk,
-        weight_bytes,
-    )
+    states, chunk = read_states(config, layers, dtype)
+    if layers.windows:
+        states.append(_attention_windows(config, layers, dtype))
+    kv_spec = KVCacheSpec(layers.tokens, *(_kv_shape(config) if layers.tokens else (1, 1)), dtype)
+    spec = StateSpec(tuple(tensor for tensor in states if tensor.num_layers))
+    return ModelShape(name, spec, kv_spec, chunk, weight_bytes)
 
 
-def _layer_kinds(config: _Config) -> list[tuple[bool, bool]]:
-    """Return of each layer whether it keeps a state, and whether keys and values."""
+def _language_model(config: _Config) -> _Config:
+    """Return the part that describes the language model, with the dtype of the whole."""
+    nested = None
+    if isinstance(config, Mapping):
+        nested = next((config[part] for part in _NESTED if config.get(part)), None)
+    for part in (config, nested):
+        if part is not None and not isinstance(part, Mapping):
+            raise InvalidArgumentError(f"a configuration must be an object, got {part!r:.60}")
+    if nested is None:
+        return config
+    return {**{name: config[name] for name in _DTYPE if config.get(name)}, **nested}
+
+
+def _count_layers(config: _Config) -> _Layers:
+    kinds = _layer_kinds(config)
+    return _Layers(*(sum(part in kind for kind in kinds) for part in "stw"))
+
+
+def _layer_kinds(config: _Config) -> list[str]:
+    """Return what each layer keeps, in the letters of ``_LAYER_KINDS``."""
     listed = next((config[name] for name in _LAYER_LISTS if config.get(name)), None)
     if listed is not None:
         kinds = list(listed) if isinstance(listed, (list, str)) else [listed]
         unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in _LAYER_KINDS]
         if unknown:
             raise InvalidArgumentError(
-                f"layers must be of the kinds {sorted(_LAYER_KINDS)}, got {unknown}"
+                f"layers must be of the kinds {sorted(_LAYER_KINDS)}, got "
+                f"{sorted({str(kind) for kind in unknown})}"
             )
         return [_LAYER_KINDS[kind] for kind in kinds]
     num_layers = _int(config, ("num_hidden_layers",), maximum=_MOST_LAYERS)
-    if config.get("mamba_d_ssm"):  # attention and Mamba side by side in every layer
-        return [_BOTH] * num_layers
+    if config.get("mamba_d_ssm") or _has(config, ("cca_time0",)):
+        return ["st"] * num_layers  # attention and a state side by side in every layer
+    if _is_pure(config):
+        return ["s"] * num_layers
+    if "local_layer_ids" in config:
+        local = set(as_ints("local_layer_ids", config["local_layer_ids"] or ()))
+        return ["sw" if layer in local else "st" for layer in range(num_layers)]
     attention = _attention_layers(config, num_layers)
-    return [_ATTENTION if layer in attention else _MAMBA for layer in range(num_layers)]
+    return ["t" if layer in attention else "s" for layer in range(num_layers)]
 
 
 def _attention_layers(config: _Config, num_layers: int) -> set[int]:
-    if "attn_layer_indices" in config:
-        return set(as_ints("attn_layer_indices", config["attn_layer_indices"] or ()))
+    for name in ("attn_layer_indices", "full_attn_idxs"):
+        if name in config:
+            return set(as_ints(name, config[name] or ()))
     if "attn_layer_period" in config:
         period = _int(config, ("attn_layer_period",))
         offset = check_int("attn_layer_offset", config.get("attn_layer_offset", 0), minimum=0)
         return {layer for layer in range(num_layers) if layer % period == offset}
-    if "full_attention_interval" in config:
-        interval = _int(config, ("full_attention_interval",))
-        return {layer for layer in range(num_layers) if (layer + 1) % interval == 0}
+    for name in ("full_attention_interval", "layer_group_size"):
+        if name in config:
+            interval = _int(config, (name,))
+            return {layer for layer in range(num_layers) if (layer + 1) % interval == 0}
+    full = _kimi_part(config).get("full_attn_layers")
+    if full is not None:  # which counts from 1
+        return {layer - 1 for layer in as_ints("linear_attn_config.full_attn_layers", full)}
+    names = [
+        *_LAYER_LISTS, "attn_layer_indices", "full_attn_idxs", "attn_layer_period",
+        "full_attention_interval", "layer_group_size", "linear_attn_config.full_attn_layers",
+        "local_layer_ids",
+    ]  # fmt: skip
     raise InvalidArgumentError(
-        f"the configuration must say which layers are attention, under one of "
-        f"{[*_LAYER_LISTS, 'attn_layer_indices', 'attn_layer_period', 'full_attention_interval']}, "
+        f"the configuration must say which layers are attention, under one of {names}, "
         f"got model_type {config.get('model_type')!r} with none of them"
     )
 
 
-def _state_shapes(config: _Config) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the shapes of one layer's conv window and SSM state, and the chunk of its kernel."""
-    window = _int(config, _CONV_WINDOW)
-    if "linear_num_value_heads" in config:
-        return _linear_attention(config, window)
-    state_dim = _int(config, _STATE_DIM)
+_States = tuple[list[StateTensorSpec], int]
+"""The tensors of a state, that of most layers first, and the tokens of the kernels' chunk."""
+
+
+def _recurrence(config: _Config) -> Callable[[_Config, _Layers, torch.dtype], _States]:
+    """Return what reads the sizes of the layers' states, by the names that these have.
+
+    Raises:
+        InvalidArgumentError: There is none of the names.
+    """
+    for _, names, read in _RECURRENCES:
+        if _has(config, names):
+            return read
+    known = "; ".join(f"{what}: {' or '.join(names)}" for what, names, _ in _RECURRENCES)
+    raise InvalidArgumentError(
+        f"the configuration must say the size of a layer's state, under one of the names known "
+        f"({known}), got model_type {config.get('model_type')!r} with none of them"
+    )
+
+
+def _mamba(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
+    window, state_dim = _int(config, _CONV_WINDOW), _int(config, _STATE_DIM)
+    ssm_dtype = _dtype(config, _SSM_DTYPE, torch.float32)
     if not _has(config, _CHUNK):  # Mamba-1: a state for each channel, and no chunks
-        inner = _int(config, _EXPAND) * _int(config, ("hidden_size",))
-        return (inner, window), (inner, state_dim), 1
+        if _is_pure(config) and _has(config, ("intermediate_size",)):
+            inner = _int(config, ("intermediate_size",))
+        else:
+            inner = _int(config, _EXPAND) * _int(config, ("hidden_size",))
+        return _conv_and_ssm(layers, (inner, window), (inner, state_dim), dtype, ssm_dtype), 1
     heads, head_dim = _mamba_heads(config)
-    groups = _int(config, _GROUPS)
-    conv_dim = heads * head_dim + 2 * groups * state_dim
-    return (conv_dim, window), (heads, head_dim, state_dim), _int(config, _CHUNK)
+    conv_dim = heads * head_dim + 2 * _int(config, _GROUPS) * state_dim
+    ssm = (heads, head_dim, state_dim)
+    return _conv_and_ssm(layers, (conv_dim, window), ssm, dtype, ssm_dtype), _int(config, _CHUNK)
 
 
-def _linear_attention(config: _Config, window: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _gated_delta(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
     heads = _int(config, ("linear_num_value_heads",))
     key_dim = _int(config, ("linear_key_head_dim",))
     value_dim = _int(config, ("linear_value_head_dim",))
     conv_dim = 2 * _int(config, ("linear_num_key_heads",)) * key_dim + heads * value_dim
     chunk = _int(config, _CHUNK) if _has(config, _CHUNK) else _LINEAR_ATTENTION_CHUNK
-    return (conv_dim, window), (heads, key_dim, value_dim), chunk
+    ssm_dtype = _dtype(config, _SSM_DTYPE, torch.float32)
+    conv, ssm = (conv_dim, _int(config, _CONV_WINDOW)), (heads, key_dim, value_dim)
+    return _conv_and_ssm(layers, conv, ssm, dtype, ssm_dtype), chunk
+
+
+def _kimi_delta(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
+    part = _kimi_part(config)
+    sizes = {
+        "linear_num_heads": part.get("num_heads"),
+        "linear_head_dim": part.get("head_dim"),
+        "short_conv_kernel_size": part.get("short_conv_kernel_size"),
+        **config,
+    }
+    heads = _int(sizes, ("linear_num_heads", "num_attention_heads"))
+    head_dim = _int(sizes, ("linear_head_dim", "head_dim"))
+    conv, ssm = (3 * heads * head_dim, _int(sizes, _KIMI_WINDOW)), (heads, head_dim, head_dim)
+    states = _conv_and_ssm(layers, conv, ssm, dtype, torch.float32)
+    return states, _LINEAR_ATTENTION_CHUNK
+
+
+def _short_conv(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
+    shape = (_int(config, ("hidden_size",)), _int(config, ("conv_L_cache",)))
+    return [StateTensorSpec("conv", layers.states, shape, dtype)], 1
+
+
+def _compressed_attention(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
+    """Read two convolutions over queries and keys, and half of the last token's values."""
+    kv_heads, head_dim = _kv_shape(config)
+    channels = (_int(config, ("num_attention_heads",)) + kv_heads) * head_dim
+    window = _int(config, ("cca_time0",)) + _int(config, ("cca_time1",)) - 2
+    if not window:
+        raise InvalidArgumentError("cca_time0 + cca_time1 must be at least 3, got 2")
+    values = max(kv_heads * head_dim // 2, 1)
+    return [
+        StateTensorSpec("conv", layers.states, (channels, window), dtype),
+        StateTensorSpec("values", layers.states, (values,), dtype),
+    ], 1
+
+
+def _key_value_convs(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
+    """Read convolutions over keys, values and what both halves of a layer add; in float32."""
+    del dtype
+    window, hidden = _int(config, _KEY_VALUE_WINDOW), _int(config, ("hidden_size",))
+
+    def convs(name: str, count: int, channels: int) -> StateTensorSpec:
+        return StateTensorSpec(name, count, (2, channels, window), torch.float32)
+
+    heads, head_dim = _kv_shape(config)
+    window_heads, window_dim = _window_kv_shape(config)
+    return [
+        convs("conv", layers.states, hidden),
+        convs("conv_kv", layers.tokens, heads * head_dim),
+        convs("conv_window_kv", layers.windows, window_heads * window_dim),
+    ], 1
+
+
+_RECURRENCES = (
+    ("gated delta rule", ("linear_num_value_heads",), _gated_delta),
+    (
+        "Kimi delta attention",
+        ("linear_num_heads", "linear_attn_config", "short_conv_kernel_size"),
+        _kimi_delta,
+    ),
+    ("short convolutions", ("conv_L_cache",), _short_conv),
+    ("compressed convolutional attention", ("cca_time0",), _compressed_attention),
+    ("convolutions of keys and values", _KEY_VALUE_WINDOW, _key_value_convs),
+    ("Mamba", _STATE_DIM, _mamba),
+)
+"""Kinds of layers with a state: what they are, the names that tell them, and what reads them."""
+
+
+def _conv_and_ssm(
+    layers: _Layers,
+    conv: tuple[int, ...],
+    ssm: tuple[int, ...],
+    dtype: torch.dtype,
+    ssm_dtype: torch.dtype,
+) -> list[StateTensorSpec]:
+    return list(StateSpec.mamba(layers.states, conv, ssm, dtype, ssm_dtype).tensors)
 
 
 def _mamba_heads(config: _Config) -> tuple[int, int]:
+    if _is_pure(config):  # whose heads need no prefix: there are no others
+        return (
+            _int(config, ("num_heads", *_MAMBA_HEADS)),
+            _int(config, ("head_dim", *_MAMBA_HEAD_DIM)),
+        )
     heads = _int(config, _MAMBA_HEADS)
     if _has(config, _MAMBA_HEAD_DIM) and _first(config, _MAMBA_HEAD_DIM) != "auto":
         return heads, _int(config, _MAMBA_HEAD_DIM)
@@ -205,8 +328,18 @@ def _mamba_heads(config: _Config) -> tuple[int, int]:
     return heads, _int(config, _EXPAND) * _int(config, ("hidden_size",)) // heads
 
 
+def _attention_windows(config: _Config, layers: _Layers, dtype: torch.dtype) -> StateTensorSpec:
+    """Return the keys and values of a window: the next token's own are not among them."""
+    tokens = max(_int(config, _ATTENTION_WINDOW) - 1, 1)
+    heads, head_dim = _window_kv_shape(config)
+    return StateTensorSpec("window", layers.windows, (2, heads, tokens, head_dim), dtype)
+
+
 def _kv_shape(config: _Config) -> tuple[int, int]:
     """Return the key and value heads of an attention layer, and the size of one."""
+    if _has(config, ("kv_lora_rank",)):  # latent attention: one vector, and the rotated key
+        values = _int(config, ("kv_lora_rank",)) + _int(config, ("qk_rope_head_dim",))
+        return 1, -(-values // 2)
     num_heads = _int(config, ("num_attention_heads",))
     num_kv_heads = num_heads
     if _has(config, ("num_key_value_heads",)):
@@ -214,6 +347,26 @@ def _kv_shape(config: _Config) -> tuple[int, int]:
     if _has(config, _HEAD_DIM):
         return num_kv_heads, _int(config, _HEAD_DIM)
     return num_kv_heads, _int(config, ("hidden_size",)) // num_heads
+
+
+def _window_kv_shape(config: _Config) -> tuple[int, int]:
+    """Return the same of a layer of sliding-window attention."""
+    if _has(config, ("swa_num_key_value_heads",)):
+        return _int(config, ("swa_num_key_value_heads",)), _int(config, ("swa_head_dim",))
+    return _kv_shape(config)
+
+
+def _is_pure(config: _Config) -> bool:
+    """Whether the model has layers of Mamba and none of attention."""
+    return _has(config, _STATE_DIM) and not _has(config, ("num_attention_heads",))
+
+
+def _kimi_part(config: _Config) -> _Config:
+    """Return the sizes of Kimi delta attention that published files keep apart."""
+    part = config.get("linear_attn_config") or {}
+    if not isinstance(part, Mapping):
+        raise InvalidArgumentError(f"linear_attn_config must be an object, got {part!r:.60}")
+    return part
 
 
 def _has(config: _Config, names: tuple[str, ...]) -> bool:
@@ -242,20 +395,3 @@ def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> tor
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(f"{' or '.join(names)} must be a torch dtype, got {name!r}")
     return dtype
-
-
-def _checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights beside a configuration, if they are there.
-
-    Raises:
-        InvalidArgumentError: Their index cannot be read.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"{index} must say metadata.total_size: {error!r}"
-            ) from error
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None

@@ -16,9 +16,12 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 __all__ = [
     "AsJson",
+    "Command",
+    "Group",
     "console",
     "each_of",
     "make_table",
@@ -29,6 +32,31 @@ __all__ = [
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 """The option that every command has."""
+
+
+def _hide_types_of_flags(params: list[Any]) -> list[Any]:
+    """Leave out the "<bool>" that typer shows behind a flag, which takes no value."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose help shows flags as what they are."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` among them."""
+        return _hide_types_of_flags(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands, likewise."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` among them."""
+        return _hide_types_of_flags(super().get_params(ctx))
+
 
 _PIPE_WIDTH = 160  # columns where nobody's window limits them
 
@@ -56,11 +84,13 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size as people read it: "102.6 MB", or "1.25 GiB" from one GiB on."""
+    """Return a size as people read it, in powers of 1024: "97.9 MiB", "1.25 GiB"."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:,.2f} GiB"
-    if num_bytes >= 10**6:
-        return f"{num_bytes / 10**6:,.1f} MB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    if num_bytes >= 2**10:
+        return f"{num_bytes / 2**10:,.1f} KiB"
     return f"{num_bytes:,} bytes"
 
 
@@ -70,7 +100,7 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value in names:
             return value
-        near = get_close_matches(value, names, n=1)
+        near = get_close_matches(value.lower(), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise typer.BadParameter(f"must be one of {', '.join(names)}, got {value!r}{hint}")
 

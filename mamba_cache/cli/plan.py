@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from mamba_cache._checks import check_number
 from mamba_cache.cli.built_in import BUILT_IN
-from mamba_cache.cli.model_shapes import ModelShape, load_shape
+from mamba_cache.cli.model_files import load_shape
+from mamba_cache.cli.model_shapes import ModelShape
 from mamba_cache.cli.output import AsJson, console, make_table, print_json, size_text
 from mamba_cache.cli.planning import GpuMemory, Plan, Workload, make_plan
 from mamba_cache.errors import InvalidArgumentError
@@ -18,31 +21,45 @@ from mamba_cache.errors import InvalidArgumentError
 __all__ = ["plan", "plan_report"]
 
 _GIB = 2**30
+_MOST_GIB = 10**6
+_MOST_BLOCK = 2**16
+"""A plan goes through the lengths that prompts can have within a block."""
 
 _Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help=f"A Hugging Face config.json, or one of {', '.join(BUILT_IN)}."
+        metavar="MODEL",
+        help="A Hugging Face config.json or its folder; the hub id of a model in this machine's "
+        f"cache of the hub; or one of {', '.join(BUILT_IN)}. Nothing is downloaded.",
     ),
 ]
 _Gib = partial(typer.Option, min=0, metavar="GIB")
-_Memory = Annotated[float | None, _Gib(help="GPU memory. Default: that of this machine's GPU.")]
+_Memory = Annotated[
+    float | None, _Gib(help="GPU memory, GiB of 2**30 bytes. Default: this machine's GPU.")
+]
 _Weights = Annotated[
     float | None,
     _Gib(
-        help="The model's weights. Default: those beside the config.json, or for a built-in model "
-        "two bytes for each parameter."
+        help="The model's weights in GiB. Default: those beside the config.json, or for a built-in "
+        "model two bytes for each parameter."
     ),
 ]
 _Reserve = Annotated[
-    float, typer.Option(min=0, max=1, help="Share of the memory for activations and all else.")
+    float,
+    typer.Option(
+        metavar="X", min=0, max=1, help="Share of the memory for activations and all else."
+    ),
 ]
-_Count = partial(typer.Option, min=1)
+_Count = partial(typer.Option, metavar="N", min=1)
 _Prompt = Annotated[int, _Count(help="Tokens of a prompt, on average.")]
 _Output = Annotated[int, _Count(help="Tokens of an answer, on average.")]
 _Concurrency = Annotated[int, _Count(help="Requests that run at once.")]
-_Shared = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")]
-_BlockSize = Annotated[int | None, _Count(help="Tokens of a block. Default: suggested.")]
+_Shared = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Tokens that all prompts begin with.")
+]
+_BlockSize = Annotated[
+    int | None, _Count(max=_MOST_BLOCK, help="Tokens of a block. Default: suggested.")
+]
 _Int8 = Annotated[bool, typer.Option("--int8", help="Keep saved states in 8 bits.")]
 
 
@@ -64,6 +81,7 @@ def plan(
 
     Nothing is allocated and no GPU is needed.
     """
+    _check_shared(shared, prompt)
     shape = load_shape(model)
     workload = Workload(
         prompt_tokens=prompt,
@@ -103,6 +121,7 @@ def plan_report(shape: ModelShape, made: Plan) -> dict[str, Any]:
             "slots": made.slot_bytes,
         },
         "config": _settings(made),
+        "prefix_cache": _budgets(made),
     }
 
 
@@ -121,21 +140,41 @@ def _settings(made: Plan) -> dict[str, int | str | None]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def _budgets(made: Plan) -> dict[str, int | float]:
+    """Return the arguments of ``PrefixCache`` that the plan decides; budgets in GiB, rounded up."""
+    blocks = (made.config.num_kv_blocks or 0) * made.bytes_per_block
+    sizes = {"mamba_cache_gb": made.slot_bytes, "kv_cache_gb": blocks}
+    budgets = {name: math.ceil(size / _GIB * 1000) / 1000 for name, size in sizes.items()}
+    return {"block_size_tokens": made.config.block_size_tokens, **budgets}
+
+
+def _check_shared(shared: int, prompt: int) -> None:
+    """Check two options against each other, by the names that were typed.
+
+    Raises:
+        InvalidArgumentError: More is shared than prompts have.
+    """
+    if shared > prompt:
+        raise InvalidArgumentError(f"--shared must be at most --prompt ({prompt}), got {shared}")
+
+
 def _memory(
     shape: ModelShape, memory: float | None, weights: float | None, reserve: float
 ) -> GpuMemory:
     """Return what there is, of the arguments or of this machine.
 
     Raises:
-        InvalidArgumentError: Something is not given and cannot be found.
+        InvalidArgumentError: Something is not given and cannot be found, or is out of range.
     """
     if memory is not None:
-        total = int(memory * _GIB)
+        total = int(check_number("--memory", memory, maximum=_MOST_GIB) * _GIB)
     elif torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
     else:
         raise InvalidArgumentError("this machine has no GPU whose memory to plan: give --memory")
-    weight_bytes = shape.weight_bytes if weights is None else int(weights * _GIB)
+    weight_bytes = shape.weight_bytes
+    if weights is not None:
+        weight_bytes = int(check_number("--weights", weights, maximum=_MOST_GIB) * _GIB)
     if weight_bytes is None:
         raise InvalidArgumentError(
             f"there are no *.safetensors beside {shape.name} to take the size from: give --weights"
@@ -147,8 +186,8 @@ def _show(shape: ModelShape, made: Plan) -> None:
     out = console()
     layers = shape.state_spec.tensors[0].num_layers
     out.print(
-        f"{shape.name}: {layers} Mamba and {shape.kv_spec.num_layers} attention layers, "
-        f"SSM chunks of {shape.ssm_chunk_size} tokens\n"
+        f"{shape.name}: {layers} layers with a state, {shape.kv_spec.num_layers} of attention, "
+        f"{_chunks_text(shape)}\n"
     )
     sizes = make_table(["what", ">size", "how many", ">together"])
     for row in _size_rows(made):
@@ -162,8 +201,26 @@ def _show(shape: ModelShape, made: Plan) -> None:
         f"States saved, on average: {made.first_checkpoints:.1f} by the first prompt and its "
         f"answer, {made.later_checkpoints:.1f} by each later one.\n"
     )
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in _settings(made).items())
-    out.print(f"CacheConfig(\n{arguments})", markup=False)
+    if [tensor.name for tensor in shape.state_spec.tensors] == ["conv", "ssm"]:
+        out.print(_call("CacheConfig", _settings(made)), markup=False)
+    else:
+        out.print(
+            "A context holds states of Mamba's kind alone; for this model use transformers:\n"
+        )
+        out.print(_call("PrefixCache", _budgets(made), "model"), markup=False)
+
+
+def _call(name: str, settings: Mapping[str, object], *arguments: str) -> str:
+    """Return Python that makes what was planned."""
+    given = [*arguments, *(f"{setting}={value!r}" for setting, value in settings.items())]
+    return "".join([f"{name}(\n", *(f"    {one},\n" for one in given), ")"])
+
+
+def _chunks_text(shape: ModelShape) -> str:
+    """Say what blocks must be multiples of."""
+    if shape.ssm_chunk_size == 1:
+        return "no SSM chunks"
+    return f"SSM chunks of {shape.ssm_chunk_size} tokens"
 
 
 def _size_rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:

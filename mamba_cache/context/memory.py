@@ -198,7 +198,7 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     """Return the KV blocks of the pool, the dummy block included.
 
     Raises:
-        InvalidArgumentError: A budget in GB is given, but not the size of a block.
+        InvalidArgumentError: A budget in GiB is given, but not the size of a block.
         BudgetError: The budget does not hold one block and the dummy block.
     """
     if config.num_kv_blocks is not None:

@@ -16,7 +16,7 @@ from mamba_cache.cli import bench as bench_commands
 from mamba_cache.cli import checks, demo, doctor, main
 from mamba_cache.cli.app import run
 from mamba_cache.cli.checks import Check
-from mamba_cache.cli.model_shapes import load_shape
+from mamba_cache.cli.model_files import load_shape
 from mamba_cache.cli.output import size_text
 
 PLAN = ["plan", "nemotron-h-8b", "--memory", "80", "--shared", "2000"]
@@ -81,7 +81,28 @@ def test_a_plan_as_a_table_says_the_same(call):
     assert ESCAPE not in out
     for name, value in settings.items():
         assert f"    {name}={value!r},\n" in out
-    assert re.search(r"slot +102\.6 MB", out)
+    assert re.search(r"slot +97\.9 MiB", out)
+
+
+def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path):
+    """Budgets in GiB, to a thousandth, that hold the slots and the blocks of the plan."""
+    config = {
+        "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "hidden_size": 2048,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ("plan", str(tmp_path), "--memory", "80", "--weights", "2")
+    plan = json.loads(call(*command, "--json")[1])
+    budgets, counts = plan["prefix_cache"], plan["config"]
+    for budget, count, each in (
+        ("mamba_cache_gb", counts["max_slots"], plan["bytes_per_slot"]),
+        ("kv_cache_gb", counts["num_kv_blocks"], plan["bytes_per_block"]),
+    ):
+        assert 0 <= budgets[budget] * 2**30 - count * each < 2**30 / 1000
+    code, out, _ = call(*command)
+    assert (code, "CacheConfig(" in out) == (0, False)
+    shown = re.search(r"PrefixCache\(\n    model,\n(.*)\)", out, re.DOTALL)[1]
+    assert shown == "".join(f"    {name}={value!r},\n" for name, value in budgets.items())
 
 
 def lines_of(text):
@@ -120,12 +141,18 @@ def test_a_plan_takes_every_option(call):
         (["plan", "nemotron-h-8b", "--memory", "20"], 1, "must hold 32 requests at once"),
         (["plan", "nemotron-h-8b", "--memory", "80", "--block-size", "100"], 2, "multiple"),
         (["plan"], 2, "MODEL"),
+        (["plan", "nvidia/Nemotron-H-8B"], 2, "hf download nvidia/Nemotron-H-8B config.json"),
+        (["plan", "zamba2-7b", "--memory", "inf"], 2, "--memory must be a number in"),
+        (["plan", "zamba2-7b", "--memory", "80", "--weights", "inf"], 2, "--weights must be"),
+        (["plan", "zamba2-7b", "--shared", "9", "--prompt", "8"], 2, "at most --prompt (8)"),
+        (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
         (["bench", "ttft", "--family", "nemotron"], 2, "did you mean 'nemotron-h-8b'?"),
         (["bench", "cpy"], 2, "copy"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
         (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
         (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
+        (["bench", "replay", "--policy", "LRU"], 2, "did you mean 'lru'?"),
         (["bench", "replay", "--trace", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["bench", "soak", "--minutes", "0"], 2, "minutes must be > 0"),
     ],
@@ -156,6 +183,28 @@ def test_help_goes_to_stdout(call, arguments):
     assert (code, err) == (0, "")
     assert "Usage: mamba-cache" in out
     assert ESCAPE not in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (),
+        ("demo",),
+        ("plan",),
+        ("doctor",),
+        ("bench",),
+        *(("bench", name) for name in ("copy", "control", "align", "quantization")),
+        *(("bench", name) for name in ("ttft", "replay", "soak")),
+    ],
+    ids=" ".join,
+)
+def test_help_shows_flags_as_flags_and_names_what_options_take(call, command):
+    code, out, _ = call(*command, "--help")
+    assert code == 0
+    assert re.search(r"--help +-h +Show", out)
+    assert not re.search(r"<(bool|int|float|list|str)\b(?!> +A Hugging Face)", out)
+    if command not in ((), ("bench",)):
+        assert re.search(r"--json +Print one JSON object", out)
 
 
 def test_no_command_is_wrong_usage(call):
@@ -352,7 +401,12 @@ def test_copies_on_the_cpu_are_timed():
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(999_999, "999,999 bytes"), (102_629_376, "102.6 MB"), (5 * 2**30, "5.00 GiB")],
+    [
+        (1023, "1,023 bytes"),
+        (999_999, "976.6 KiB"),
+        (102_629_376, "97.9 MiB"),
+        (5 * 2**30, "5.00 GiB"),
+    ],
 )
 def test_sizes_as_people_read_them(num_bytes, text):
     assert size_text(num_bytes) == text

@@ -88,6 +88,17 @@ def test_every_page_is_in_the_contents() -> None:
     }
 
 
+def test_the_reference_lists_every_package_with_what_it_is() -> None:
+    """Those right below `mamba_cache`; generated pages list what is in them."""
+    package = ROOT / "mamba_cache"
+    found = {path.parent.name for path in package.glob("*/__init__.py")}
+    found |= {path.stem for path in package.glob("[!_]*.py")}
+    wanted = {"mamba_cache", *(f"mamba_cache.{name}" for name in found)}
+    page = text_of(DOCS / "reference" / "index.md")
+    assert set(re.findall(r"^\| \{py:mod\}`([\w.]+)` \| .", page, flags=re.MULTILINE)) == wanted
+    assert set(re.findall(r"^\w+ <api/([\w.]+)>$", page, flags=re.MULTILINE)) == wanted
+
+
 def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
     """The benchmarks page promises hardware, date and command of each file beside it."""
     results = sorted((DOCS / "benchmarks").glob("*.json"))

@@ -1,6 +1,8 @@
 """What a model keeps, read from the configurations of several families."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from mamba_cache.bench.copy import SHAPES
 from mamba_cache.cli.built_in import BUILT_IN
-from mamba_cache.cli.model_shapes import load_shape, shape_of
+from mamba_cache.cli.model_files import load_shape
+from mamba_cache.cli.model_shapes import shape_of
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -62,6 +65,9 @@ def test_every_size_is_read():
         ({"num_hidden_layers": 9, "attn_layer_period": 4, "attn_layer_offset": 2}, (7, 2)),
         ({"num_hidden_layers": 9, "full_attention_interval": 4}, (7, 2)),
         ({"num_hidden_layers": 3, "mamba_d_ssm": 96}, (3, 3)),
+        ({"num_hidden_layers": 5, "full_attn_idxs": [1, 4]}, (3, 2)),
+        ({"num_hidden_layers": 9, "layer_group_size": 4}, (7, 2)),
+        ({"layer_types": ["conv", "full_attention", "moe"]}, (1, 1)),
     ],
 )
 def test_every_way_to_list_layers(named, expected):
@@ -143,6 +149,7 @@ def test_the_text_model_of_a_multimodal_one():
         ({"layer_types": ["mamba", "rwkv"]}, "rwkv"),
         ({"layer_types": ["attention"]}, "must have Mamba layers"),
         ({"num_hidden_layers": 2, "model_type": "llama"}, "'llama'"),
+        ({"layer_types": ["mamba", "indexed_attention"]}, "got .'indexed_attention'"),
         ({"layer_types": ["mamba"], "mamba_d_state": 0}, r"mamba_d_state.* in \[1, .*got 0"),
         ({"layer_types": ["mamba"], "mamba_n_heads": None}, "mamba_num_heads or mamba_n_heads"),
         ({"layer_types": ["mamba"], "dtype": "float7"}, "float7"),
@@ -156,6 +163,131 @@ def test_what_cannot_be_read_is_named(changes, said):
 def test_what_is_no_configuration_is_refused():
     with pytest.raises(InvalidArgumentError, match="must be an object"):
         shape_of([1, 2], name="a model")
+
+
+def test_a_model_of_states_alone_names_its_heads_without_a_prefix():
+    mamba2 = {
+        "num_hidden_layers": 3, "hidden_size": 64, "num_heads": 6, "head_dim": 16,
+        "state_size": 24, "n_groups": 3, "conv_kernel": 4, "chunk_size": 32,
+    }  # fmt: skip
+    shape = read(mamba2)
+    assert [tensor.shape for tensor in shape.state_spec.tensors] == [CONV, SSM]
+    assert (layers(shape), shape.kv_spec.bytes_per_block(256)) == ((3, 0), 0)
+    assert shape.ssm_chunk_size == 32
+
+
+@pytest.mark.parametrize(("width", "inner"), [(None, 128), (80, 80)])
+def test_mamba_1_alone_may_say_its_width(width, inner):
+    mamba = {
+        "num_hidden_layers": 3, "hidden_size": 64, "expand": 2, "intermediate_size": width,
+        "state_size": 24, "conv_kernel": 4,
+    }  # fmt: skip
+    assert [tensor.shape for tensor in read(mamba).state_spec.tensors] == [(inner, 4), (inner, 24)]
+
+
+def test_windows_of_attention_are_part_of_the_state():
+    """Next to a conv window, and without the token that is computed."""
+    shape = read(
+        mamba_d_state=None,
+        conv_L_cache=3,
+        layer_types=["conv", "conv", "sliding_attention", "full_attention"],
+        sliding_window=12,
+    )
+    conv, window = shape.state_spec.tensors
+    assert (conv.num_layers, conv.shape) == (2, (64, 3))
+    assert (window.num_layers, window.shape) == (1, (2, 2, 11, 16))
+    assert shape.kv_spec.num_layers == 1
+    assert shape.ssm_chunk_size == 1
+
+
+def test_latent_attention_keeps_one_vector_of_a_token():
+    shape = read(
+        layer_types=["linear_attention", "full_attention"],
+        mamba_d_state=None,
+        linear_num_heads=2,
+        linear_head_dim=8,
+        linear_conv_kernel_dim=4,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+    )
+    assert shape.kv_spec.bytes_per_block(1) == (512 + 64) * 2
+    assert [tensor.shape for tensor in shape.state_spec.tensors] == [(48, 4), (2, 8, 8)]
+
+
+def test_compressed_attention_without_a_convolution_is_refused():
+    with pytest.raises(InvalidArgumentError, match="cca_time0"):
+        read(num_hidden_layers=1, cca_time0=1, cca_time1=1)
+
+
+def test_kimi_sizes_that_are_no_object_are_refused():
+    with pytest.raises(InvalidArgumentError, match="linear_attn_config must be an object"):
+        read(num_hidden_layers=1, linear_attn_config=[1])
+
+
+def test_what_is_of_no_known_kind_says_what_was_looked_for():
+    with pytest.raises(InvalidArgumentError, match=r"conv_L_cache.*state_size.*'rwkv'"):
+        shape_of({"model_type": "rwkv", "num_hidden_layers": 2}, name="a model")
+    with pytest.raises(InvalidArgumentError, match=r"full_attn_idxs.*'unheard'"):
+        read(num_hidden_layers=2, model_type="unheard")
+
+
+@pytest.mark.parametrize("part", ["text_config", "llm_config", "decoder"])
+def test_the_dtype_of_a_multimodal_model_is_that_of_its_text_model(part):
+    inner = {**MAMBA2, "layer_types": ["mamba"]}
+    shape = shape_of({"dtype": "float16", part: inner}, name="a model")
+    assert shape.state_spec.tensors[0].dtype == torch.float16
+    shape = shape_of({"dtype": "float16", part: {**inner, "dtype": "float32"}}, name="a model")
+    assert shape.state_spec.tensors[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["Nemotron-H-8B", "ZAMBA2-7b"])
+def test_a_built_in_name_in_any_case(name):
+    assert load_shape(name) == load_shape(name.lower())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("nemotron-h-8", "did you mean 'nemotron-h-8b'"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "did you mean 'nemotron-h-8b'"),
+        ("someone/their-model", "hf download someone/their-model config.json"),
+        ("nowhere/config.json", r"or the folder that holds one, got 'nowhere/config\.json'\.$"),
+        ("", "got ''"),
+        ("x" * 5000, "got 'xxx"),
+        ("a\0b", "got"),
+    ],
+)
+def test_a_model_that_is_not_there_says_what_is_allowed(model, said):
+    with pytest.raises(InvalidArgumentError, match=said) as info:
+        load_shape(model)
+    assert str(info.value).startswith("model must be one of nemotron-h-8b,")
+    assert "Errno" not in str(info.value)
+
+
+def test_a_folder_without_a_configuration_is_said_to_be_one(tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"folder .* must hold a config\.json"):
+        load_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("found", ["a file", None, object(), ValueError("no id"), "no library"])
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch, found):
+    """Where huggingface_hub is installed; and nothing is downloaded."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MAMBA2, "layer_types": ["mamba"]}))
+
+    def look_up(hub_id, filename):
+        assert (hub_id, filename) == ("someone/their-model", "config.json")
+        if isinstance(found, Exception):
+            raise found
+        return str(path) if found == "a file" else found
+
+    library = SimpleNamespace(try_to_load_from_cache=look_up)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None if found == "no library" else library)
+    if found == "a file":
+        assert load_shape("someone/their-model") == load_shape(str(path))
+    else:
+        with pytest.raises(InvalidArgumentError, match="no such model"):
+            load_shape("someone/their-model")
 
 
 def test_a_file_or_the_folder_that_holds_it(tmp_path):
@@ -191,6 +323,17 @@ JSON = st.recursive(
     max_leaves=4,
 )
 KINDS = (
+    {"num_attention_heads": None, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16},
+    {"num_hidden_layers": 3, "full_attn_idxs": [1], "conv_L_cache": 3},
+    {"layer_types": ["hybrid", "hybrid_sliding"], "conv_kernel_size": 3, "sliding_window": 9},
+    {"num_hidden_layers": 3, "cca_time0": 2, "cca_time1": 2},
+    {
+        **{"num_hidden_layers": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
+        "linear_attn_config": {
+            **{"full_attn_layers": [3], "num_heads": 2, "head_dim": 8},
+            "short_conv_kernel_size": 4,
+        },
+    },
     {"layer_types": ["mamba", "attention"]},
     {"hybrid_override_pattern": "M*"},
     {"num_hidden_layers": 5, "attn_layer_indices": [1, 4]},
