@@ -5,6 +5,8 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
+import torch
+import triton
 
 from mamba_cache.bench.model_kernels import (
     KERNEL_PACKAGES,
@@ -124,13 +126,15 @@ def test_without_kernels_hides_packages_that_are_installed(tmp_path, monkeypatch
 
 
 def test_without_kernels_is_refused_once_a_package_is_in_use(module):
-    with pytest.raises(InvalidArgumentError, match="causal_conv1d, fla, mamba_ssm"), (
-        without_kernels()
+    with (
+        pytest.raises(InvalidArgumentError, match="causal_conv1d, fla, mamba_ssm"),
+        without_kernels(),
     ):
         pass
 
 
 def test_versions_are_those_that_run():
-    import torch  # noqa: PLC0415
-
-    assert library_versions()["torch"] == torch.__version__
+    transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+    versions = library_versions()
+    assert versions.pop("torch") == torch.__version__
+    assert versions == {"triton": triton.__version__, "transformers": transformers.__version__}
