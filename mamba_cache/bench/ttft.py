@@ -36,6 +36,7 @@ __all__ = ["PrefixTimes", "add_ttft_options", "break_even", "print_ttft", "run_t
 _DEFAULT_PREFIX = 4096
 _ANSWER_TOKENS = 8
 _CALLS_A_ROUND = 7
+_CHATS = 3
 
 _PLAIN = "plain transformers"
 _FIRST = "first prompt of an empty cache"
@@ -64,7 +65,7 @@ def add_ttft_options(command: Any) -> None:
     command.add_argument("--suffix", type=int, default=256, help="tokens of each prompt's own")
     command.add_argument("--rounds", type=int, default=5, help="how often each way is timed")
     command.add_argument(
-        "--chat", action="store_true", help="time a chat of two users and eight turns as well"
+        "--chat", action="store_true", help="time chats of two users and eight turns as well"
     )
     command.add_argument(
         "--reference",
@@ -346,7 +347,7 @@ class _Report:
 
     def add_chat(self) -> None:
         """Measure a chat."""
-        figures, requests = measure_chat(self._subject, Chat(), self._rounds)
+        figures, requests = measure_chat(self._subject, Chat(), min(self._rounds, _CHATS))
         self._figures += figures
         self._samples["chat"] = requests
 

@@ -46,7 +46,7 @@ class Chat:
     users: int = 2
     turns: int = 8
     message_tokens: int = 128
-    answer_tokens: int = 16
+    answer_tokens: int = 8
 
     @property
     def requests(self) -> int:
