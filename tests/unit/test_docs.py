@@ -162,7 +162,9 @@ def test_a_run_with_kernels_becomes_rows(kernel_run: dict) -> None:
     assert f"| nemotron-h-8b | mamba_ssm 2.3 | 16,128 + 256 | {times} |" in text
     assert "hits win from 900 cached tokens on (all win)" in text
     assert "| nemotron-h-8b | mamba_ssm 2.3 | 2,000 ms | 840 ms | 800 ms | 1.05x |" in text
-    assert TABLES["shown_run"]([kernel_run]) is kernel_run
+    chat_alone = kernel_run | {"measurements": [], "kernels": {"scan": "a 1", "convolution": "b 2"}}
+    assert TABLES["shown_run"]([chat_alone, kernel_run]) is kernel_run
+    assert TABLES["shown_run"]([chat_alone]) is None
     row = TABLES["readme_row"](kernel_run)
     assert "kernels of mamba_ssm 2.3 | 50 ms instead of 500 ms; a miss takes 1.04x of that |" in row
     kernel_run["measurements"] = kernel_run["measurements"][1:]
