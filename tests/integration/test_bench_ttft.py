@@ -57,7 +57,15 @@ def test_the_ways_compute_the_same(subject):
         assert subject.generate(cache, prompt)[0, -1] == bare
 
 
-def test_prompts_are_what_their_names_say(subject):
+def test_prompts_are_what_their_names_say(subject, monkeypatch):
+    resets, forwards = [], []
+    reset, forward = PrefixCache.reset, subject.forward
+    monkeypatch.setattr(PrefixCache, "reset", lambda self: resets.append(reset(self)))
+    monkeypatch.setattr(
+        subject,
+        "forward",
+        lambda tokens, past: (forwards.append(tokens.shape[1]), forward(tokens, past))[1],
+    )
     times = PrefixTimes(subject, prefix=512, suffix=9, rounds=2)
     times.run()
     counts = {way: len(seconds) for way, seconds in times.seconds.items()}
@@ -76,6 +84,8 @@ def test_prompts_are_what_their_names_say(subject):
     assert set(times.skipped["miss"]) == set(times.skipped["first prompt of an empty cache"]) == {0}
     for way in ("hit", "identical prompt", "next turn"):
         assert min(times.skipped[way]) >= 512, way
+    assert set(forwards) == {512, 8, 9}, "what fills a cache, shows its size, and is new"
+    assert len(resets) == 2
     assert times.evictions == 0
     assert times.stats["requests"] == 3 * 7, "the round that warms up is counted"
     assert times.stats["skipped_tokens"] > 0
@@ -187,12 +197,20 @@ def test_a_chat_knows_what_is_new_in_each_request(subject):
 
 
 def test_the_clock_of_a_chat_stops_at_the_first_token(subject, monkeypatch):
-    """What comes after it, an answer of any length, takes nobody's time."""
-    clock = iter(range(100))
-    monkeypatch.setattr(ttft_chat.time, "perf_counter", lambda: next(clock))
+    """What comes after it, an answer of any length, is not counted."""
+    times = iter(range(100))
+    monkeypatch.setattr(ttft_chat.time, "perf_counter", lambda: next(times))
     ids, milliseconds = ttft_chat._first_token(subject, subject.model, subject.random(20), 5)
-    assert ids.shape == (1, 25)
-    assert milliseconds == 1000
+    assert (ids.shape, milliseconds) == ((1, 25), 1000)
+
+    streamer = ttft_chat._FirstToken()
+    streamer.put("the prompt")
+    assert streamer.at == 0
+    streamer.put("the first token")
+    assert streamer.at == 2
+    streamer.put("the second token")
+    streamer.end()
+    assert streamer.at == 2
 
 
 @pytest.mark.parametrize("wrong", [{"prefix": [0]}, {"suffix": 0}, {"rounds": 0}])
