@@ -134,10 +134,14 @@ def write_results(_app: object) -> None:
         date = path.stem[-len("2026-01-01") :]
         lines = [f"# {path.stem}", "", f"{result['machine']}; Python {result['python']}; {date}."]
         lines += [f"{{download}}`The file <../{path.name}>`.", ""]
+        if "kernels" in result:
+            kinds = [*result["versions"].items(), *result["kernels"].items()]
+            lines += ["; ".join(f"{name}: {value}" for name, value in kinds) + ".", ""]
         if "measurements" in result:
             lines += ["| what | result | limit | |", "|---|---|---|---|"]
             lines += [result_row(one) for one in result["measurements"]]
-        lines += records_table(result.get("records", []))
+        lines += ["", *records_table(result.get("records", []))]
+        lines += ["", *records_table(result.get("chat", {}).get("requests", []))]
         (folder / f"{path.stem}.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from style import LIGHT, save
+from tables import kernel_runs, shown_run
 
 RESULTS = Path(__file__).parent.parent / "benchmarks"
 
@@ -67,7 +68,8 @@ def draw_control() -> None:
 
 def draw_ttft() -> None:
     """Draw the time to first token of one model, by the tokens that were cached."""
-    paths = sorted(RESULTS.glob("ttft-nemotron-h-8b*.json"))
+    shown = shown_run(kernel_runs())
+    paths = [shown["path"]] if shown else sorted(RESULTS.glob("ttft-nemotron-h-8b*.json"))
     axes = _axes("Time to first token, Nemotron-H-8B's shape, ms", "cached tokens, beside 256 new")
     curves: dict[str, Points] = defaultdict(dict)
     for path in paths:

@@ -18,7 +18,7 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
-from mamba_cache.bench.ttft import add_ttft_options, run_ttft
+from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, UnsupportedVersionError
 
 __all__ = ["main"]
@@ -34,11 +34,7 @@ _BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
         "errors of int8 slots: of states, and of logits after a hit",
         run_quantization,
     ),
-    "ttft": ("time to first token of a transformers model with the cache and without", run_ttft),
 }
-
-_OPTIONS: dict[str, Callable[[Any], None]] = {"ttft": add_ttft_options}
-"""What benchmarks take besides; each option is an argument of the benchmark's function."""
 
 
 class _Report(NamedTuple):
@@ -63,6 +59,12 @@ _REPORTS = {
         run_soak,
         print_soak,
     ),
+    "ttft": _Report(
+        "time to first token of a transformers model with the cache and without",
+        add_ttft_options,
+        run_ttft,
+        print_ttft,
+    ),
 }
 
 
@@ -76,12 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     summaries = {name: summary for name, (summary, _) in _BENCHMARKS.items()}
     summaries |= {name: report.summary for name, report in _REPORTS.items()}
-    add_options = _OPTIONS | {name: report.add_options for name, report in _REPORTS.items()}
     for name, summary in sorted(summaries.items()):
         command = names.add_parser(name, help=summary, description=summary)
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        if name in add_options:
-            add_options[name](command)
+        if name in _REPORTS:
+            _REPORTS[name].add_options(command)
     options = vars(parser.parse_args(arguments))
     benchmark, as_json = options.pop("benchmark"), options.pop("json")
     run = _report if benchmark in _REPORTS else _measure

@@ -1,262 +1,416 @@
-"""Time to first token of a transformers model: plain, at a miss, and at a hit.
+"""Time to first token of a transformers model: plain, at a miss, at hits, and of what is new alone.
 
-Weights are random, because time does not depend on them.
+Prompts are random and fresh in each round, so that a miss is a miss, and a round times each way
+once, so that all of them see the same machine.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, progress
+from mamba_cache.bench.measure import Measurement, describe_run, print_table, progress
+from mamba_cache.bench.model_kernels import (
+    REFERENCE,
+    kernels_of,
+    library_versions,
+    without_kernels,
+)
+from mamba_cache.bench.ttft_chat import Chat, measure_chat
+from mamba_cache.bench.ttft_model import FAMILIES, Family, Subject, copy_of, evictions, make_model
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.library import transformers
 
-__all__ = ["FAMILIES", "Family", "add_ttft_options", "make_model", "measure_ttft", "run_ttft"]
+__all__ = ["PrefixTimes", "add_ttft_options", "break_even", "print_ttft", "run_ttft"]
 
+_DEFAULT_PREFIX = 4096
+_ANSWER_TOKENS = 8
+_CALLS_A_ROUND = 7
+_CHATS = 3
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A model to measure.
-
-    Attributes:
-        model_type: What transformers calls its configuration.
-        config: The settings of it that are not defaults.
-        dtype: Of the weights.
-        speedup: How many times faster than plain a hit must be; None: no limit.
-        peak_gib: GPU memory that a miss may need at most; None: no limit.
-    """
-
-    model_type: str
-    config: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
-    speedup: float | None = None
-    peak_gib: float | None = None
-
-
-FAMILIES = {
-    "nemotron-h-8b": Family(
-        "nemotron_h",
-        {
-            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
-            "max_position_embeddings": 131_072,
-        },
-        speedup=14,
-        peak_gib=40,
-    ),
-    "granite-4-like": Family(
-        "granitemoehybrid",
-        {
-            "vocab_size": 100_352,
-            "hidden_size": 1536,
-            "intermediate_size": 512,
-            "shared_intermediate_size": 1024,
-            "num_hidden_layers": 40,
-            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "num_local_experts": 64,
-            "num_experts_per_tok": 6,
-            "mamba_n_heads": 48,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 256,
-            "max_position_embeddings": 131_072,
-        },
-        speedup=40,
-    ),
-    "qwen3-next-like": Family(
-        "qwen3_next",
-        {"num_hidden_layers": 24, "num_experts": 64, "max_position_embeddings": 131_072},
-        speedup=10,
-    ),
-    "tiny": Family(
-        "nemotron_h",
-        {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "hybrid_override_pattern": "M-M*-M-",
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 1,
-            "ssm_state_size": 16,
-            "chunk_size": 32,
-            "max_position_embeddings": 131_072,
-        },
-        dtype=torch.float32,
-    ),
-}
+_PLAIN = "plain transformers"
+_FIRST = "first prompt of an empty cache"
+_MISS = "miss"
+_SECOND = "second sighting"
+_HIT = "hit"
+_IDENTICAL = "identical prompt"
+_TURN = "next turn"
+_BARE = "the new tokens alone"
+_FILLED = "the new tokens alone, through generate"
+_WAYS = (_PLAIN, _FIRST, _MISS, _SECOND, _HIT, _IDENTICAL, _TURN, _BARE, _FILLED)
 
 
 def add_ttft_options(command: Any) -> None:
     """Add what ``run_ttft`` takes to an ``ArgumentParser``."""
     default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
     command.add_argument("--family", choices=list(FAMILIES), default=default)
-    command.add_argument("--prefix", type=int, default=4096, help="tokens that prompts share")
+    command.add_argument(
+        "--prefix",
+        type=int,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help=f"tokens that prompts share; default: {_DEFAULT_PREFIX}, or with --chat none",
+    )
     command.add_argument("--suffix", type=int, default=256, help="tokens of each prompt's own")
+    command.add_argument("--rounds", type=int, default=5, help="how often each way is timed")
+    command.add_argument(
+        "--chat", action="store_true", help="time chats of two users and eight turns as well"
+    )
+    command.add_argument(
+        "--reference",
+        action="store_true",
+        help="transformers' reference path, as if no kernels were installed",
+    )
 
 
-def run_ttft(*, family: str, prefix: int, suffix: int) -> list[Measurement]:
+def run_ttft(
+    *,
+    family: str,
+    prefix: Sequence[int] | None = None,
+    suffix: int = 256,
+    rounds: int = 5,
+    chat: bool = False,
+    reference: bool = False,
+) -> dict[str, Any]:
     """Make a model on the GPU, or else on the CPU, and measure it.
 
+    Args:
+        family: One of ``FAMILIES``.
+        prefix: Tokens that prompts share, for each measurement. Default: 4,096; with ``chat``
+            none.
+        suffix: Tokens of each prompt's own.
+        rounds: How often each way is timed, after one round to warm up.
+        chat: Measure a chat as well.
+        reference: Import the model as if no kernels were installed.
+
+    Returns:
+        What ``--json`` prints: the machine, versions and kernels, the figures with their limits,
+        and each single time in milliseconds.
+
     Raises:
+        InvalidArgumentError: A number is below 1, or kernels that ``reference`` must not use were
+            imported before.
         MissingExtraError: transformers is not installed.
         UnsupportedVersionError: It is too old.
     """
+    prefixes = sorted(set(prefix or ([] if chat else [_DEFAULT_PREFIX])))
+    if min([suffix, rounds, *prefixes]) < 1:
+        raise InvalidArgumentError(
+            f"prefix, suffix and rounds must be at least 1, got {prefixes}, {suffix}, {rounds}"
+        )
     transformers()  # before anything is announced
     chosen = FAMILIES[family]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress(f"making {family} with random weights on {device}")
-    return list(measure_ttft(make_model(chosen, device), chosen, prefix=prefix, suffix=suffix))
+    with without_kernels() if reference else nullcontext():
+        model = make_model(chosen, device)
+    kernels = kernels_of(model)
+    if reference and set(kernels.values()) != {REFERENCE}:
+        raise InvalidArgumentError(f"the model was imported with kernels before: {kernels}")
+    progress(f"kernels: {kernels}")
+    report = _Report(Subject(model), chosen, suffix, rounds)
+    for length in prefixes:
+        report.measure(f"{length:,} + {suffix:,} tokens", partial(report.add_prefix, length))
+    report.add_break_even()
+    if chat:
+        report.measure("chat", report.add_chat)
+    return describe_run("ttft") | {
+        "family": family,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "versions": library_versions(),
+        "kernels": kernels,
+        "rounds": rounds,
+        **report.result(),
+    }
 
 
-def make_model(family: Family, device: str) -> Any:
-    """Make a model with random weights.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        UnsupportedVersionError: It is too old.
-    """
-    library = transformers()
-    config = library.AutoConfig.for_model(family.model_type, **family.config)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = library.AutoModelForCausalLM.from_config(config, dtype=family.dtype)
-    return model.to(device).eval()
+def print_ttft(result: dict[str, Any]) -> None:
+    """Print the result of ``run_ttft`` for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"{result['family']} on {result['machine']}; {versions}")
+    print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
+    names = Measurement.__dataclass_fields__
+    figures = [Measurement(**{name: one[name] for name in names}) for one in result["measurements"]]
+    print_table("ttft", figures)
+    for title, error in result["failed"].items():
+        print(f"{title}: {error}")
 
 
-def measure_ttft(
-    model: Any, family: Family, *, prefix: int, suffix: int, runs: int = 5
-) -> Iterator[Measurement]:
-    """Measure one model, each figure over fresh random prompts.
+def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
+    """Return the fewest cached tokens from which on a hit beats plain transformers.
 
     Args:
-        model: On the device where it is measured.
-        family: Its limits.
+        gains: By the number of cached tokens, the time by which the hit is faster.
+
+    Returns:
+        The number, between two measured ones where the gain changes its sign, or None if the hit
+        with the most cached tokens does not win; and what it rests on.
+    """
+    lengths = sorted(gains)
+    losing = [length for length in lengths if gains[length] <= 0]
+    if not losing:
+        return lengths[0], "a hit wins at each measured length; this is the shortest"
+    below = losing[-1]
+    if below == lengths[-1]:
+        return None, f"a hit does not win up to {below:,} cached tokens"
+    above = lengths[lengths.index(below) + 1]
+    share = -gains[below] / (gains[above] - gains[below])
+    return below + share * (above - below), f"between {below:,} and {above:,} cached tokens"
+
+
+class PrefixTimes:
+    """Times each way to get the first token of prompts that share a prefix.
+
+    Args:
+        subject: The model.
         prefix: Tokens that prompts share.
         suffix: Tokens of each prompt's own.
-        runs: Runs of each kind; three times as many of those that hit.
+        rounds: How often each way is timed, after one round to warm up.
+
+    Attributes:
+        seconds: The times, by way.
+        skipped: Tokens that the prefix cache did not compute again, by way.
+        peak_bytes: The most GPU memory that a run took beside what it found, by way.
+        stats: What the prefix cache counted, rounds of ``first prompt`` left out.
+        evictions: What the prefix cache gave up: with any, misses and hits are not what they seem.
     """
-    bench = _Bench(model, prefix, suffix)
-    title = f"{prefix:,} + {suffix:,} tokens"
-    progress("hit")
-    hit = bench.median_ms(bench.hit, 3 * runs)
-    progress("a forward over a filled transformers cache")
-    bare = bench.median_ms(bench.bare, 3 * runs)
-    progress("miss")
-    bench.reset_peak()
-    miss = bench.median_ms(bench.miss, runs)
-    peak = bench.peak_gib()
-    bench.close()
-    progress("plain transformers")
-    plain = bench.median_plain_ms(runs)
-    yield Measurement(f"hit, {title}", hit, "ms", runs=3 * runs)
-    yield Measurement(f"forward of {suffix:,} tokens alone", bare, "ms", runs=3 * runs)
-    yield Measurement("hit over that forward", hit / bare, "x", limit=1.10 if peak else None)
-    yield Measurement(f"miss, {title}", miss, "ms", runs=runs)
-    if peak:
-        yield Measurement("peak memory of a miss", peak, "GiB", limit=family.peak_gib)
-    if plain is not None:
-        yield Measurement(f"plain transformers, {title}", plain, "ms", runs=runs)
-        yield Measurement(
-            "hit, faster than plain", plain / hit, "x", limit=family.speedup, at_least=True
+
+    def __init__(self, subject: Subject, prefix: int, suffix: int, rounds: int) -> None:
+        self._subject = subject
+        self._lengths = prefix, suffix
+        self._rounds = rounds
+        self._has_plain = True
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.skipped: dict[str, list[int]] = defaultdict(list)
+        self.peak_bytes: dict[str, int] = defaultdict(int)
+        self.stats: dict[str, float] = {}
+        self.evictions = 0
+
+    def run(self) -> None:
+        """Time all rounds."""
+        prefix, suffix = self._lengths
+        num_rounds = self._rounds + 1
+        filled = self._subject.fill(self._subject.random(prefix))
+        tokens_a_round = prefix + (_CALLS_A_ROUND + 1) * (suffix + _ANSWER_TOKENS)
+        cache = self._subject.prefix_cache(
+            num_tokens=num_rounds * tokens_a_round, num_calls=num_rounds * _CALLS_A_ROUND
         )
+        with cache:
+            for number in range(num_rounds):
+                progress(f"{prefix:,} + {suffix:,} tokens: round {number} of {self._rounds}")
+                with _no_collections():
+                    self._time_round(cache, filled, plain_first=number % 2 == 0)
+                if not number:
+                    self._forget()
+            self.stats = _counts(cache)
+            progress(f"{prefix:,} + {suffix:,} tokens: first prompts of an empty cache")
+            for _ in range(self._rounds):
+                with _no_collections():
+                    self._time_first(cache)
+            self.evictions += evictions(cache)
 
+    def _time_round(self, cache: PrefixCache, filled: Any, *, plain_first: bool) -> None:
+        subject, (prefix, suffix) = self._subject, self._lengths
+        shared = subject.random(prefix)
+        prompts = [torch.cat([shared, subject.random(suffix)], dim=1) for _ in range(5)]
+        if plain_first:
+            self._time_plain()
+        self._time_cached(_MISS, cache, prompts[0])
+        if not plain_first:
+            self._time_plain()
+        self._time_cached(_SECOND, cache, prompts[1])
+        for prompt in prompts[2:4]:
+            self._time_cached(_HIT, cache, prompt)
+            self._time_bare(prompt, filled)
+        self._time_cached(_IDENTICAL, cache, prompts[3])
+        answered = subject.generate(cache, prompts[4], max_new_tokens=_ANSWER_TOKENS)
+        turn = torch.cat([answered, subject.random(suffix)], dim=1)
+        self._time_cached(_TURN, cache, turn)
 
-class _Bench:
-    """Prompts, and the ways to compute them.
+    def _time_bare(self, prompt: torch.Tensor, filled: Any) -> None:
+        """Time the new tokens alone, over what plain transformers has computed of others."""
+        new, past = prompt[:, self._lengths[0] :], copy_of(filled)
+        self._time(_BARE, lambda: self._subject.forward(new, past))
+        past = copy_of(filled)
+        self._time(_FILLED, lambda: self._subject.generate_filled(prompt, past))
 
-    Each way is a generator: what is before its ``yield`` is not timed.
-    """
+    def _time_first(self, cache: PrefixCache) -> None:
+        self._time_plain()
+        self.evictions += evictions(cache)
+        cache.reset()
+        self._time_cached(_FIRST, cache, self._subject.random(sum(self._lengths)))
 
-    def __init__(self, model: Any, prefix: int, suffix: int) -> None:
-        self._model = model
-        self._lengths = (prefix, suffix)
-        self._is_cuda = model.device.type == "cuda"
-        self._cache = PrefixCache(model, mamba_cache_gb=2, kv_cache_gb=1 if self._is_cuda else 0.25)
-        self._shared = self._random(prefix)
-        self._generate(self._cache, self._prompt())
-
-    def hit(self) -> Iterator[None]:
-        prompt = self._prompt()
-        yield
-        self._generate(self._cache, prompt)
-
-    def bare(self) -> Iterator[None]:
-        past = self._cache.prefill(self._shared)
-        own = self._random(self._lengths[1])
-        runner = self._cache._runner
-        yield
-        runner.forward(own[0].tolist(), past, self._lengths[0])[:, -1].argmax().item()
-
-    def miss(self) -> Iterator[None]:
-        prompt = self._random(sum(self._lengths))
-        yield
-        self._generate(self._cache, prompt)
-
-    def plain(self) -> Iterator[None]:
-        prompt = self._prompt()
-        yield
-        self._generate(self._model, prompt)
-
-    def median_ms(self, way: Callable[[], Iterator[None]], runs: int) -> float:
-        """Return the median time of ``runs`` runs in milliseconds, after one to warm up."""
-        seconds = [self._time(way()) for _ in range(runs + 1)]
-        return statistics.median(seconds[1:]) * 1e3
-
-    def median_plain_ms(self, runs: int) -> float | None:
-        """Return the same of plain transformers, or None if memory does not do for it."""
+    def _time_plain(self) -> None:
+        """Time plain transformers, until it runs out of memory."""
+        if not self._has_plain:
+            return
+        prompt = self._subject.random(sum(self._lengths))
         try:
-            return self.median_ms(self.plain, runs)
+            self._time(_PLAIN, lambda: self._subject.generate(self._subject.model, prompt))
         except torch.cuda.OutOfMemoryError:
             progress("plain transformers runs out of memory")
-            return None
+            self._has_plain = False
+            self.seconds.pop(_PLAIN, None)
+        if not self._has_plain:  # once the exception has let go of its frames
+            gc.collect()
+            torch.cuda.empty_cache()
 
-    def reset_peak(self) -> None:
-        """Forget the most memory that was in use so far."""
-        if self._is_cuda:
+    def _time_cached(self, way: str, cache: PrefixCache, prompt: torch.Tensor) -> None:
+        before = cache.stats()
+        self._time(way, lambda: self._subject.generate(cache, prompt))
+        self.skipped[way].append(cache.stats().skipped_tokens - before.skipped_tokens)
+
+    def _time(self, way: str, run: Callable[[], object]) -> None:
+        self._subject.synchronize()
+        used = 0
+        if self._subject.is_cuda:
             torch.cuda.reset_peak_memory_stats()
+            used = torch.cuda.memory_allocated()
+        self.seconds[way].append(self._subject.time(run))
+        if self._subject.is_cuda:
+            taken = torch.cuda.max_memory_allocated() - used
+            self.peak_bytes[way] = max(self.peak_bytes[way], taken)
 
-    def peak_gib(self) -> float:
-        """Return the most GPU memory that was in use since, weights and cache included."""
-        return torch.cuda.max_memory_allocated() / 2**30 if self._is_cuda else 0.0
+    def _forget(self) -> None:
+        """Forget the times of the round that warmed up: kernels were compiled and tuned in it."""
+        self.seconds.clear()
+        self.skipped.clear()
+        self.peak_bytes.clear()
 
-    def close(self) -> None:
-        """Give the cache's memory back."""
-        self._cache.close()
+
+class _Report:
+    """The figures of one model."""
+
+    def __init__(self, subject: Subject, family: Family, suffix: int, rounds: int) -> None:
+        self._subject = subject
+        self._family = family
+        self._suffix = suffix
+        self._rounds = rounds
+        self._figures: list[Measurement] = []
+        self._samples: dict[str, Any] = {}
+        self._gains: dict[int, float] = {}
+        self._failed: dict[str, str] = {}
+
+    def result(self) -> dict[str, Any]:
+        """Return the part of the result that is about figures."""
+        return {
+            "passed": not self._failed and all(one.passed for one in self._figures),
+            "failed": self._failed,
+            "measurements": [asdict(one) | {"passed": one.passed} for one in self._figures],
+            **self._samples,
+        }
+
+    def measure(self, title: str, add: Callable[[], None]) -> None:
+        """Measure something; a failure is part of the result, and the rest is measured still."""
+        try:
+            add()
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._failed[title] = f"{type(error).__name__}: {error}"
         gc.collect()
+        if self._subject.is_cuda:
+            torch.cuda.empty_cache()
 
-    def _time(self, run: Iterator[None]) -> float:
-        next(run)
-        self._synchronize()
-        start = time.perf_counter()
-        next(run, None)
-        self._synchronize()
-        return time.perf_counter() - start
+    def add_prefix(self, prefix: int) -> None:
+        """Measure prompts that share ``prefix`` tokens."""
+        times = PrefixTimes(self._subject, prefix, self._suffix, self._rounds)
+        times.run()
+        title = f"{prefix:,} + {self._suffix:,} tokens"
+        self._figures += _times(times, title, prefix + self._suffix)
+        self._figures += self._ratios(times, title, prefix)
+        if _PLAIN in times.seconds:
+            self._gains[prefix] = _median_ms(times, _PLAIN) - _median_ms(times, _HIT)
+        self._samples.setdefault("stats", {})[title] = times.stats
+        samples = self._samples.setdefault("samples_ms", {})
+        samples[title] = {
+            way: [round(1e3 * one, 3) for one in times.seconds[way]]
+            for way in _WAYS
+            if way in times.seconds
+        }
 
-    def _synchronize(self) -> None:
-        if self._is_cuda:
-            torch.cuda.synchronize()
+    def add_break_even(self) -> None:
+        """Add from how many cached tokens on a hit wins, if plain transformers was measured."""
+        if not self._gains:
+            return
+        tokens, detail = break_even(self._gains)
+        self._samples["break_even"] = {"cached_tokens": tokens, "detail": detail}
+        if tokens is not None:
+            self._figures.append(Measurement("break-even", tokens, "tokens", detail=detail))
 
-    def _random(self, length: int) -> torch.Tensor:
-        size = self._model.config.vocab_size
-        return torch.randint(3, size, (1, length), device=self._model.device)
+    def add_chat(self) -> None:
+        """Measure a chat."""
+        figures, requests = measure_chat(self._subject, Chat(), min(self._rounds, _CHATS))
+        self._figures += figures
+        self._samples["chat"] = requests
 
-    def _prompt(self) -> torch.Tensor:
-        return torch.cat([self._shared, self._random(self._lengths[1])], dim=1)
+    def _ratios(self, times: PrefixTimes, title: str, prefix: int) -> Iterator[Measurement]:
+        is_cuda = self._subject.is_cuda  # a CPU has other work as well: no limits
+        plain = _median_ms(times, _PLAIN) if _PLAIN in times.seconds else None
+        hit, bare = _median_ms(times, _HIT), _median_ms(times, _BARE)
+        if plain is not None:
+            for way in (_MISS, _FIRST, _SECOND):
+                limit = 1.05 if is_cuda and way != _SECOND else None
+                ratio = _median_ms(times, way) / plain
+                yield Measurement(f"{way} over plain, {title}", ratio, "x", limit)
+        for way in (_HIT, _TURN):
+            limit = 3.0 if is_cuda and way == _HIT else None
+            beyond = _median_ms(times, way) - bare
+            yield Measurement(f"{way} beyond the new tokens alone, {title}", beyond, "ms", limit)
+        if plain is not None:
+            limit = self._family.speedup.get(prefix) if is_cuda else None
+            name = f"hit, faster than plain, {title}"
+            yield Measurement(name, plain / hit, "x", limit, at_least=True)
+        for way in (_MISS, _PLAIN):
+            if way in times.peak_bytes:
+                limit = self._family.peak_gib if way == _MISS else None
+                gib = times.peak_bytes[way] / 2**30
+                name = f"{way}: memory beside weights and cache, {title}"
+                yield Measurement(name, gib, "GiB", limit)
+        yield Measurement(f"given up for lack of memory, {title}", times.evictions, "", 0)
 
-    @staticmethod
-    def _generate(who: Any, prompt: torch.Tensor) -> None:
-        mask = torch.ones_like(prompt)
-        who.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False)
+
+def _times(times: PrefixTimes, title: str, num_tokens: int) -> Iterator[Measurement]:
+    for way in _WAYS:
+        if way not in times.seconds:
+            continue
+        seconds = times.seconds[way]
+        detail = f"{min(seconds) * 1e3:,.1f} to {max(seconds) * 1e3:,.1f} ms"
+        if way in times.skipped:
+            skipped = statistics.median_low(times.skipped[way])
+            detail += f"; {skipped:,} tokens skipped"
+        median = _median_ms(times, way)
+        yield Measurement(f"{way}, {title}", median, "ms", runs=len(seconds), detail=detail)
+
+
+def _counts(cache: PrefixCache) -> dict[str, float]:
+    """Return the counters of a prefix cache, as far as they are numbers."""
+    stats = cache.stats()
+    values = {one.name: getattr(stats, one.name) for one in fields(stats)}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def _median_ms(times: PrefixTimes, way: str) -> float:
+    return statistics.median(times.seconds[way]) * 1e3
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect garbage before and not within, where it would strike one way or another."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -18,7 +18,8 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import PLACEMENTS, POLICIES, print_replay, run_replay
 from mamba_cache.bench.soak import MODELS, print_soak, run_soak
-from mamba_cache.bench.ttft import FAMILIES, run_ttft
+from mamba_cache.bench.ttft import print_ttft, run_ttft
+from mamba_cache.bench.ttft_model import FAMILIES
 from mamba_cache.bench.workload import WORKLOADS
 from mamba_cache.cli import output
 from mamba_cache.cli.output import AsJson, Command, Group, each_of, one_of
@@ -91,18 +92,32 @@ def quantization(as_json: AsJson = False) -> None:
 
 @bench.command(cls=Command)
 def ttft(
+    *,
     family: Annotated[
         str,
         typer.Option(
             metavar="NAME", callback=one_of(FAMILIES), help=f"Model: {', '.join(FAMILIES)}."
         ),
     ] = "nemotron-h-8b" if torch.cuda.is_available() else "tiny",
-    prefix: Annotated[int, _Count(help="Tokens that prompts share.")] = 4096,
+    prefix: Annotated[
+        list[int] | None,
+        _Count(help="Tokens that prompts share; may be repeated. Default: 4096, none with --chat."),
+    ] = None,
     suffix: Annotated[int, _Count(help="Tokens of each prompt's own.")] = 256,
+    rounds: Annotated[int, _Count(help="How often each way is timed.")] = 5,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Time a chat of two users and eight turns as well.")
+    ] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="As if no kernels were installed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the first token of a transformers model, with the cache and without."""
-    _report("ttft", run_ttft(family=family, prefix=prefix, suffix=suffix), as_json)
+    result = run_ttft(
+        family=family, prefix=prefix, suffix=suffix, rounds=rounds, chat=chat, reference=reference
+    )
+    _conclude(result, print_ttft, as_json)
 
 
 @bench.command(cls=Command)

@@ -249,11 +249,27 @@ def test_a_benchmark_that_misses_its_limit_exits_with_1(call, monkeypatch, limit
     assert (given, "a figure" in out) == (code, True)
 
 
-def test_options_of_a_benchmark_reach_it(call, monkeypatch):
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_options_of_a_benchmark_reach_it(call, monkeypatch, passed, code):
     seen = {}
-    monkeypatch.setattr(bench_commands, "run_ttft", lambda **options: seen.update(options) or [])
-    assert call("bench", "ttft", "--family", "tiny", "--prefix", "64", "--suffix", "5")[0] == 0
-    assert seen == {"family": "tiny", "prefix": 64, "suffix": 5}
+
+    def run_ttft(**options):
+        seen.update(options)
+        result = {"family": "tiny", "machine": "none", "versions": {}, "kernels": {"scan": "fla"}}
+        return result | {"passed": passed, "measurements": [], "failed": {"chat": "broken"}}
+
+    monkeypatch.setattr(bench_commands, "run_ttft", run_ttft)
+    given, out, _ = call(
+        "bench", "ttft", "--family", "tiny", "--prefix", "64", "--prefix", "128",
+        "--suffix", "5", "--rounds", "2", "--chat", "--reference",
+    )  # fmt: skip
+    assert (given, "scan: fla" in out, "chat: broken" in out) == (code, True, True)
+    assert seen == {
+        "family": "tiny", "prefix": [64, 128], "suffix": 5, "rounds": 2, "chat": True,
+        "reference": True,
+    }  # fmt: skip
+    assert json.loads(call("bench", "ttft", "--json")[1])["passed"] is passed
+    assert (seen["prefix"], seen["rounds"], seen["chat"]) == (None, 5, False)
 
 
 def test_a_trace_is_replayed_under_every_setting_asked_for(call):

@@ -7,6 +7,7 @@ other sites are not fetched.
 import ast
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ PAGES = [
     for page in sorted(DOCS.rglob("*.md"))
     if not {"_build", "api", "results"} & set(page.relative_to(DOCS).parts)
 ]
+TABLES = runpy.run_path(str(DOCS / "figures" / "tables.py"))
 TEST_FILES = r"tests/[\w/]+\.py"
 
 EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md"]
@@ -123,9 +125,10 @@ def test_the_benchmarks_page_admits_every_limit_that_was_missed() -> None:
     results = [json.loads(text_of(path)) for path in (DOCS / "benchmarks").glob("*.json")]
     figures = [one for result in results for one in result.get("measurements", [])]
     missed = [one for one in figures if not one["passed"]]
-    said = {0: "None", 1: "One", 2: "Two", 3: "Three", 4: "Four", 5: "Five"}[len(missed)]
-    assert f"{said} figures of the runs kept here miss theirs" in page
-    assert all(f"{one['limit']:g} times" in page for one in missed)
+    numbers = ("None", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")
+    assert f"{numbers[len(missed)]} figures of the runs kept here miss theirs" in page
+    units = {"x": "times"}
+    assert all(f"{one['limit']:g} {units.get(one['unit'], one['unit'])}" in page for one in missed)
 
 
 def ttft_row(path: Path) -> tuple[str, ...]:
@@ -139,8 +142,58 @@ def ttft_row(path: Path) -> tuple[str, ...]:
 
 
 def test_times_to_first_token_are_those_measured() -> None:
-    """Each run is a row of the table in the guide for transformers, and there are no others."""
-    page = text_of(DOCS / "how-to" / "transformers.md")
-    rows = re.findall(r"^\| (.* \| [\d,]+ \+ \d+ \| .*) \|$", page, flags=re.MULTILINE)
-    measured = {ttft_row(path) for path in (DOCS / "benchmarks").glob("ttft-*.json")}
+    """Each run of the reference path is a row of its table in the guide; there are no others."""
+    guide = text_of(DOCS / "how-to" / "transformers.md").split(TABLES["END"])[1]
+    rows = re.findall(r"^\| (.* \| [\d,]+ \+ \d+ \| .*) \|$", guide, flags=re.MULTILINE)
+    paths = (DOCS / "benchmarks").glob("ttft-*.json")
+    measured = {ttft_row(path) for path in paths if "-kernels-" not in path.stem}
     assert {tuple(row.split(" | ")) for row in rows} == measured
+
+
+def test_the_guide_has_every_run_with_kernels() -> None:
+    """If this fails, `python docs/figures/tables.py` writes them anew."""
+    guide = text_of(DOCS / "how-to" / "transformers.md")
+    written = guide.split(TABLES["BEGIN"])[1].split(TABLES["END"])[0]
+    assert written.strip() == TABLES["block"](TABLES["kernel_runs"]()).strip()
+
+
+@pytest.fixture
+def kernel_run(tmp_path: Path) -> dict:
+    """A run of a family with kernels, as the benchmark prints it."""
+    times = {"plain transformers": 500.4, "miss": 520, "second sighting": 530, "hit": 50.2}
+    times |= {"next turn": 51, "the new tokens alone": 48}
+    chat = "chat of 2 users and 8 turns, first tokens, "
+    totals = {"plain transformers": 2000, "through the cache": 840, "the new tokens alone": 800}
+    values = {f"{way}, 16,128 + 256 tokens": value for way, value in times.items()}
+    values |= {"hit, faster than plain, 16,128 + 256 tokens": 9.9, "break-even": 900}
+    values |= {chat + way: value for way, value in totals.items()}
+    run = {
+        "family": "nemotron-h-8b",
+        "machine": "x86_64, 16 CPUs, NVIDIA H200",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"},
+        "kernels": {"scan": "mamba_ssm 2.3", "convolution": "reference (PyTorch)"},
+        "chat": {"users": 2, "turns": 8, "system_tokens": 3000},
+        "measurements": [
+            {"name": name, "value": value, "detail": "all win"} for name, value in values.items()
+        ],
+    }
+    path = tmp_path / "ttft-nemotron-h-8b-kernels-h200-2026-11-22.json"
+    path.write_text(json.dumps(run), encoding="utf-8")
+    [read] = TABLES["kernel_runs"](tmp_path)
+    return read
+
+
+def test_a_run_with_kernels_becomes_rows(kernel_run: dict) -> None:
+    text = TABLES["block"]([kernel_run])
+    assert "one NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0, transformers 5.17.0, 2026-11-22" in text
+    times = "500 ms | 520 ms | 530 ms | 50 ms | 51 ms | 48 ms"
+    assert f"| nemotron-h-8b | mamba_ssm 2.3 | 16,128 + 256 | {times} |" in text
+    assert "hits win from 900 cached tokens on (all win)" in text
+    assert "| nemotron-h-8b | mamba_ssm 2.3 | 2,000 ms | 840 ms | 800 ms | 1.05x |" in text
+    chat_alone = kernel_run | {"measurements": [], "kernels": {"scan": "a 1", "convolution": "b 2"}}
+    assert TABLES["shown_run"]([chat_alone, kernel_run]) is kernel_run
+    assert TABLES["shown_run"]([chat_alone]) is None
+    row = TABLES["readme_row"](kernel_run)
+    assert "kernels of mamba_ssm 2.3 | 50 ms instead of 500 ms; a miss takes 1.04x of that |" in row
+    kernel_run["measurements"] = kernel_run["measurements"][1:]
+    assert "| 16,128 + 256 | out of memory | 520 ms" in TABLES["rows"](kernel_run)[0]

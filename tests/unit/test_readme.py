@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def measurements(prefix: str) -> dict[str, dict]:
 
 
 def ttft_row() -> str:
+    """The run with kernels, once there is one."""
+    tables = runpy.run_path(str(ROOT / "docs" / "figures" / "tables.py"))
+    if run := tables["shown_run"](tables["kernel_runs"]()):
+        return tables["readme_row"](run).split(" | ")[1]
     found = measurements("ttft-nemotron-h-8b-h200")
     hit = found["hit, 4,096 + 256 tokens"]["value"]
     plain = found["plain transformers, 4,096 + 256 tokens"]["value"]

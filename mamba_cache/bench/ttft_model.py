@@ -1,0 +1,243 @@
+"""The models whose time to first token is measured, and what each measurement does with them.
+
+Weights are random, because time does not depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mamba_cache.bench.measure import progress
+from mamba_cache.integrations.transformers import PrefixCache
+
+__all__ = ["FAMILIES", "Family", "Subject", "copy_of", "evictions", "make_model"]
+
+_GIB = 2**30
+_STATES_A_CALL = 3
+"""More than a call saves, so that nothing is given up for lack of slots."""
+_FILL_TOKENS = 1024
+"""Tokens of one forward that fills a cache: the reference path has no memory for many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model to measure.
+
+    Attributes:
+        model_type: What transformers calls its configuration.
+        config: The settings of it that are not defaults.
+        dtype: Of the weights.
+        speedup: How many times faster than plain a hit must be, by the number of cached tokens.
+        peak_gib: GPU memory that a miss may need beside weights and cache; None: no limit.
+    """
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    speedup: dict[int, float] = field(default_factory=dict)
+    peak_gib: float | None = None
+
+
+FAMILIES = {
+    "nemotron-h-8b": Family(
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "max_position_embeddings": 131_072,
+        },
+        speedup={16_128: 10},
+        peak_gib=20,
+    ),
+    "granite-4-like": Family(
+        "granitemoehybrid",
+        {
+            "vocab_size": 100_352,
+            "hidden_size": 1536,
+            "intermediate_size": 512,
+            "shared_intermediate_size": 1024,
+            "num_hidden_layers": 40,
+            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 256,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "qwen3-next-like": Family(
+        "qwen3_next",
+        {"num_hidden_layers": 24, "num_experts": 64, "max_position_embeddings": 131_072},
+    ),
+    "tiny": Family(
+        "nemotron_h",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "hybrid_override_pattern": "M-M*-M-",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "chunk_size": 32,
+            "max_position_embeddings": 131_072,
+        },
+        dtype=torch.float32,
+    ),
+}
+
+
+def make_model(family: Family, device: str) -> Any:
+    """Make a model with random weights whose answers never end by themselves."""
+    library: Any = importlib.import_module("transformers")
+    config = library.AutoConfig.for_model(family.model_type, **family.config)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = library.AutoModelForCausalLM.from_config(config, dtype=family.dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(device).eval()
+
+
+class Subject:
+    """A model, fresh prompts for it, and the ways to compute them.
+
+    Args:
+        model: On the device where it is measured.
+
+    Attributes:
+        model: As given.
+        is_cuda: Whether that is a GPU.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.is_cuda: bool = model.device.type == "cuda"
+        accepts = set(inspect.signature(model.forward).parameters)
+        self._cache_name = "cache_params" if "cache_params" in accepts else "past_key_values"
+        self._takes_positions = "position_ids" in accepts
+        self._takes_logits_to_keep = "logits_to_keep" in accepts
+
+    def random(self, num_tokens: int) -> torch.Tensor:
+        """Return tokens that nobody has seen: [1, num_tokens] int64."""
+        size = self.model.config.vocab_size
+        return torch.randint(3, size, (1, num_tokens), device=self.model.device)
+
+    def generate(self, who: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Call ``generate`` of the model or of a prefix cache, for one token unless told."""
+        options = {"max_new_tokens": 1, "do_sample": False, **options}
+        ids: torch.Tensor = who.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        return ids
+
+    def generate_filled(self, prompt: torch.Tensor, past: Any) -> torch.Tensor:
+        """Do the same through the model, over a cache that all but the new tokens are in."""
+        return self.generate(self.model, prompt, **{self._cache_name: past})
+
+    def new_cache(self) -> Any:
+        """Make an empty cache of transformers."""
+        library: Any = importlib.import_module("transformers")
+        return library.DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def forward(self, tokens: torch.Tensor, past: Any) -> int:
+        """Compute tokens over a cache and return the one that follows, and nothing else.
+
+        Args:
+            tokens: [1, length] int64.
+            past: What is computed before them; it is updated.
+        """
+        start = past.get_seq_length()
+        options: dict[str, Any] = {self._cache_name: past, "use_cache": True}
+        if self._takes_positions:
+            end = start + tokens.shape[1]
+            options["position_ids"] = torch.arange(start, end, device=tokens.device)[None]
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = 1
+        with torch.no_grad():
+            logits = self.model(input_ids=tokens, **options).logits
+        return int(logits[0, -1].argmax())
+
+    def fill(self, tokens: torch.Tensor, past: Any = None) -> Any:
+        """Return a cache that tokens [1, length] have gone through, after those of ``past``."""
+        past = self.new_cache() if past is None else past
+        for part in torch.split(tokens, _FILL_TOKENS, dim=1):
+            self.forward(part, past)
+        return past
+
+    def prefix_cache(self, *, num_tokens: int, num_calls: int) -> PrefixCache:
+        """Make a prefix cache that gives nothing up for the prompts of one measurement.
+
+        Args:
+            num_tokens: Different tokens that go through it.
+            num_calls: Calls of its ``generate``.
+        """
+        state_bytes, token_bytes = self._measure_memory()
+        cache = PrefixCache(
+            self.model,
+            mamba_cache_gb=(num_calls * _STATES_A_CALL + 4) * state_bytes / _GIB,
+            # Beside the tokens themselves, each call may leave an unfinished block or two.
+            kv_cache_gb=max((num_tokens + num_calls * 512 + 4096) * token_bytes, 1) / _GIB,
+        )
+        gib = cache.stats().bytes_per_slot / _GIB
+        progress(f"a state takes {gib:.4f} GiB, a token {token_bytes:,.0f} bytes")
+        return cache
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Return the seconds until a call has returned and the device is done with its work."""
+        self.synchronize()
+        start = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def _measure_memory(self) -> tuple[int, float]:
+        """Return bytes of the states after some tokens, and of what each token adds."""
+        past = self.fill(self.random(8))
+        few = _bytes_of(past)
+        many = _bytes_of(self.fill(self.random(8), past))
+        token_bytes = (many - few) / 8
+        return int(few - 8 * token_bytes), token_bytes
+
+
+def copy_of(past: Any) -> Any:
+    """Return a cache of transformers with tensors of its own."""
+    return copy.deepcopy(past)
+
+
+def evictions(cache: PrefixCache) -> int:
+    """Return how many blocks, states and checkpoints a prefix cache gave up for lack of memory."""
+    stats = cache.stats()
+    return stats.evicted_blocks + stats.evicted_slots + stats.skipped_checkpoints
+
+
+def _bytes_of(past: Any) -> int:
+    """Return the bytes of all tensors in a cache of transformers."""
+    found: dict[int, torch.Tensor] = {}
+    left: list[Any] = [vars(layer) for layer in past.layers]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, (dict, list, tuple)):
+            left += value.values() if isinstance(value, dict) else value
+    return sum(tensor.nbytes for tensor in found.values())
