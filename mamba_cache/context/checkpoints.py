@@ -125,6 +125,12 @@ class CheckpointPlanner:
             chunk = replace(chunk, boundary=None)
         return chunk
 
+    def drop_inside(self, chunk: Chunk) -> Chunk:
+        """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
+        self._slots.cancel_reserved([c.slot for c in chunk.inside], epoch=chunk.epoch)
+        self.settle(chunk)
+        return replace(chunk, inside=())
+
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
         self._slots.cancel_reserved([c.slot for c in chunk.checkpoints], epoch=chunk.epoch)

@@ -72,6 +72,7 @@ class ContextUpkeep(CacheMemory):
             counters=counters,
             speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
             side_stream=self._side_stream(),
+            extractions=self._extractions,
         )
         self.slot_allocator.before_reset = self._runner.require_none
 

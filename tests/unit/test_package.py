@@ -20,6 +20,7 @@ FRONT_DOOR = {
     "BlockHashes",
     "CacheConfig",
     "CacheStats",
+    "CapturedExtractions",
     "CheckpointPlacement",
     "ConsumedSlotPolicy",
     "DeviceTokens",

@@ -1,0 +1,65 @@
+"""Layers that forget to hand over, in any step: nothing wrong is ever found afterwards.
+
+What a request resumes from shows in its logits, which are compared with those of a run without a
+cache; small pools see to it that slots hold other prefixes' states before.
+"""
+
+import pytest
+from context_machine import ContextMachine
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from speculation_machine import SpeculationMachine
+
+from mamba_cache.errors import InvalidArgumentError
+
+
+class Forgetful:
+    """A context of which some layers hand nothing over, or first what is too short."""
+
+    def __init__(self, context, forgets, cuts):
+        self._context, self._forgets, self._cuts = context, forgets, cuts
+
+    def __getattr__(self, name):
+        return getattr(self._context, name)
+
+    def extract_checkpoint_states(self, layer, chunk_states, conv_input, metadata):
+        if layer in self._cuts and metadata.num_checkpoints:
+            with pytest.raises(InvalidArgumentError, match="handed over"):
+                self._context.extract_checkpoint_states(
+                    layer, chunk_states[:-1], conv_input, metadata
+                )
+        if layer not in self._forgets:
+            self._context.extract_checkpoint_states(layer, chunk_states, conv_input, metadata)
+
+
+class _Forgetting:
+    """What both machines add: which layers fail from now on."""
+
+    _layers = frozenset(), frozenset()
+
+    @rule(forgets=st.frozensets(st.integers(0, 1)), cuts=st.frozensets(st.integers(0, 1)))
+    def forget_layers(self, forgets, cuts):
+        self._layers = forgets, cuts
+        # What should have been saved is not, but what is found must be right as ever.
+        self.exact = self.keeps_all = False
+        self.surely_saved.clear()
+
+    def caches(self):
+        return Forgetful(self.context, *self._layers)
+
+
+class ForgettingMachine(_Forgetting, ContextMachine):
+    """Layers forget in steps without drafts."""
+
+
+class ForgettingSpeculationMachine(_Forgetting, SpeculationMachine):
+    """Layers forget in steps with drafts."""
+
+
+for _machine in (ForgettingMachine, ForgettingSpeculationMachine):
+    _machine.TestCase.settings = settings(max_examples=settings.default.max_examples)
+
+ignored = pytest.mark.filterwarnings("ignore::mamba_cache.UnwrittenStateWarning")
+TestForgetting = ignored(ForgettingMachine.TestCase)
+TestForgettingWithDrafts = ignored(ForgettingSpeculationMachine.TestCase)
