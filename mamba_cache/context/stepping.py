@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
@@ -316,14 +318,19 @@ class StepRunner:
         planned = slice(len(plan.restores))
         self._slots.restore_slots(metadata.restore_sources[planned], metadata.restore_rows[planned])
 
-    def scrub(self, rows_in_use: Sequence[int]) -> None:
+    @property
+    def cursors(self) -> torch.Tensor | None:
+        """With drafts, [max_requests] int32: which live state of each request is current."""
+        return None if self._speculation is None else self._speculation.cursors
+
+    def scrub(self, decoding_rows: Sequence[int]) -> None:
         """Clear sampled tokens between two steps, but those that the next one begins with.
 
         Args:
-            rows_in_use: Rows that belong to requests.
+            decoding_rows: Rows of the requests that decode.
         """
         if self._speculation is not None:
-            self._speculation.scrub(rows_in_use)
+            self._speculation.scrub(decoding_rows)
         self.note_all_used()
 
     def note_all_used(self) -> None:

@@ -114,20 +114,24 @@ class ContextUpkeep(CacheMemory):
 
     @exclusive
     def scrub(self) -> None:
-        """Zero all memory that holds no cached prefix and belongs to no request.
+        """Zero all memory but cached prefixes and what running requests have computed.
 
-        Memory that is given back keeps its content until it is used again. After this, nothing is
-        left of requests that are finished and of blocks that were deregistered, evicted or reset:
-        no states, keys, values or tokens in tensors. It takes as long as writing that memory does.
+        Memory that is given back keeps its content until it is written again: a block that another
+        request has taken in the part that this one has not computed yet, a reserved slot until its
+        step. After this, nothing is left of requests that are finished and of blocks that were
+        deregistered, evicted or reset: no states, keys, values or tokens in tensors of the context.
+        It takes as long as writing that memory does, and may wait for the device.
 
         Raises:
             StepOrderError: A step is in flight or uncollected.
         """
         self._runner.require_none()
         self._runner.require_collected()
-        rows_in_use = [active.row for active in self._requests.holding_memory()]
-        scrub_memory(self, rows_in_use)
-        self._runner.scrub(rows_in_use)
+        requests = self._requests.holding_memory()
+        # A request whose first chunk is due gets its live state when its step begins.
+        rows = [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
+        scrub_memory(self, requests, rows, self._runner.cursors)
+        self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
