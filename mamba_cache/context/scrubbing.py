@@ -1,4 +1,4 @@
-"""Clears the memory of a context that nobody needs: neither a running request nor a cached prefix."""
+"""Clears the memory of a context that neither a running request nor a cached prefix needs."""
 
 from __future__ import annotations
 

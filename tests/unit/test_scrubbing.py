@@ -246,3 +246,18 @@ def test_shared_blocks_past_the_restored_state_are_kept():
     context.scrub()
     numbers.step()
     numbers.step()  # reads all keys and values
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_request_that_is_only_scheduled_has_no_live_state_yet(drafts):
+    """Its row holds what the row's last request left until its step begins."""
+    numbers = make_numbers(drafts, max_requests=1)
+    add(numbers, "a", 12)
+    numbers.step()
+    numbers.context.finish("a")
+    add(numbers, "b", 12)
+    numbers.context.scrub()
+    assert not any(tensor.any() for tensor in numbers.live.tensors.values())
+    numbers.step()
+    numbers.context.scrub()
+    numbers.step()
