@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
 from mamba_cache._lasting import lasting
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.request_memory import RequestMemory
 from mamba_cache.errors import BudgetError, InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.states import (
     KVCacheSpec,
@@ -27,6 +31,15 @@ from mamba_cache.states import (
 )
 
 __all__ = ["BatchCounts", "CacheMemory", "LiveRows"]
+
+
+_SLOT_FIELDS = (
+    "device", "kv_block_allocator", "max_requests", "block_size_tokens",
+    "prefix_caching_eviction_policy", "mamba_chunk_size", "ssm_chunk_alignment",
+    "max_mamba_intermediate_states_per_step", "request_to_kv_block_ids", "mamba_metadata",
+    "mamba_conv_states", "mamba_ssm_states", "batch_dimensions", "paused_request_count",
+)  # fmt: skip
+"""What slots read: ``protocols.SlotContext``, and where the tensors are."""
 
 
 class LiveRows:
@@ -122,12 +135,15 @@ class CacheMemory:
             block_size_tokens=config.block_size_tokens,
         )
         self.step_buffers = self._make_step_buffers()
-        self._expose_to_slots()
+        self._set_slot_fields()
         self.bytes_per_slot = _slot_spec(config, state_spec).bytes_per_slot
-        self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
+        # Of its own fields, not of this: it would keep all tensors until a garbage collection.
+        fields = SimpleNamespace(**{name: getattr(self, name) for name in _SLOT_FIELDS})
+        self.slot_allocator = _slot_allocator(config, fields, state_spec, slot_policy)
         self._extractions = StepExtractions(self.slot_allocator.num_mamba_layers, self.step_buffers)
-        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
-        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+        self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
+            self.slot_allocator.on_kv_blocks_deregistered
+        )
 
     def _make_step_buffers(self) -> StepBuffers:
         config = self.config
@@ -142,7 +158,7 @@ class CacheMemory:
             device=self.device,
         )
 
-    def _expose_to_slots(self) -> None:
+    def _set_slot_fields(self) -> None:
         """Set what ``protocols.SlotContext`` lists beside the attributes above."""
         config = self.config
         self.max_requests = config.max_requests
@@ -292,7 +308,10 @@ def _check_tensors(state_spec: StateSpec) -> None:
 
 
 def _slot_allocator(
-    memory: CacheMemory, state_spec: StateSpec, policy: SlotEvictionPolicy | None
+    config: CacheConfig,
+    fields: SimpleNamespace,
+    state_spec: StateSpec,
+    policy: SlotEvictionPolicy | None,
 ) -> MambaSlotAllocator:
     """Make the slots for states of a conv window and an SSM state in each Mamba layer.
 
@@ -302,15 +321,15 @@ def _slot_allocator(
     """
     conv, ssm = state_spec.tensors
     return MambaSlotAllocator(
-        memory,
-        _num_slots(memory.config, _slot_spec(memory.config, state_spec)),
+        cast(SlotContext, fields),
+        _num_slots(config, _slot_spec(config, state_spec)),
         conv.num_layers,
         conv.shape,
         ssm.shape,
         conv.dtype,
         ssm.dtype,
         policy=policy,
-        quantization=_quantization(memory.config),
+        quantization=_quantization(config),
     )
 
 

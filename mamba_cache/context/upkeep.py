@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy.typing as npt
 import torch
 
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
@@ -19,7 +20,7 @@ from mamba_cache.context.scrubbing import scrub_memory
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.slots import CheckpointPlacement, MegatronPlacement, SlotEvictionPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -49,7 +50,7 @@ class ContextUpkeep(CacheMemory):
         placement: CheckpointPlacement | None = None,
     ) -> None:
         super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
-        self._guard = CallGuard(self.check_invariants)
+        self._guard = CallGuard(WeakCallback(self.check_invariants))
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
@@ -74,7 +75,8 @@ class ContextUpkeep(CacheMemory):
             side_stream=self._side_stream(),
             extractions=self._extractions,
         )
-        self.slot_allocator.before_reset = self._runner.require_none
+        self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
+        kv_blocks.before_reset = WeakCallback(self._require_no_blocks_held)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.
@@ -176,6 +178,19 @@ class ContextUpkeep(CacheMemory):
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)
         self._runner.check_invariants()
+
+    def _require_no_blocks_held(self) -> None:
+        """Check that no request would lose its blocks.
+
+        Raises:
+            StepOrderError: One would.
+        """
+        holding = self._requests.holding_memory()
+        if holding:
+            raise StepOrderError(
+                f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
+                "or preempt them first, or reset the context, which ends them"
+            )
 
     def _make_planner(self, placement: CheckpointPlacement) -> CheckpointPlanner:
         config = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -118,6 +119,7 @@ class MambaSlotAllocator(SlotControl):
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
+        self._live_states = partial(_live_states, self.context)
         self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
         self.conv_states, self.ssm_states = states["conv"], states["ssm"]
         self.ssm_scales = states.tensors.get("ssm_scales")
@@ -243,9 +245,6 @@ class MambaSlotAllocator(SlotControl):
             self.transfers.slots_to_live(found, live_rows(self.context, served))
             self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
-
-    def _live_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.context.mamba_conv_states, self.context.mamba_ssm_states
 
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
         self,
@@ -398,3 +397,8 @@ class MambaSlotAllocator(SlotControl):
         self._tables.reset()
         self._states.zero_()
         self._scratch.zero_()
+
+
+def _live_states(context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
+    # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
+    return context.mamba_conv_states, context.mamba_ssm_states
