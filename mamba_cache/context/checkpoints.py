@@ -15,6 +15,7 @@ from mamba_cache.slots import (
     PlacementFacts,
     SlotLease,
 )
+from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["CheckpointPlanner", "Publisher"]
 
@@ -165,7 +166,7 @@ class CheckpointPlanner:
             num_matched_blocks=active.num_shared_blocks,
             num_required_blocks=-(-active.num_tokens // block),
         )
-        wanted = {int(p) // block * block for p in self._placement.positions(facts)}
+        wanted = placed_positions(self._placement, facts)
         wanted |= active.wanted_boundaries(block)
         return {p for p in wanted if chunk.start < p <= chunk.end}
 

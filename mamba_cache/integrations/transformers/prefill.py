@@ -11,6 +11,7 @@ from mamba_cache.integrations.transformers.layers import read_layers, write_laye
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
+from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["Prefill", "Prefiller", "Segment"]
 
@@ -108,11 +109,12 @@ class Prefiller:
             restored = record.load()
             if restored is not None:
                 write_layers(cache, self._store.layout.layers, restored)
+            segments = self._plan(record, len(tokens), end)  # a placement may raise
         except BaseException:
             record.close()
             raise
         self._store.counters.count_admission(record.match)
-        return Prefill(tokens, cache, record, self._plan(record, len(tokens), end))
+        return Prefill(tokens, cache, record, segments)
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
         """Computes segments, and caches what they complete after each."""
@@ -133,7 +135,7 @@ class Prefiller:
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // size),
         )
-        checkpoints = {p for p in self._placement.positions(facts) if start < p <= end}
+        checkpoints = {p for p in placed_positions(self._placement, facts) if start < p <= end}
         cuts = self._step_cuts if self._is_stepwise else self._segment_cuts
         ends = sorted({*cuts(checkpoints, start, end), end} - {start})
         return [
