@@ -330,11 +330,16 @@ class MambaSlotAllocator(SlotControl):
 
         What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
         refused, the slots taken for it are freed again.
+
+        Which rows of the scratch the forward has written only the device knows: the embedder's
+        counts are believed. What was saved is filled with NaN in the scratch, so that a row that
+        the next forward leaves out holds no other request's state.
         """
         collected = self._collect_commit_data()
         if collected is None:
             return
         batch = CommitBatch(*collected)
+        num_scratch_rows = len(batch.src_offsets)
         housed = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
         try:
             slots = self.allocate_slots_batch(batch.block_ids)
@@ -351,6 +356,7 @@ class MambaSlotAllocator(SlotControl):
         except BaseException:
             self._invalidate_blocks_batch(set(batch.block_ids) - housed)
             raise
+        self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
