@@ -207,7 +207,7 @@ class CacheMemory:
             extractions.check(layer, chunk_states, conv_input, metadata)
             if not extractions.fields:
                 return
-            if self.device.type == "cuda":
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 self._check_not_capturing()
         slots = self.slot_allocator
         extract_checkpoint_states(
