@@ -44,13 +44,11 @@ class StepExtractions:
 
     Attributes:
         captured: What a CUDA graph that is being captured has extracted so far, else None.
-        fields: The checkpoints to be written as ``states.extract_checkpoint_states`` takes them:
-            those of the step in flight without padding.
     """
 
     def __init__(self, num_layers: int, buffers: StepBuffers) -> None:
         self.captured: CapturedExtractions | None = None
-        self.fields: Mapping[str, torch.Tensor] = {}
+        self._fields: Mapping[str, torch.Tensor] = {}
         self._num_layers = num_layers
         self._buffers = buffers
         self._metadata: StepMetadata | None = None
@@ -62,13 +60,21 @@ class StepExtractions:
         if metadata.num_checkpoints:
             self._missing = set(range(self._num_layers))
             # Once a step: in each layer the slices would cost more than all checks together.
-            self.fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
+            self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
 
     def end(self) -> None:
         """End the step in flight, if there is one."""
         self._metadata = None
         self._missing = set()
-        self.fields = {}
+        self._fields = {}
+
+    @property
+    def fields(self) -> Mapping[str, torch.Tensor]:
+        """The checkpoints to write, as ``states.extract_checkpoint_states`` takes them.
+
+        Those of the step in flight, none if it has none; in a capture all that there can be.
+        """
+        return self._fields if self.captured is None else self._buffers.checkpoint_fields(None)
 
     @property
     def missing_layers(self) -> list[int]:
@@ -93,7 +99,7 @@ class StepExtractions:
         """
         if metadata is not self._metadata:
             self._refuse(metadata)
-        if not self.fields:
+        if not self._fields:
             return
         self.check_layer(layer)
         given = _lengths(chunk_states, conv_input)
@@ -130,12 +136,11 @@ class StepExtractions:
         """
         if self.captured is not None:
             raise StepOrderError("capture_extractions was called within capture_extractions")
-        before, self.fields = self.fields, self._buffers.checkpoint_fields(None)
         self.captured = CapturedExtractions()
         try:
             yield self.captured
         finally:
-            self.captured, self.fields = None, before
+            self.captured = None
 
     def count(self, captured: CapturedExtractions) -> None:
         """Count the layers of a replayed graph.

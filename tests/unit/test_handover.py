@@ -333,6 +333,19 @@ def test_a_capture_hands_nothing_over_in_the_step_in_flight(context):
         context.commit_step({"a": 1})
 
 
+def test_a_step_may_end_within_a_capture(context):
+    """Its checkpoints were taken for the next step's, which has none."""
+    add(context, "a", PROMPT)
+    context.begin_step()
+    with context.capture_extractions():
+        context.abort_step()
+    context.finish("a")
+    add(context, "b", PROMPT[: BLOCK - 1])
+    metadata = context.begin_step().metadata
+    context.extract_checkpoint_states(0, None, None, metadata)
+    context.commit_step({"b": 1})
+
+
 def test_a_graph_for_shorter_steps_is_refused(context):
     captured, _ = captured_step(context, longest=24)
     add(context, "a", PROMPT)
