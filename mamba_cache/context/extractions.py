@@ -27,9 +27,19 @@ class CapturedExtractions:
     Attributes:
         lengths: For each Mamba layer, how many chunks and how many prefill tokens the captured
             tensors hold: no step with more can be replayed.
+
+    Raises:
+        InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
     """
 
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _are_lengths(self.lengths):
+            raise InvalidArgumentError(
+                "lengths must map each layer to a pair of ints >= 0, its chunks and its tokens, "
+                f"got {self.lengths!r}"
+            )
 
 
 class StepExtractions:
@@ -192,3 +202,10 @@ def _lengths(chunk_states: torch.Tensor, conv_input: torch.Tensor) -> tuple[int,
             "chunk_states and conv_input must be tensors, one row for each chunk and each prefill "
             f"token, got {chunk_states!r} and {conv_input!r}"
         ) from None
+
+
+def _are_lengths(lengths: object) -> bool:
+    return isinstance(lengths, dict) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+        for pair in lengths.values()
+    )

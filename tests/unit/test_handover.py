@@ -382,6 +382,14 @@ def test_captures_and_counts_come_in_order(context):
         context.count_extractions(CapturedExtractions({5: (99, 99)}))
 
 
+@pytest.mark.parametrize(
+    "lengths", [None, [0, 1], {0: 5}, {0: (1, 2, 3)}, {0: (1, -1)}, {0: (1, None)}, {0: [1, 2]}]
+)
+def test_what_is_captured_is_numbers_of_chunks_and_tokens(lengths):
+    with pytest.raises(InvalidArgumentError, match="lengths must map each layer"):
+        CapturedExtractions(lengths)
+
+
 def test_keys_and_values_are_published_as_far_as_they_are_computed(context):
     """Of a request in chunks: the blocks of those that were committed, and no block in part."""
     request = Request(request_id="a", prompt_tokens=PROMPT)
