@@ -138,7 +138,11 @@ def hit_rate(
     context = DynamicInferenceContext(config, tiny_states, placement=placement, slot_policy=policy)
     for number, prompt in enumerate(prompts):
         context.add_request(Request(request_id=number, prompt_tokens=prompt))
-        context.begin_step()
+        metadata = context.begin_step().metadata
+        # In place of a model's one layer: a number for each chunk, and one for each token.
+        states = torch.zeros(metadata.num_chunks, 1, 1, 1)
+        inputs = torch.zeros(metadata.num_prefill_tokens, 1)
+        context.extract_checkpoint_states(0, states, inputs, metadata)
         context.commit_step({number: 0})
         context.finish(number)
     context.check_invariants()

@@ -15,6 +15,7 @@ from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context import (
     Admission,
     CacheStats,
+    CapturedExtractions,
     DeviceTokens,
     DynamicInferenceContext,
     MissReason,
@@ -50,6 +51,7 @@ from mamba_cache.errors import (
     UnknownRequestError,
     UnresumableModelError,
     UnsupportedVersionError,
+    UnwrittenStateWarning,
 )
 from mamba_cache.metadata import (
     Mamba2AttentionBackend,
@@ -83,6 +85,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "CapacityError",
+    "CapturedExtractions",
     "CheckpointPlacement",
     "ConcurrentUseError",
     "ConsumedSlotPolicy",
@@ -131,6 +134,7 @@ __all__ = [
     "UnknownRequestError",
     "UnresumableModelError",
     "UnsupportedVersionError",
+    "UnwrittenStateWarning",
     "__version__",
     "compute_block_hashes",
     "compute_varlen_chunk_metadata",

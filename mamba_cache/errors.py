@@ -32,6 +32,7 @@ __all__ = [
     "UnknownRequestError",
     "UnresumableModelError",
     "UnsupportedVersionError",
+    "UnwrittenStateWarning",
 ]
 
 
@@ -105,6 +106,10 @@ class UnresumableModelError(MambaCacheError, RuntimeError):
 
 class ModelChangedError(MambaCacheError, RuntimeError):
     """A model is no longer the one that the cached prefixes were computed with."""
+
+
+class UnwrittenStateWarning(MambaCacheError, RuntimeWarning):  # noqa: N818 (a warning)
+    """A step's forward did not write states that it was to save, so they are not published."""
 
 
 class DivergenceError(MambaCacheError, RuntimeError):

@@ -137,6 +137,10 @@ class ContextMachine(RuleBasedStateMachine):
         """Settings that a machine built on this one wants as well."""
         return {}
 
+    def caches(self):
+        """What the model's layers write to."""
+        return self.context
+
     def forget(self):
         self.published = set()
         self.surely_saved = set()
@@ -194,7 +198,7 @@ class ContextMachine(RuleBasedStateMachine):
         step = self.begin(decode_ids)
         if step is None:
             return
-        logits = MODEL.forward(step.metadata, self.context)
+        logits = MODEL.forward(step.metadata, self.caches())
         new_tokens = {}
         for request, row in zip(step.requests, logits, strict=True):
             if request.samples:

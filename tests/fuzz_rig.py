@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, add, generate, make_config, make_context, run_step
+from context_rig import (
+    BLOCK,
+    MODEL,
+    MODEL_CONFIG,
+    add,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+)
 from fault_rig import frozen
 from kv_rig import cache, prefix
 from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states
@@ -17,6 +26,7 @@ from mamba_cache import (
     BlockHasher,
     BlockHashes,
     CacheConfig,
+    CapturedExtractions,
     EveryNthBlock,
     KVBlockAllocator,
     KVCacheSpec,
@@ -81,7 +91,7 @@ def busy_context():
 
 def context_in_step():
     context = busy_context()
-    context.begin_step()
+    MODEL.forward(context.begin_step().metadata, context)
     return context
 
 
@@ -197,6 +207,14 @@ TARGETS = {
         context_in_step,
         lambda it, token: it.commit_step({"decoding": token, "scheduled": 2}),
         lambda _: {"token": 1},
+    ),
+    "context.count_extractions": Target(
+        context_in_step,
+        lambda it, lengths: it.count_extractions(CapturedExtractions(lengths)),
+        lambda _: {"lengths": {0: (99, 99), 1: (99, 99)}},
+    ),
+    "context.count_extractions(it)": method(
+        context_in_step, "count_extractions", captured=CapturedExtractions({0: (99, 99)})
     ),
     "context.preempt": method(busy_context, "preempt", request_id="decoding"),
     "context.finish": method(busy_context, "finish", request_id="decoding"),

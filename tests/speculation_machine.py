@@ -114,7 +114,7 @@ class SpeculationMachine(ContextMachine):
 
     def accepted(self, data, step, drafts):
         """The tokens that greedy verification takes of each request, some cut short."""
-        logits = iter(MODEL.forward(step.metadata, self.context))
+        logits = iter(MODEL.forward(step.metadata, self.caches()))
         for request in step.requests:
             seen = self.requests[request.request_id]
             rows = [next(logits) for _ in range(1 if request.is_prefill else request.num_tokens)]

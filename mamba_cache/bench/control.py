@@ -21,7 +21,7 @@ import torch
 from mamba_cache.bench.measure import Measurement, median_us, progress
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
 from mamba_cache.metadata import compute_chunk_metadata
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StateSpec
@@ -114,7 +114,9 @@ def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[
         start = time.perf_counter()
         admission = context.add_request(prepared)
         seconds.append(time.perf_counter() - start)
-        context.begin_step()
+        metadata = context.begin_step().metadata
+        lengths = metadata.num_chunks, metadata.num_prefill_tokens
+        context.count_extractions(CapturedExtractions({0: lengths}))  # as if there were a model
         context.commit_step({0: 0})
         context.finish(0)
     assert admission.skip_tokens == num_tokens

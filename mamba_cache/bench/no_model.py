@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mamba_cache._checks import INT32_MAX
+from mamba_cache.context import CacheMemory, CapturedExtractions
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -50,8 +51,8 @@ class NoModel:
         """No layer."""
         return KVCacheSpec(0, 1, 1, dtype)
 
-    def forward(self, metadata: StepMetadata, caches: object) -> torch.Tensor:
-        """Return random logits [num_requests, 64].
+    def forward(self, metadata: StepMetadata, caches: CacheMemory) -> torch.Tensor:
+        """Return random logits [num_requests, 64], and count the states as handed over.
 
         Raises:
             InterruptedError: It is this forward's turn to fail.
@@ -59,4 +60,6 @@ class NoModel:
         self._num_forwards += 1
         if self._fails_every and self._num_forwards % self._fails_every == 0:
             raise InterruptedError(f"forward {self._num_forwards} fails, as it was told to")
+        lengths = metadata.num_chunks, metadata.num_prefill_tokens
+        caches.count_extractions(CapturedExtractions({0: lengths}))
         return torch.rand(metadata.num_requests, _MADE_UP_TOKENS, generator=self._generator)

@@ -64,6 +64,8 @@ class KVBlockAllocator:
         block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
             for none. Read only.
         on_blocks_deregistered: The first observer; see ``add_deregistration_observer``.
+        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising.
+            None: nobody is asked.
         evicted_blocks_total: Cached blocks given up to make room.
         hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
@@ -85,6 +87,7 @@ class KVBlockAllocator:
         self.eviction_policy = EvictionPolicy(eviction_policy)
         self.enable_prefix_caching = enable_prefix_caching
         self.on_blocks_deregistered: DeregistrationObserver | None = None
+        self.before_reset: Callable[[], object] | None = None
         self._observers: list[DeregistrationObserver] = []
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
@@ -294,8 +297,11 @@ class KVBlockAllocator:
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
-        Observers stay, and are told of the blocks that were registered.
+        Observers stay, and are told of the blocks that were registered. In a context it is refused
+        with ``StepOrderError`` while requests hold blocks.
         """
+        if self.before_reset is not None:
+            self.before_reset()
         hash_ids = {block.block_id: hash_id for hash_id, block in self._tree.items()}
         self._clear()
         self._notify(list(hash_ids), list(hash_ids.values()))

@@ -2,6 +2,7 @@
 
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.device_tokens import DeviceTokens
+from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.requests import Admission, PreparedRequest, Request, RequestStatus
@@ -12,6 +13,7 @@ __all__ = [
     "Admission",
     "CacheMemory",
     "CacheStats",
+    "CapturedExtractions",
     "DeviceTokens",
     "DynamicInferenceContext",
     "MissReason",

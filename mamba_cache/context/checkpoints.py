@@ -15,6 +15,7 @@ from mamba_cache.slots import (
     PlacementFacts,
     SlotLease,
 )
+from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["CheckpointPlanner", "Publisher"]
 
@@ -125,6 +126,12 @@ class CheckpointPlanner:
             chunk = replace(chunk, boundary=None)
         return chunk
 
+    def drop_inside(self, chunk: Chunk) -> Chunk:
+        """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
+        self._slots.cancel_reserved([c.slot for c in chunk.inside], epoch=chunk.epoch)
+        self.settle(chunk)
+        return replace(chunk, inside=())
+
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
         self._slots.cancel_reserved([c.slot for c in chunk.checkpoints], epoch=chunk.epoch)
@@ -159,7 +166,7 @@ class CheckpointPlanner:
             num_matched_blocks=active.num_shared_blocks,
             num_required_blocks=-(-active.num_tokens // block),
         )
-        wanted = {int(p) // block * block for p in self._placement.positions(facts)}
+        wanted = placed_positions(self._placement, facts)
         wanted |= active.wanted_boundaries(block)
         return {p for p in wanted if chunk.start < p <= chunk.end}
 

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.guard import exclusive
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.memory import BatchCounts
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -220,7 +219,8 @@ class DynamicInferenceContext(ContextUpkeep):
                 for active, chunk in zip(decodes, chunks, strict=True)
             ]
         )
-        self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
+        self.batch_dimensions.prefill_req_count = len(prefills)
+        self.batch_dimensions.decode_req_count = len(decodes)
         return self._runner.begin(decodes, prefills, chunks, drafts)
 
     @exclusive

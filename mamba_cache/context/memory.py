@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
 from mamba_cache._lasting import lasting
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
+from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.request_memory import RequestMemory
-from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.errors import BudgetError, InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.states import (
     KVCacheSpec,
@@ -25,6 +31,15 @@ from mamba_cache.states import (
 )
 
 __all__ = ["BatchCounts", "CacheMemory", "LiveRows"]
+
+
+_SLOT_FIELDS = (
+    "device", "kv_block_allocator", "max_requests", "block_size_tokens",
+    "prefix_caching_eviction_policy", "mamba_chunk_size", "ssm_chunk_alignment",
+    "max_mamba_intermediate_states_per_step", "request_to_kv_block_ids", "mamba_metadata",
+    "mamba_conv_states", "mamba_ssm_states", "batch_dimensions", "paused_request_count",
+)  # fmt: skip
+"""What slots read: ``protocols.SlotContext``, and where the tensors are."""
 
 
 class LiveRows:
@@ -120,11 +135,15 @@ class CacheMemory:
             block_size_tokens=config.block_size_tokens,
         )
         self.step_buffers = self._make_step_buffers()
-        self._expose_to_slots()
+        self._set_slot_fields()
         self.bytes_per_slot = _slot_spec(config, state_spec).bytes_per_slot
-        self.slot_allocator = _slot_allocator(self, state_spec, slot_policy)
-        on_deregistered = self.slot_allocator.on_kv_blocks_deregistered
-        self.kv_block_allocator.on_blocks_deregistered = on_deregistered
+        # Of its own fields, not of this: it would keep all tensors until a garbage collection.
+        fields = SimpleNamespace(**{name: getattr(self, name) for name in _SLOT_FIELDS})
+        self.slot_allocator = _slot_allocator(config, fields, state_spec, slot_policy)
+        self._extractions = StepExtractions(self.slot_allocator.num_mamba_layers, self.step_buffers)
+        self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
+            self.slot_allocator.on_kv_blocks_deregistered
+        )
 
     def _make_step_buffers(self) -> StepBuffers:
         config = self.config
@@ -139,7 +158,7 @@ class CacheMemory:
             device=self.device,
         )
 
-    def _expose_to_slots(self) -> None:
+    def _set_slot_fields(self) -> None:
         """Set what ``protocols.SlotContext`` lists beside the attributes above."""
         config = self.config
         self.max_requests = config.max_requests
@@ -164,19 +183,32 @@ class CacheMemory:
     ) -> None:
         """Write one Mamba layer's states at the step's checkpoints straight into their slots.
 
-        Call it before the layer overwrites its live conv state.
+        Call it in every Mamba layer of every step, before the layer overwrites its live conv
+        state. ``commit_step`` publishes a state only if every layer has handed it over. A step
+        without checkpoints inside its chunks asks for nothing, and nothing is looked at.
 
         Args:
             layer: Which Mamba layer, from 0.
             chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
             conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
-            metadata: The step's metadata.
+                Within ``capture_extractions`` both have room for the longest step to be replayed.
+            metadata: ``Step.metadata`` of the step in flight.
+
+        Raises:
+            StepOrderError: No step is in flight, or a CUDA graph is captured outside of
+                ``capture_extractions``.
+            InvalidArgumentError: There is no such layer, the metadata are another step's, or the
+                tensors are not as long as the step, or of another shape or dtype than the states.
         """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # A captured graph is replayed with other batches, so it covers the padding as well.
-        entries = slice(None if capturing else metadata.num_checkpoints)
-        if metadata.checkpoint_slots[entries].numel() == 0:
-            return
+        extractions = self._extractions
+        if extractions.captured is not None:
+            extractions.check_layer(layer)
+        else:
+            extractions.check(layer, chunk_states, conv_input, metadata)
+            if not extractions.fields:
+                return
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                self._check_not_capturing()
         slots = self.slot_allocator
         extract_checkpoint_states(
             slots.conv_states[layer],
@@ -184,14 +216,53 @@ class CacheMemory:
             self.mamba_conv_states[layer],
             chunk_states,
             conv_input,
-            checkpoint_chunks=metadata.checkpoint_chunks[entries],
-            checkpoint_conv_ends=metadata.checkpoint_conv_ends[entries],
-            checkpoint_seq_starts=metadata.checkpoint_seq_starts[entries],
-            checkpoint_rows=metadata.checkpoint_rows[entries],
-            checkpoint_slots=metadata.checkpoint_slots[entries],
             slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
             quantization=slots.quantization,
+            **extractions.fields,  # type: ignore[arg-type] # no tensor is a backend's name
         )
+        extractions.record(layer, chunk_states, conv_input)
+
+    def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:
+        """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
+
+        At a replay no line of Python runs, so what a captured graph hands over must be said::
+
+            with context.capture_extractions() as captured, torch.cuda.graph(graph):
+                model(...)
+            ...
+            graph.replay()
+            context.count_extractions(captured)
+
+        Within, the calls cover all checkpoints that a step can have, not those of one step, and
+        hand nothing over for the step in flight, if there is one. Warm-ups belong there too.
+
+        Raises:
+            StepOrderError: On entry: another capture is not over.
+        """
+        return self._extractions.capture()
+
+    def count_extractions(self, captured: CapturedExtractions) -> None:
+        """Count what a replayed CUDA graph has handed over in the step in flight.
+
+        Call it at every replay, once the replay is enqueued.
+
+        Args:
+            captured: What ``capture_extractions`` gave when the graph was captured.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: It is something else, names a layer that there is not, or was
+                captured with shorter tensors than the step needs. Nothing was counted.
+        """
+        self._extractions.count(captured)
+
+    def _check_not_capturing(self) -> None:  # pragma: no cover - tests/gpu run it
+        if torch.cuda.is_current_stream_capturing():
+            raise StepOrderError(
+                "states were handed over while a CUDA graph was captured: capture it within "
+                "context.capture_extractions(), and call context.count_extractions() with what "
+                "that gave wherever the graph is replayed"
+            )
 
 
 def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
@@ -237,7 +308,10 @@ def _check_tensors(state_spec: StateSpec) -> None:
 
 
 def _slot_allocator(
-    memory: CacheMemory, state_spec: StateSpec, policy: SlotEvictionPolicy | None
+    config: CacheConfig,
+    fields: SimpleNamespace,
+    state_spec: StateSpec,
+    policy: SlotEvictionPolicy | None,
 ) -> MambaSlotAllocator:
     """Make the slots for states of a conv window and an SSM state in each Mamba layer.
 
@@ -247,15 +321,15 @@ def _slot_allocator(
     """
     conv, ssm = state_spec.tensors
     return MambaSlotAllocator(
-        memory,
-        _num_slots(memory.config, _slot_spec(memory.config, state_spec)),
+        cast(SlotContext, fields),
+        _num_slots(config, _slot_spec(config, state_spec)),
         conv.num_layers,
         conv.shape,
         ssm.shape,
         conv.dtype,
         ssm.dtype,
         policy=policy,
-        quantization=_quantization(memory.config),
+        quantization=_quantization(config),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest
-from mamba_cache.errors import InvariantError, RequestCapacityError
+from mamba_cache.errors import BlockCapacityError, InvariantError, RequestCapacityError
 
 __all__ = ["RequestMemory"]
 
@@ -75,7 +75,7 @@ class RequestMemory:
         assert len(shared) + missing <= self.block_tables.shape[1], "longer than any request"
         self._kv_blocks.retain_memory_blocks(shared)
         try:
-            blocks = self._kv_blocks.allocate_memory_blocks(missing)
+            blocks = self._allocate(missing, [active], num_tokens)
         except BaseException:
             self._kv_blocks.release_memory_blocks(shared)
             raise
@@ -97,7 +97,8 @@ class RequestMemory:
         missing = [max(0, self._blocks_for(n) - len(active.block_ids)) for active, n in needs]
         if not any(missing):
             return
-        blocks = iter(self._kv_blocks.allocate_memory_blocks(sum(missing)))
+        short = [active for (active, _), count in zip(needs, missing, strict=True) if count]
+        blocks = iter(self._allocate(sum(missing), short, max(n for _, n in needs)))
         for (active, _), count in zip(needs, missing, strict=True):
             held = len(active.block_ids)
             active.block_ids += [next(blocks) for _ in range(count)]
@@ -147,6 +148,32 @@ class RequestMemory:
             raise InvariantError(
                 f"reference counts of blocks {wrong[:8]} do not match the requests"
             )
+
+    def _allocate(
+        self, num_blocks: int, requests: Sequence[ActiveRequest], num_tokens: int
+    ) -> list[int]:
+        """Take KV blocks.
+
+        Args:
+            num_blocks: How many.
+            requests: Who needs them.
+            num_tokens: Tokens of the longest sequence among theirs that must have room.
+
+        Raises:
+            BlockCapacityError: There are not enough; it says for whom, and what to do.
+        """
+        try:
+            return self._kv_blocks.allocate_memory_blocks(num_blocks)
+        except BlockCapacityError as error:
+            names = ", ".join(repr(active.request_id) for active in requests[:8])
+            names += " and others" if len(requests) > 8 else ""
+            raise BlockCapacityError(
+                error.required,
+                error.available,
+                f"for request {names}, of up to {num_tokens} tokens; finish or preempt another "
+                "request, give this one a shorter chunk if its prompt is still to be computed, or "
+                "make the context with more blocks (num_kv_blocks or kv_cache_gb)",
+            ) from None
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

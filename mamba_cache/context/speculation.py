@@ -80,12 +80,22 @@ class Speculation:
         """Move the step's requests past the tokens that became part of them."""
         self._kernels.advance_rows(self._rows, metadata, sampled.tokens, sampled.counts)
 
-    def scrub(self, rows_in_use: Sequence[int]) -> None:
-        """Clear tokens on the host, and the last tokens of rows that belong to no request."""
+    @property
+    def cursors(self) -> torch.Tensor:
+        """[max_requests] int32 on the device: which live state of each request is current."""
+        return self._rows.cursors
+
+    def scrub(self, decoding_rows: Sequence[int]) -> None:
+        """Clear tokens on the host, and what is kept of rows whose requests do not decode.
+
+        Args:
+            decoding_rows: Rows of the requests that do.
+        """
         self._exchange.zero_()
-        kept = self._rows.last_tokens[rows_in_use]
-        self._rows.last_tokens.zero_()
-        self._rows.last_tokens[rows_in_use] = kept
+        for tensor in (self._rows.last_tokens, self._rows.num_computed, self._rows.cursors):
+            kept = tensor[decoding_rows]
+            tensor.zero_()
+            tensor[decoding_rows] = kept
 
     def to_device(self, tokens: Sequence[Sequence[int]]) -> DeviceTokens:
         """Enqueue the copy of each request's new tokens to the device."""

@@ -35,6 +35,8 @@ class CacheStats:
             that were not accepted; those of a decoding request once its step is collected.
         saved_states: States that became findable.
         skipped_checkpoints: States not saved because no slot or no room in the step was left.
+        unwritten_states: States not published because a layer of the model did not hand over its
+            part: 0, unless there is a bug in the model's layers.
         evicted_blocks: Cached KV blocks given up for others.
         evicted_slots: Saved states given up for others.
         hash_collisions: Blocks kept private because their hash id belonged to other content.
@@ -58,6 +60,7 @@ class CacheStats:
     computed_tokens: int
     saved_states: int
     skipped_checkpoints: int
+    unwritten_states: int
     evicted_blocks: int
     evicted_slots: int
     hash_collisions: int
@@ -88,6 +91,7 @@ class StatsCounters:
     computed_tokens: int = 0
     saved_states: int = 0
     skipped_checkpoints: int = 0
+    unwritten_states: int = 0
     aborted_steps: int = 0
     preemptions: int = 0
 
@@ -127,6 +131,7 @@ def collect_stats(
         computed_tokens=counters.computed_tokens,
         saved_states=counters.saved_states,
         skipped_checkpoints=counters.skipped_checkpoints + slots.skipped_checkpoints_total,
+        unwritten_states=counters.unwritten_states,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,
         hash_collisions=kv_blocks.hash_collisions_total,

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
+from mamba_cache.context.extractions import StepExtractions
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import Drafts, Speculation, check_accepted
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import ScheduledRequest, Step, describe_request, plan_step
-from mamba_cache.errors import InvalidArgumentError, InvariantError, StepOrderError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    InvariantError,
+    StepOrderError,
+    UnwrittenStateWarning,
+)
 from mamba_cache.metadata import StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
@@ -52,6 +61,7 @@ class StepRunner:
         counters: What is counted at commit.
         speculation: The device's side, if requests can have drafts.
         side_stream: Where restores are enqueued; None: on the current stream.
+        extractions: Which layers have handed over their states.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class StepRunner:
         counters: StatsCounters,
         speculation: Speculation | None,
         side_stream: SideStream | None,
+        extractions: StepExtractions,
     ) -> None:
         self._buffers = buffers
         self._slots = slots
@@ -74,6 +85,8 @@ class StepRunner:
         self._counters = counters
         self._speculation = speculation
         self._side_stream = side_stream
+        self._extractions = extractions
+        self._has_warned = False
         self._requests: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0
@@ -138,6 +151,7 @@ class StepRunner:
                 self._admitter.renew_restore(active)
             plan = plan_step(decodes, prefills)
             metadata = self._buffers.fill(plan)
+            self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
                 self._speculation.describe(metadata, drafts)
@@ -156,6 +170,7 @@ class StepRunner:
         Args:
             new_tokens: Checked tokens of each request that samples.
         """
+        self._drop_unwritten()
         tokens = [new_tokens.get(active.request_id, []) for active in self._requests]
         if self._speculation is not None:
             self._advance(self._speculation, self._speculation.to_device(tokens))
@@ -186,6 +201,7 @@ class StepRunner:
                 "tokens on the device need num_speculative_tokens of at least 1, got 0"
             )
         self._speculation.check_sampled(sampled, num_requests)
+        self._drop_unwritten()
         self._advance(self._speculation, sampled)
         self._save_boundaries()
         sent = self._speculation.to_host(sampled)
@@ -302,14 +318,19 @@ class StepRunner:
         planned = slice(len(plan.restores))
         self._slots.restore_slots(metadata.restore_sources[planned], metadata.restore_rows[planned])
 
-    def scrub(self, rows_in_use: Sequence[int]) -> None:
+    @property
+    def cursors(self) -> torch.Tensor | None:
+        """With drafts, [max_requests] int32: which live state of each request is current."""
+        return None if self._speculation is None else self._speculation.cursors
+
+    def scrub(self, decoding_rows: Sequence[int]) -> None:
         """Clear sampled tokens between two steps, but those that the next one begins with.
 
         Args:
-            rows_in_use: Rows that belong to requests.
+            decoding_rows: Rows of the requests that decode.
         """
         if self._speculation is not None:
-            self._speculation.scrub(rows_in_use)
+            self._speculation.scrub(decoding_rows)
         self.note_all_used()
 
     def note_all_used(self) -> None:
@@ -330,7 +351,26 @@ class StepRunner:
         if self._side_stream is not None:
             self._side_stream.end_step()
         self._is_advanced = False
+        self._extractions.end()
         self._step, self._requests = None, ()
+
+    def _drop_unwritten(self) -> None:
+        """Give up the states inside chunks unless every layer has handed over its part.
+
+        A warning comes before anything is changed: made an error by a filter, it leaves the step
+        in flight.
+        """
+        layers = self._extractions.missing_layers
+        if not layers:
+            return
+        lacking = [active for active in self._requests if active.current_chunk.inside]
+        if not self._has_warned:
+            warnings.warn(_describe_unwritten(layers, lacking), stacklevel=5)
+            self._has_warned = True
+        for active in lacking:
+            chunk = active.current_chunk
+            active.chunk = self._planner.drop_inside(chunk)
+            self._counters.unwritten_states += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
         metadata = self.step.metadata
@@ -367,3 +407,19 @@ class StepRunner:
         for active in self._requests:
             self._admitter.release(active)
         self._end_step()
+
+
+def _describe_unwritten(
+    layers: Sequence[int], requests: Sequence[ActiveRequest]
+) -> UnwrittenStateWarning:
+    where = ", ".join(
+        f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
+        for active in requests[:8]
+    )
+    return UnwrittenStateWarning(
+        f"Mamba layers {list(layers)} have not handed over their states in this step, so those of "
+        f"requests {where} tokens are not published, and what could be skipped is computed again. "
+        "Every Mamba layer must call context.extract_checkpoint_states in every step with prefill "
+        "chunks, and where a CUDA graph is replayed, the engine context.count_extractions. "
+        "Further ones are only counted, in stats().unwritten_states"
+    )

@@ -6,6 +6,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import check_kind
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
@@ -20,7 +21,7 @@ from mamba_cache.context.scrubbing import scrub_memory
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.stepping import StepRunner
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.placement import check_placement
@@ -56,7 +57,7 @@ class ContextUpkeep(CacheMemory):
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         placement = check_placement(placement)
         super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
-        self._guard = CallGuard(self.check_invariants)
+        self._guard = CallGuard(WeakCallback(self.check_invariants))
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
@@ -79,8 +80,10 @@ class ContextUpkeep(CacheMemory):
             counters=counters,
             speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
             side_stream=self._side_stream(),
+            extractions=self._extractions,
         )
-        self.slot_allocator.before_reset = self._runner.require_none
+        self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
+        kv_blocks.before_reset = WeakCallback(self._require_no_blocks_held)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.
@@ -120,20 +123,24 @@ class ContextUpkeep(CacheMemory):
 
     @exclusive
     def scrub(self) -> None:
-        """Zero all memory that holds no cached prefix and belongs to no request.
+        """Zero all memory but cached prefixes and what running requests have computed.
 
-        Memory that is given back keeps its content until it is used again. After this, nothing is
-        left of requests that are finished and of blocks that were deregistered, evicted or reset:
-        no states, keys, values or tokens in tensors. It takes as long as writing that memory does.
+        Memory that is given back keeps its content until it is written again: a block that another
+        request has taken in the part that this one has not computed yet, a reserved slot until its
+        step. After this, nothing is left of requests that are finished and of blocks that were
+        deregistered, evicted or reset: no states, keys, values or tokens in tensors of the context.
+        It takes as long as writing that memory does, and may wait for the device.
 
         Raises:
             StepOrderError: A step is in flight or uncollected.
         """
         self._runner.require_none()
         self._runner.require_collected()
-        rows_in_use = [active.row for active in self._requests.holding_memory()]
-        scrub_memory(self, rows_in_use)
-        self._runner.scrub(rows_in_use)
+        requests = self._requests.holding_memory()
+        # A request whose first chunk is due gets its live state when its step begins.
+        rows = [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
+        scrub_memory(self, requests, rows, self._runner.cursors)
+        self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
@@ -178,6 +185,19 @@ class ContextUpkeep(CacheMemory):
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)
         self._runner.check_invariants()
+
+    def _require_no_blocks_held(self) -> None:
+        """Check that no request would lose its blocks.
+
+        Raises:
+            StepOrderError: One would.
+        """
+        holding = self._requests.holding_memory()
+        if holding:
+            raise StepOrderError(
+                f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
+                "or preempt them first, or reset the context, which ends them"
+            )
 
     def _make_planner(self, placement: CheckpointPlacement) -> CheckpointPlanner:
         config = self.config

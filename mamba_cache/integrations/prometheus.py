@@ -33,6 +33,7 @@ _COUNTERS = {
     "computed_tokens": "Tokens computed, prefill and decode",
     "saved_states": "States that became findable",
     "skipped_checkpoints": "States not saved because no slot or no room in the step was left",
+    "unwritten_states": "States not published because a layer of the model did not hand them over",
     "evicted_blocks": "Cached KV blocks given up for others",
     "evicted_slots": "Saved states given up for others",
     "hash_collisions": "Blocks kept private because their hash id belonged to other content",

@@ -155,6 +155,15 @@ class StepBuffers:
             [kind(self._layout, self._device_buffer) for _ in range(count)]
         )
 
+    def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
+        """Return the tensors that say where states are saved inside prefill chunks, by name.
+
+        Args:
+            num_checkpoints: Of the step, to leave the padding out; None: all that there is room
+                for.
+        """
+        return {name: self._tensors[name][:num_checkpoints] for name in _PER_CHECKPOINT}
+
     def zero_(self) -> None:
         """Clear the tensors of all steps so far, on the host and on the device."""
         self._device_buffer.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class MambaSlotAllocator(SlotControl):
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
+        self._live_states = partial(_live_states, self.context)
         self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
         self.conv_states, self.ssm_states = states["conv"], states["ssm"]
         self.ssm_scales = states.tensors.get("ssm_scales")
@@ -245,9 +247,6 @@ class MambaSlotAllocator(SlotControl):
             self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
 
-    def _live_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.context.mamba_conv_states, self.context.mamba_ssm_states
-
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
         self,
         req: PrefillRequest,
@@ -332,11 +331,16 @@ class MambaSlotAllocator(SlotControl):
 
         What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
         refused, the slots taken for it are freed again.
+
+        Which rows of the scratch the forward has written only the device knows: the embedder's
+        counts are believed. What was saved is filled with NaN in the scratch, so that a row that
+        the next forward leaves out holds no other request's state.
         """
         collected = self._collect_commit_data()
         if collected is None:
             return
         batch = CommitBatch(*collected)
+        num_scratch_rows = len(batch.src_offsets)
         housed = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
         try:
             slots = self.allocate_slots_batch(batch.block_ids)
@@ -353,6 +357,7 @@ class MambaSlotAllocator(SlotControl):
         except BaseException:
             self._invalidate_blocks_batch(set(batch.block_ids) - housed)
             raise
+        self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
@@ -399,3 +404,8 @@ class MambaSlotAllocator(SlotControl):
         self._tables.reset()
         self._states.zero_()
         self._scratch.zero_()
+
+
+def _live_states(context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
+    # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
+    return context.mamba_conv_states, context.mamba_ssm_states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ class SlotControl:
         self.pool = SlotPool(
             max_slots,
             num_kv_blocks(kv_blocks),
-            block_hashes=self._block_hashes if hasattr(kv_blocks, "block_hashes") else None,
+            block_hashes=partial(_block_hashes, context)
+            if hasattr(kv_blocks, "block_hashes")
+            else None,
         )
         self.max_slots = self.pool.max_slots
         name = getattr(context, "prefix_caching_eviction_policy", "lru")
@@ -396,5 +399,7 @@ class SlotControl:
     def _is_over(self, epoch: int | None) -> bool:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
-    def _block_hashes(self) -> npt.NDArray[Any]:
-        return np.asarray(self.context.kv_block_allocator.block_hashes)
+
+def _block_hashes(context: SlotContext) -> npt.NDArray[Any]:
+    # Not a method: the pool would refer back to its owner, whose tensors a cycle would keep.
+    return np.asarray(context.kv_block_allocator.block_hashes)

@@ -11,7 +11,12 @@ import torch
 
 from mamba_cache._lasting import lasting
 from mamba_cache.protocols import PrefillRequest
-from mamba_cache.slots.placement import CheckpointPlacement, PlacementFacts, checkpoint_offsets
+from mamba_cache.slots.placement import (
+    CheckpointPlacement,
+    PlacementFacts,
+    checkpoint_offsets,
+    placed_positions,
+)
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -73,7 +78,7 @@ def plan_checkpoints(
         prompt_tokens, block_size_tokens, num_matched_blocks, num_required_blocks
     )
     wanted = checkpoint_offsets(
-        placement.positions(facts),
+        placed_positions(placement, facts),
         chunk_start=chunk_start,
         num_tokens=prefill_chunk_length - skip_tokens,
         alignment=alignment,

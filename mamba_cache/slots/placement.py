@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from mamba_cache._checks import as_ints
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PlacementFacts",
     "check_placement",
     "checkpoint_offsets",
+    "placed_positions",
 ]
 
 
@@ -44,8 +46,9 @@ class CheckpointPlacement(Protocol):
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
         """Returns absolute positions, in tokens from the prompt's start, in any order.
 
-        Each is a multiple of the block size. A position may repeat, and may lie outside what is
-        computed or the prompt itself: those who use it keep what fits.
+        A position inside a block stands for the block's beginning, where a state can be saved. It
+        may repeat, and may lie outside what is computed or the prompt itself: those who use it keep
+        what fits.
         """
         ...
 
@@ -146,3 +149,20 @@ def checkpoint_offsets(
     """
     offsets = {position - chunk_start for position in positions}
     return sorted(o for o in offsets if 0 < o < num_tokens and o % alignment == 0)
+
+
+def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> set[int]:
+    """Asks a placement for its positions, and keeps of each the block boundary at or before it.
+
+    A state saved at any other position would be found as that of the boundary.
+
+    Args:
+        placement: Whose positions.
+        facts: What it decides by.
+
+    Raises:
+        InvalidArgumentError: What it returns are no ints.
+    """
+    block = facts.block_size_tokens
+    name = f"the positions of {type(placement).__name__}"
+    return {p // block * block for p in as_ints(name, placement.positions(facts))}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mamba_cache.slots.allocator import MambaSlotAllocator
 
 __all__ = ["scrub_free_slots"]
 
 
-def scrub_free_slots(slots: MambaSlotAllocator) -> None:
+def scrub_free_slots(slots: MambaSlotAllocator, *, reserved: bool = False) -> None:
     """Zeroes the states of all free slots, and the scratch.
 
-    Cached and reserved slots are left alone. For an operator's calls, not for the path of a step:
+    Cached slots are left alone. For an operator's calls, not for the path of a step:
     it takes as long as writing that memory does.
 
     Args:
         slots: The slots, between two steps.
+        reserved: Reserved slots too, for callers who know that nobody has written them yet.
     """
-    free = np.sort(slots.pool.free_slots[: slots.free_count]).tolist()
+    free = slots.pool.free_slots[: slots.free_count].tolist()
+    free = sorted(free + list(slots.pool.reserved) if reserved else free)
     tensors = [slots.conv_states, slots.ssm_states, slots.ssm_scales]
     for tensor in tensors:
         if tensor is not None and free:

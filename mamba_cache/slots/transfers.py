@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,7 +51,8 @@ class StateTransfers:
         self._live_storage: tuple[object, ...] = ()
         self._layer_states = scratch.spec.tensors
         self._quantization = quantization
-        self._scratch_to_slots = self._storing(list(scratch.tensors.values()))
+        self._scratch = list(scratch.tensors.values())
+        self._scratch_to_slots = self._storing(self._scratch)
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
         """Writes one layer of one slot's state.
@@ -110,6 +112,16 @@ class StateTransfers:
         """
         self.num_calls += 1
         self._scratch_to_slots.copy(rows, slots)
+
+    def spoil_scratch(self, num_rows: int) -> None:
+        """Fill the first rows of the scratch with what is no state: NaN, or 0 for integers.
+
+        Args:
+            num_rows: Rows whose states are saved.
+        """
+        for tensor in self._scratch:
+            if num_rows:
+                tensor[:, :num_rows] = math.nan if tensor.is_floating_point() else 0
 
     def _bind_live_states(self) -> None:
         """Makes the copiers anew if the embedder has put other tensors in place."""

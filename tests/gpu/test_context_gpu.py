@@ -1,5 +1,7 @@
 """The whole step on a GPU: exact, and without waiting for the device."""
 
+import gc
+
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
@@ -139,6 +141,24 @@ def test_scrubbing_leaves_nothing_on_the_device(context, model):
     for _ in range(8):  # all pinned buffers, in turn
         host = next(context.step_buffers._host_buffers)
         assert not any(array.any() for array in host.arrays.values())
+
+
+def test_a_dropped_context_gives_its_device_memory_back(model):
+    run(make_context(), model, {"warm-up": PROMPTS[0]}, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        context = make_context()
+        run(context, model, {"a": PROMPTS[0]}, 2)
+        held = torch.cuda.memory_allocated()
+        large = [context.kv_cache, *context.live_states.tensors.values()]
+        num_bytes = sum(tensor.nbytes for tensor in large)
+        assert held - before > num_bytes
+        del context, large
+        assert torch.cuda.memory_allocated() - before < num_bytes // 2
+    finally:
+        gc.enable()
 
 
 def test_a_clean_context_runs_after_scrubbing(context, model):

@@ -6,6 +6,7 @@ from gpu_rig import assert_same_bits, random_bits_, waiting_raises
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.errors import StepOrderError, UnwrittenStateWarning
 from mamba_cache.states import (
     PAD_SLOT_ID,
     ZERO_SOURCE,
@@ -58,9 +59,13 @@ class CapturedStep:
         """Captures a step of one request, and takes it back."""
         self.context.add_request(Request(request_id="captured", prompt_tokens=range(30)))
         metadata = self.context.begin_step().metadata
-        self.launch(metadata)  # compiles
+        with self.context.capture_extractions():
+            self.launch(metadata)  # compiles
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
+        with (
+            self.context.capture_extractions() as self.extractions,
+            torch.cuda.graph(self.graph),
+        ):
             self.launch(metadata)
         self.context.abort_step()
         self.context.finish("captured")
@@ -110,6 +115,7 @@ class CapturedStep:
         live, saved = self.expected(step.metadata)
         with waiting_raises():
             self.graph.replay()
+            self.context.count_extractions(self.extractions)
             self.context.commit_step(dict.fromkeys(step.sampling_ids, 1))
         for tensor, want in zip((*self.live, *self.saved), (*live, *saved), strict=True):
             assert_same_bits(tensor, want)
@@ -119,6 +125,33 @@ def pairs(*columns):
     """The entries that are not padding."""
     entries = zip(*(column.tolist() for column in columns), strict=True)
     return [entry for entry in entries if PAD_SLOT_ID not in entry]
+
+
+def test_a_graph_is_not_captured_without_saying_so():
+    captured = CapturedStep(None)
+    context = captured.context
+    context.add_request(Request(request_id="a", prompt_tokens=range(30)))
+    metadata = context.begin_step().metadata
+    lengths = metadata.num_chunks, metadata.num_prefill_tokens
+    given = captured.chunk_states[0, : lengths[0]], captured.conv_input[0, : lengths[1]]
+    with torch.cuda.graph(captured.graph):
+        captured.conv_input.zero_()  # a graph must not be empty
+        with pytest.raises(StepOrderError, match="capture_extractions"):
+            context.extract_checkpoint_states(0, *given, metadata)
+    context.abort_step()
+
+
+def test_a_replay_that_nobody_counts_publishes_nothing():
+    captured = CapturedStep(None)
+    captured.capture()
+    context = captured.context
+    context.add_request(Request(request_id="a", prompt_tokens=range(30)))
+    context.begin_step()
+    captured.graph.replay()
+    with pytest.warns(UnwrittenStateWarning, match=r"layers \[0, 1, 2\]"):
+        context.commit_step({"a": 1})
+    assert context.stats().saved_states == 0
+    assert context.stats().unwritten_states > 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, make_config
 from gpu_rig import BUSY_CYCLES, assert_same_bits, waiting_raises
 
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +29,8 @@ def add(context, name, prompt):
 def begin_late(context, *, busy=True):
     """A step whose forward, on the device, comes long after the host has gone on."""
     step = context.begin_step()
+    lengths = step.metadata.num_chunks, step.metadata.num_prefill_tokens
+    context.count_extractions(CapturedExtractions({0: lengths, 1: lengths}))  # nobody reads them
     if busy:
         torch.cuda._sleep(BUSY_CYCLES)
     return step

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context, run_step
+from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context, run_step
 
 from mamba_cache import errors
 from mamba_cache.context import Request, RequestStatus
@@ -177,6 +177,7 @@ def test_refused_tokens_leave_the_step_in_flight(busy, tokens, words):
     assert set(step.sampling_ids) == {"decoding", "scheduled"}
     with pytest.raises(errors.InvalidArgumentError, match=words):
         busy.commit_step(tokens)
+    MODEL.forward(step.metadata, busy)
     busy.commit_step({"decoding": 1, "scheduled": 2})
     busy.check_invariants()
 
@@ -259,7 +260,7 @@ def test_exception_while_restoring_preempts_the_step(monkeypatch):
 def test_exception_while_saving_publishes_nothing(monkeypatch):
     context = make_context()
     context.add_request(request("x", PROMPT[: 2 * BLOCK]))
-    context.begin_step()
+    MODEL.forward(context.begin_step().metadata, context)
 
     def fail(rows, slots):
         raise OSError("launch failed")

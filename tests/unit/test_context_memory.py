@@ -69,8 +69,8 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
     monkeypatch.setattr(
         memory_module, "extract_checkpoint_states", lambda *_, **options: calls.append(options)
     )
-    unread = torch.empty(0)
-    context.extract_checkpoint_states(0, unread, unread, metadata)
+    states, inputs = torch.empty(metadata.num_chunks, 0), torch.empty(num_tokens, 0)
+    context.extract_checkpoint_states(0, states, inputs, metadata)
     assert len(metadata.checkpoint_slots) > num_checkpoints == metadata.num_checkpoints
     assert len(calls) == bool(num_checkpoints)
     for call in calls:

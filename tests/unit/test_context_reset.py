@@ -57,7 +57,7 @@ def test_reset_heals_whatever_happened():
     context.add_request(request("x"))
     context.begin_step()
     context.slot_allocator.pool.reset()
-    context.kv_block_allocator.reset()
+    context.kv_block_allocator._clear()
     context.reset()
     context.check_invariants()
     assert len(generate(context, PROMPT, 2)[0]) == 2

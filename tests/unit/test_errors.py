@@ -22,6 +22,7 @@ BUILT_IN = {
     errors.PoisonedError: RuntimeError,
     errors.StepOrderError: RuntimeError,
     errors.UnsupportedVersionError: ImportError,
+    errors.UnwrittenStateWarning: RuntimeWarning,
 }
 
 CAPACITY = [e for e in ALL if issubclass(e, errors.CapacityError)]

@@ -113,6 +113,7 @@ def test_an_abort_that_breaks_off_is_noticed(context, monkeypatch):
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_that_breaks_off_between_requests_is_noticed(context, monkeypatch, call):
     step = context.begin_step()
+    MODEL.forward(step.metadata, context)
     patch(monkeypatch, context.kv_block_allocator, "register_kv_block_hashes", fail_on(call))
     with pytest.raises(OSError, match="broken"):
         context.commit_step(dict.fromkeys(step.sampling_ids, 1))

@@ -28,6 +28,7 @@ FLOORS = {
     "_eviction_queue": 1,
     "_indices": 1,
     "_lasting": 1,
+    "_weak_callback": 1,
     "_checks": 0,
     "_extras": 0,
     "errors": -1,  # which even the lowest floor raises

@@ -10,6 +10,8 @@ from slot_rig import state_bits as bits
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
+from mamba_cache.slots.transfers import StateTransfers
+from mamba_cache.states import StatePool, StateSpec
 
 BLOCK = 256
 
@@ -288,3 +290,30 @@ def test_within_capacity_counts_a_new_block_once():
 def test_last_write_wins():
     assert last_write_wins([3, 1, 3, 2, 1]) == [-1, -1, 3, 2, 1]
     assert last_write_wins([]) == []
+
+
+def test_a_row_that_the_forward_leaves_out_holds_no_earlier_state(allocator, context):
+    """Nobody on the host sees it; another request's state was published as this one's."""
+    two_prefills(allocator, context)
+    allocator.commit_intermediate_states()
+    for row in range(3):
+        assert allocator.intermediate_conv_out[:, row].isnan().all()
+        assert allocator.intermediate_ssm_out[:, row].isnan().all()
+    assert not allocator.intermediate_ssm_out[:, 3:].isnan().all()
+    saved = allocator.ssm_states[:, allocator.get_slot(10)].clone()
+    two_prefills(allocator, context)
+    allocator.intermediate_conv_out[:, 1:] = 1
+    allocator.intermediate_ssm_out[:, 1:] = 1
+    allocator.commit_intermediate_states()
+    again = allocator.ssm_states[:, allocator.get_slot(10)]
+    assert again.isnan().all()
+    assert not torch.equal(again, saved)
+
+
+def test_a_scratch_of_integers_is_cleared():
+    states = StateSpec.mamba(1, (2, 2), (1, 2, 2), torch.int32, torch.int32)
+    pool, scratch = (StatePool(states, 3, device="cpu") for _ in range(2))
+    for tensor in scratch.tensors.values():
+        tensor.fill_(5)
+    StateTransfers(pool, scratch, tuple).spoil_scratch(2)
+    assert [int(scratch["ssm"][0, row, 0, 0, 0]) for row in range(3)] == [0, 0, 5]

@@ -19,6 +19,7 @@ FRONT_DOOR = {
     "BlockHashes",
     "CacheConfig",
     "CacheStats",
+    "CapturedExtractions",
     "CheckpointPlacement",
     "ConsumedSlotPolicy",
     "DeviceTokens",

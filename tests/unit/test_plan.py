@@ -12,7 +12,7 @@ from mamba_cache.cli.model_files import load_shape
 from mamba_cache.cli.model_shapes import ModelShape
 from mamba_cache.cli.planning import GpuMemory, Workload, make_plan, suggest_block_size
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -62,7 +62,10 @@ def saved_states(prompts, output_tokens, block):
             Request(request_id=0, prompt_tokens=prompt, checkpoint_positions=positions)
         )
         for token in range(output_tokens):
-            context.begin_step()
+            metadata = context.begin_step().metadata
+            lengths = metadata.num_chunks, metadata.num_prefill_tokens
+            layers = range(TINY.state_spec.tensors[0].num_layers)
+            context.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
             context.commit_step({0: token + 1000})
         context.finish(0)
         before, after = after, context.stats().saved_states

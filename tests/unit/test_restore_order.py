@@ -6,6 +6,7 @@ import pytest
 import torch
 from context_rig import (
     BLOCK,
+    MODEL,
     add,
     assert_same_run,
     generate,
@@ -155,7 +156,7 @@ def test_what_was_copied_before_the_first_step_is_waited_for(context, streams):
 @pytest.mark.parametrize("aborts", [False, True])
 def test_what_an_embedder_copies_during_a_step_is_waited_for(context, streams, aborts):
     add(context, "before", [4] * 9)
-    context.begin_step()
+    MODEL.forward(context.begin_step().metadata, context)
     context.slot_allocator.copy_live_to_slots([1], [5])
     if aborts:
         context.abort_step()

@@ -16,6 +16,7 @@ from mamba_cache.integrations.transformers.layers import CacheFiller, read_layer
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
+from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["Prefill", "Prefiller", "Segment"]
 
@@ -133,12 +134,12 @@ class Prefiller:
             restored = record.load()
             if restored is not None:
                 self._filler.fill(cache, restored)
+            segments = self._plan(record, len(tokens), end)  # a placement may raise
         except BaseException:
             record.close()
             raise
         self._store.counters.count_admission(record.match)
         logits = None if restored is None else restored.logits
-        segments = self._plan(record, len(tokens), end)
         return Prefill(tokens, cache, record, segments, logits)
 
     def retry(self, prefill: Prefill, error: BaseException) -> bool:
@@ -211,7 +212,7 @@ class Prefiller:
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // size),
         )
-        positions = set(self._placement.positions(facts))
+        positions = placed_positions(self._placement, facts)
         if self.fewest_tokens > 1 and end - 1 in positions:  # it would leave a single token
             positions = positions - {end - 1} | {end - 1 - size}
         checkpoints = {p for p in positions if start < p <= end}

@@ -1,0 +1,211 @@
+"""Which Mamba layers have handed over their states at a step's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from mamba_cache._checks import check_int
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.metadata import StepBuffers, StepMetadata
+
+__all__ = ["CapturedExtractions", "StepExtractions"]
+
+_NO_STEP = "no step is in flight: states are handed over between begin_step and commit_step"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedExtractions:
+    """What a CUDA graph extracts at each of its replays.
+
+    Made by ``DynamicInferenceContext.capture_extractions``. An embedder whose own kernels write
+    checkpoint states into their slots makes it itself.
+
+    Attributes:
+        lengths: For each Mamba layer, how many chunks and how many prefill tokens the captured
+            tensors hold: no step with more can be replayed.
+
+    Raises:
+        InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
+    """
+
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _are_lengths(self.lengths):
+            raise InvalidArgumentError(
+                "lengths must map each layer to a pair of ints >= 0, its chunks and its tokens, "
+                f"got {self.lengths!r}"
+            )
+
+
+class StepExtractions:
+    """Counts on the host which layers have handed over in the step in flight.
+
+    A slot keeps its last state, perhaps another salt's, until it is written. So a state at a
+    checkpoint inside a chunk is published only if every layer has written its part of it.
+
+    Args:
+        num_layers: Mamba layers whose states a slot holds.
+        buffers: The tensors of the step's metadata.
+
+    Attributes:
+        captured: What a CUDA graph that is being captured has extracted so far, else None.
+    """
+
+    def __init__(self, num_layers: int, buffers: StepBuffers) -> None:
+        self.captured: CapturedExtractions | None = None
+        self._fields: Mapping[str, torch.Tensor] = {}
+        self._num_layers = num_layers
+        self._buffers = buffers
+        self._metadata: StepMetadata | None = None
+        self._missing: set[int] = set()
+
+    def begin(self, metadata: StepMetadata) -> None:
+        """Begin a step: no layer has handed over yet."""
+        self._metadata = metadata
+        if metadata.num_checkpoints:
+            self._missing = set(range(self._num_layers))
+            # Once a step: in each layer the slices would cost more than all checks together.
+            self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
+
+    def end(self) -> None:
+        """End the step in flight, if there is one."""
+        self._metadata = None
+        self._missing = set()
+        self._fields = {}
+
+    @property
+    def fields(self) -> Mapping[str, torch.Tensor]:
+        """The checkpoints to write, as ``states.extract_checkpoint_states`` takes them.
+
+        Those of the step in flight, none if it has none; in a capture all that there can be.
+        """
+        return self._fields if self.captured is None else self._buffers.checkpoint_fields(None)
+
+    @property
+    def missing_layers(self) -> list[int]:
+        """Layers that have not handed over; none in a step without checkpoints inside chunks."""
+        return sorted(self._missing)
+
+    def check(
+        self,
+        layer: int,
+        chunk_states: torch.Tensor,
+        conv_input: torch.Tensor,
+        metadata: StepMetadata,
+    ) -> None:
+        """Check what a layer hands over against the step, by sizes that the host knows.
+
+        In a step without checkpoints inside its chunks only the metadata are looked at.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: There is no such layer, the metadata are another step's, or the
+                tensors are not as long as the step is.
+        """
+        if metadata is not self._metadata:
+            self._refuse(metadata)
+        if not self._fields:
+            return
+        self.check_layer(layer)
+        given = _lengths(chunk_states, conv_input)
+        needed = metadata.num_chunks, metadata.num_prefill_tokens
+        if given != needed:
+            raise InvalidArgumentError(
+                f"layer {layer} handed over {given[0]} chunk_states and {given[1]} tokens of "
+                f"conv_input, but the step has {needed[0]} chunks and {needed[1]} prefill tokens: "
+                "hand over just these, without those of decoding requests and without padding"
+            )
+
+    def check_layer(self, layer: int) -> None:
+        """Check that there is such a layer.
+
+        Raises:
+            InvalidArgumentError: There is not.
+        """
+        if type(layer) is not int or not 0 <= layer < self._num_layers:
+            check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
+
+    def record(self, layer: int, chunk_states: torch.Tensor, conv_input: torch.Tensor) -> None:
+        """Count a layer, whose part of the checkpoints is enqueued, or captured."""
+        if self.captured is None:
+            self._missing.discard(layer)
+        else:
+            self.captured.lengths[layer] = _lengths(chunk_states, conv_input)
+
+    @contextmanager
+    def capture(self) -> Iterator[CapturedExtractions]:
+        """Have what is called within recorded as captured, not as handed over in a step.
+
+        Raises:
+            StepOrderError: Another capture is not over.
+        """
+        if self.captured is not None:
+            raise StepOrderError("capture_extractions was called within capture_extractions")
+        self.captured = CapturedExtractions()
+        try:
+            yield self.captured
+        finally:
+            self.captured = None
+
+    def count(self, captured: CapturedExtractions) -> None:
+        """Count the layers of a replayed graph.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: It is nothing captured, names a layer that there is not, or was
+                captured with shorter tensors than the step needs. Nothing was counted.
+        """
+        metadata = self._metadata
+        if metadata is None:
+            raise StepOrderError(_NO_STEP)
+        if not isinstance(captured, CapturedExtractions):
+            raise InvalidArgumentError(
+                f"give what capture_extractions gave, got {type(captured).__name__}"
+            )
+        needed = metadata.num_chunks, metadata.num_prefill_tokens
+        for layer, (num_chunks, num_tokens) in captured.lengths.items():
+            self.check_layer(layer)
+            if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
+                raise InvalidArgumentError(
+                    f"layer {layer} was captured with {num_chunks} chunk_states and {num_tokens} "
+                    f"tokens of conv_input, but the step has {needed[0]} chunks and {needed[1]} "
+                    "prefill tokens: capture with tensors for the longest step"
+                )
+        self._missing.difference_update(captured.lengths)
+
+    def _refuse(self, metadata: object) -> None:
+        if self._metadata is None:
+            raise StepOrderError(_NO_STEP)
+        raise InvalidArgumentError(
+            f"metadata must be Step.metadata of the step in flight, got {type(metadata).__name__} "
+            "of another step"
+            if isinstance(metadata, StepMetadata)
+            else f"metadata must be Step.metadata, got {type(metadata).__name__}"
+        )
+
+
+def _lengths(chunk_states: torch.Tensor, conv_input: torch.Tensor) -> tuple[int, int]:
+    """Return how many chunks and tokens two tensors hold.
+
+    Raises:
+        InvalidArgumentError: They are no tensors, or have no dimension.
+    """
+    try:
+        return len(chunk_states), len(conv_input)
+    except TypeError:
+        raise InvalidArgumentError(
+            "chunk_states and conv_input must be tensors, one row for each chunk and each prefill "
+            f"token, got {chunk_states!r} and {conv_input!r}"
+        ) from None
+
+
+def _are_lengths(lengths: object) -> bool:
+    return isinstance(lengths, dict) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+        for pair in lengths.values()
+    )

@@ -1,0 +1,149 @@
+"""Placements and policies of an embedder that raise, or return what makes no sense."""
+
+import math
+
+import pytest
+from context_rig import (
+    BLOCK,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    prepared,
+    run_step,
+    saved_prefix_lengths,
+)
+
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.slots import LruSlotPolicy, PlacementFacts
+from mamba_cache.slots.intermediates import plan_checkpoints
+from mamba_cache.slots.placement import placed_positions
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+
+
+class Placement:
+    """Returns, or raises, what it is given."""
+
+    def __init__(self):
+        self.given = [2 * BLOCK]
+
+    def positions(self, facts):
+        if isinstance(self.given, BaseException):
+            raise self.given
+        if callable(self.given):
+            return self.given()
+        return self.given
+
+
+def break_half_way():
+    yield BLOCK
+    raise OSError("broken")
+
+
+@pytest.fixture
+def placement():
+    return Placement()
+
+
+@pytest.fixture
+def context(placement):
+    """One in which a prefix is cached, so that a request begins with a hit."""
+    context = make_context(placement=placement)
+    generate(context, PROMPT, 1)
+    return context
+
+
+RAISING = [OSError("broken"), KeyboardInterrupt(), break_half_way]
+RUBBISH = [None, 5, [None], ["x"], "abc", [math.nan], [1.5], [True], [[8]], object()]
+
+
+@pytest.mark.parametrize("given", RAISING, ids=repr)
+def test_a_placement_that_raises_after_a_hit_holds_nothing(context, placement, given):
+    before = context.fingerprint()
+    placement.given = given
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        add(context, "a", PROMPT)
+    assert context.fingerprint() == before
+    assert context.stats().used_blocks == 0
+    context.check_invariants()
+    placement.given = [BLOCK]
+    assert add(context, "a", PROMPT).skip_tokens == 2 * BLOCK
+
+
+@pytest.mark.parametrize("given", RUBBISH, ids=repr)
+def test_positions_that_are_none_are_refused(context, placement, given):
+    before = context.fingerprint()
+    placement.given = given
+    with pytest.raises(InvalidArgumentError, match="the positions of Placement must be ints"):
+        add(context, "a", PROMPT)
+    assert context.fingerprint() == before
+    context.check_invariants()
+
+
+@pytest.mark.parametrize("given", [[-8, 10**30, 0], [], (p for p in (BLOCK, BLOCK))])
+def test_positions_out_of_range_are_passed_over(context, placement, given):
+    placement.given = given
+    add(context, "a", PROMPT[::-1])
+    run_step(context)
+    assert saved_prefix_lengths(context, PROMPT[::-1]) in ([], [1])
+    context.check_invariants()
+
+
+def test_a_position_inside_a_block_is_its_beginning(placement):
+    """For slots by themselves its state was found as that of the block before."""
+    facts = PlacementFacts(26, BLOCK, 0, 4)
+    placement.given = [BLOCK + 4, 2 * BLOCK - 1]
+    assert placed_positions(placement, facts) == {BLOCK}
+
+    class Prefill:
+        prompt_tokens = PROMPT
+        finished_chunk_token_count = 0
+
+    plan = plan_checkpoints(
+        placement,
+        Prefill(),
+        skip_tokens=0,
+        prefill_chunk_length=len(PROMPT),
+        num_matched_blocks=0,
+        num_required_blocks=4,
+        block_ids=[10, 11, 12, 13],
+        block_size_tokens=BLOCK,
+        alignment=4,
+    )
+    assert (plan.offsets, plan.block_ids) == ([BLOCK], [10])
+
+
+class Policy(LruSlotPolicy):
+    """Raises, or chooses what cannot be chosen."""
+
+    given = None
+
+    def choose(self, num_slots, slots, blocks, kv_blocks):
+        if isinstance(self.given, BaseException):
+            raise self.given
+        chosen = super().choose(num_slots, slots, blocks, kv_blocks)
+        return chosen if self.given is None else self.given
+
+
+@pytest.mark.parametrize(
+    "given",
+    [OSError("broken"), KeyboardInterrupt(), [99], [-1], [0, 0], [0, 1, 2], "x", 5],
+    ids=repr,
+)
+def test_a_policy_that_raises_or_chooses_wrongly_takes_nothing(given):
+    policy = Policy()
+    context = make_context(make_config(max_slots=2), slot_policy=policy)
+    generate(context, PROMPT[::-1], 1)
+    generate(context, PROMPT, 1)
+    assert context.stats().free_slots == 0
+    policy.given = given
+    longer = [*PROMPT[: 3 * BLOCK], *PROMPT[::-1]]
+    assert context.match(prepared(context, longer)).skip_tokens == 3 * BLOCK
+    with pytest.raises((OSError, KeyboardInterrupt, TypeError, MambaCacheError)):
+        add(context, "a", longer)
+    assert context.stats().used_blocks == 0
+    context.check_invariants()
+    policy.given = None
+    assert_same_run(generate(context, longer, 2), longer)

@@ -1,0 +1,418 @@
+"""A state is published only if every layer handed it over in the step that it belongs to."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    MODEL_CONFIG,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    prepared,
+    run_step,
+    saved_prefix_lengths,
+)
+
+from mamba_cache import CapturedExtractions, DeviceTokens, Request, UnwrittenStateWarning
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.states import extract_checkpoint_states
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
+NUM_LAYERS = 2
+
+
+class Caches:
+    """A context between whose layers and itself something can go wrong."""
+
+    def __init__(self, context, forgets=()):
+        self._context, self._forgets = context, set(forgets)
+        self.kv_cache, self.live_states = context.kv_cache, context.live_states
+
+    def extract_checkpoint_states(self, layer, chunk_states, conv_input, metadata):
+        if layer not in self._forgets:
+            self._context.extract_checkpoint_states(layer, chunk_states, conv_input, metadata)
+
+
+def forgetful_step(context, layers):
+    """A whole step in which some layers hand nothing over."""
+    step = context.begin_step()
+    logits = MODEL.forward(step.metadata, Caches(context, layers))
+    pairs = zip(step.requests, logits, strict=True)
+    context.commit_step({r.request_id: int(row.argmax()) for r, row in pairs if r.samples})
+
+
+@pytest.fixture
+def context():
+    """Each block's end is a checkpoint, and the pool is so small that slots are used again."""
+    return make_context(make_config(max_slots=3), placement=EveryNthBlock(1))
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
+def test_a_layer_that_forgets_publishes_no_state(context, layers):
+    """Of another salt's slot the old bytes were published as the new owner's state."""
+    generate(context, OTHER, 1, cache_salt="another")
+    context.reset()
+    for tensor in (context.slot_allocator.conv_states, context.slot_allocator.ssm_states):
+        tensor.fill_(7)
+    add(context, "a", PROMPT)
+    with pytest.warns(UnwrittenStateWarning, match=r"layers \[.*'a' at \[8, 16, 24\]") as caught:
+        forgetful_step(context, layers)
+    assert str(layers) in str(caught[0].message)
+    assert saved_prefix_lengths(context, PROMPT) == []
+    assert context.stats().unwritten_states == 3
+    assert context.stats().saved_states == 0
+    assert context.stats().free_slots == 3
+    context.check_invariants()
+    context.finish("a")
+    again = generate(context, PROMPT, 3, request_id="again")
+    assert again[2].kv_matched_blocks == 3, "keys and values were computed, whoever forgot"
+    assert again[2].skip_tokens == 0
+    assert_same_run(again, PROMPT)
+    assert context.stats().unwritten_states == 3
+
+
+def test_what_other_steps_wrote_stays_published(context):
+    first = generate(context, PROMPT[: 2 * BLOCK + 1], 1)
+    assert first[2].skip_tokens == 0
+    add(context, "b", PROMPT)
+    with pytest.warns(UnwrittenStateWarning):
+        forgetful_step(context, [0])
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2]
+    context.check_invariants()
+
+
+def test_a_state_at_a_chunks_end_needs_no_layer(context):
+    """It is the live state, which is cleared or restored before the step."""
+    add(context, "a", PROMPT[: 2 * BLOCK])
+    with pytest.warns(UnwrittenStateWarning):
+        forgetful_step(context, [0, 1])
+    assert saved_prefix_lengths(context, PROMPT) == [2]
+    context.finish("a")
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+
+
+def test_one_warning_is_enough(context):
+    add(context, "a", PROMPT)
+    with pytest.warns(UnwrittenStateWarning):
+        forgetful_step(context, [1])
+    add(context, "b", OTHER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forgetful_step(context, [1])
+    assert context.stats().unwritten_states == 6
+
+
+def test_as_an_error_it_leaves_the_step_in_flight(context):
+    add(context, "a", PROMPT)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, Caches(context, [1]))
+    before = context.fingerprint()
+    for _ in range(2):
+        with pytest.raises(UnwrittenStateWarning, match=r"layers \[1\]"):
+            context.commit_step({"a": 1})
+    assert context.fingerprint() == before
+    context.check_invariants()
+    assert context.stats().unwritten_states == 0
+    assert context.abort_step() == ("a",)
+    context.resume_request("a")
+    run_step(context)
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_with_drafts_count_too(on_device):
+    context = make_context(make_config(num_speculative_tokens=2), placement=EveryNthBlock(1))
+    add(context, "a", PROMPT)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, Caches(context, [0]))
+    tokens = {"a": 1}
+    if on_device:
+        tokens = DeviceTokens(torch.tensor([[1, 0, 0]]), torch.ones(1, dtype=torch.int32))
+    with pytest.warns(UnwrittenStateWarning):
+        context.commit_step(tokens)
+    if on_device:
+        context.collect_step()
+    assert saved_prefix_lengths(context, PROMPT) == []
+    assert context.stats().unwritten_states == 3
+    context.check_invariants()
+
+
+def test_int8_slots_are_counted_too():
+    config = make_config(slot_quantization="int8")
+    context = make_context(config, poison=False, placement=EveryNthBlock(1))
+    add(context, "a", PROMPT)
+    with pytest.warns(UnwrittenStateWarning):
+        forgetful_step(context, [0])
+    assert saved_prefix_lengths(context, PROMPT) == []
+    context.finish("a")
+    generate(context, OTHER, 1)
+    assert saved_prefix_lengths(context, OTHER) == [1, 2, 3]
+
+
+def test_slots_reset_before_the_step_have_nothing_to_give_back(context):
+    add(context, "a", PROMPT)
+    context.slot_allocator.reset()
+    with pytest.warns(UnwrittenStateWarning):
+        forgetful_step(context, [0])
+    context.check_invariants()
+
+
+def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("launch failed")
+
+    add(context, "a", PROMPT)
+    step = context.begin_step()
+    with monkeypatch.context() as patch:
+        patch.setattr("mamba_cache.context.memory.extract_checkpoint_states", fail)
+        with pytest.raises(OSError, match="launch failed"):
+            MODEL.forward(step.metadata, context)
+    with pytest.raises(UnwrittenStateWarning, match=r"layers \[0, 1\]"):
+        context.commit_step({"a": 1})
+
+
+def tensors_for(metadata, *, chunks=0, tokens=0):
+    """What a layer would hand over, longer or shorter than it should be."""
+    ssm = MODEL_CONFIG.state_spec(torch.float64).tensors[1].shape
+    return (
+        torch.zeros(metadata.num_chunks + chunks, *ssm, dtype=torch.float64),
+        torch.zeros(metadata.num_prefill_tokens + tokens, MODEL_CONFIG.conv_dim).double(),
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"chunks": -1}, {"chunks": 1}, {"tokens": -1}, {"tokens": 2}])
+def test_tensors_of_another_length_are_refused(context, wrong):
+    """Too short a tensor was read past its end; a longer one is not packed as the step is."""
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    before = context.slot_allocator.ssm_states.clone()
+    with pytest.raises(InvalidArgumentError, match=r"the step has 7 chunks and 26 prefill tokens"):
+        context.extract_checkpoint_states(0, *tensors_for(metadata, **wrong), metadata)
+    torch.testing.assert_close(
+        context.slot_allocator.ssm_states, before, rtol=0, atol=0, equal_nan=True
+    )
+    context.extract_checkpoint_states(0, *tensors_for(metadata), metadata)
+
+
+def test_the_tokens_of_decoding_requests_are_not_handed_over():
+    context = make_context(placement=EveryNthBlock(1))
+    add(context, "decodes", OTHER)
+    run_step(context)
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    assert metadata.num_decode_tokens == 1
+    with pytest.raises(InvalidArgumentError, match="without those of decoding requests"):
+        context.extract_checkpoint_states(0, *tensors_for(metadata, tokens=1), metadata)
+
+
+@pytest.mark.parametrize("given", [(None, None), (3, torch.zeros(26)), (torch.zeros(()),) * 2])
+def test_what_are_no_tensors_is_refused(context, given):
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    with pytest.raises(InvalidArgumentError, match="must be tensors"):
+        context.extract_checkpoint_states(0, *given, metadata)
+
+
+@pytest.mark.parametrize("layer", [-1, NUM_LAYERS, 0.0, True, None, "0"])
+def test_layers_that_there_are_not_are_refused(context, layer):
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    with pytest.raises(InvalidArgumentError, match=r"layer must be an int in \[0, 1\]"):
+        context.extract_checkpoint_states(layer, *tensors_for(metadata), metadata)
+
+
+def test_metadata_of_another_step_are_refused(context):
+    """They are of the same tensors, but say how many checkpoints another step had."""
+    add(context, "a", PROMPT)
+    old = context.begin_step().metadata
+    MODEL.forward(old, context)
+    context.commit_step({"a": 1})
+    with pytest.raises(StepOrderError, match="no step is in flight"):
+        context.extract_checkpoint_states(0, *tensors_for(old), old)
+    add(context, "b", OTHER)
+    metadata = context.begin_step().metadata
+    for foreign in (old, dataclasses.replace(metadata), None):
+        with pytest.raises(InvalidArgumentError, match="metadata must be"):
+            context.extract_checkpoint_states(0, *tensors_for(metadata), foreign)
+
+
+def test_a_step_without_checkpoints_asks_for_nothing(context):
+    add(context, "a", PROMPT[: BLOCK - 1])
+    metadata = context.begin_step().metadata
+    context.extract_checkpoint_states(0, None, None, metadata)
+    context.commit_step({"a": 1})
+    assert context.stats().unwritten_states == 0
+
+
+def captured_step(context, *, forgets=(), longest=64):
+    """A graph of a model's hand-overs, as far as a CPU has one: (captured, replay)."""
+    spec = MODEL_CONFIG.state_spec(torch.float64)
+    states = torch.zeros(NUM_LAYERS, longest // CHUNK, *spec.tensors[1].shape).double()
+    inputs = torch.zeros(NUM_LAYERS, longest, MODEL_CONFIG.conv_dim).double()
+    layers = [layer for layer in range(NUM_LAYERS) if layer not in forgets]
+    with context.capture_extractions() as captured:
+        for layer in layers:
+            context.extract_checkpoint_states(layer, states[layer], inputs[layer], None)
+
+    def replay(metadata):
+        slots = context.slot_allocator
+        fields = context.step_buffers.checkpoint_fields(None)
+        chunks, tokens = metadata.num_chunks, metadata.num_prefill_tokens
+        states[:, :chunks].normal_()
+        inputs[:, :tokens].normal_()
+        for layer in layers:
+            extract_checkpoint_states(
+                slots.conv_states[layer], slots.ssm_states[layer], context.mamba_conv_states[layer],
+                states[layer], inputs[layer], **fields,
+            )  # fmt: skip
+        return states
+
+    return captured, replay
+
+
+def test_a_replayed_graph_counts_where_it_is_said(context):
+    captured, replay = captured_step(context)
+    assert captured.lengths == {0: (16, 64), 1: (16, 64)}
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    states = replay(metadata)
+    context.count_extractions(captured)
+    context.commit_step({"a": 1})
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+    blocks = context.match(prepared(context, PROMPT)).block_ids
+    for index, block in enumerate(blocks):
+        slot = context.slot_allocator.get_slot(block)
+        last_chunk = (index + 1) * BLOCK // CHUNK - 1
+        assert torch.equal(context.slot_allocator.ssm_states[:, slot], states[:, last_chunk])
+
+
+def test_a_graph_that_nobody_counts_publishes_nothing(context):
+    _, replay = captured_step(context)
+    add(context, "a", PROMPT)
+    replay(context.begin_step().metadata)
+    with pytest.warns(UnwrittenStateWarning, match="count_extractions"):
+        context.commit_step({"a": 1})
+    assert saved_prefix_lengths(context, PROMPT) == []
+
+
+def test_a_graph_without_all_layers_publishes_nothing(context):
+    captured, replay = captured_step(context, forgets=[1])
+    add(context, "a", PROMPT)
+    replay(context.begin_step().metadata)
+    context.count_extractions(captured)
+    with pytest.warns(UnwrittenStateWarning, match=r"layers \[1\]"):
+        context.commit_step({"a": 1})
+    assert saved_prefix_lengths(context, PROMPT) == []
+
+
+def test_a_graph_may_hold_a_part_of_the_layers(context):
+    captured, replay = captured_step(context, forgets=[1])
+    add(context, "a", PROMPT)
+    metadata = context.begin_step().metadata
+    replay(metadata)
+    context.count_extractions(captured)
+    context.extract_checkpoint_states(1, *tensors_for(metadata), metadata)
+    context.commit_step({"a": 1})
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+
+
+def test_a_capture_hands_nothing_over_in_the_step_in_flight(context):
+    add(context, "a", PROMPT)
+    context.begin_step()
+    captured_step(context)
+    with pytest.raises(UnwrittenStateWarning, match=r"layers \[0, 1\]"):
+        context.commit_step({"a": 1})
+
+
+def test_a_step_may_end_within_a_capture(context):
+    """Its checkpoints were taken for the next step's, which has none."""
+    add(context, "a", PROMPT)
+    context.begin_step()
+    with context.capture_extractions():
+        context.abort_step()
+    context.finish("a")
+    add(context, "b", PROMPT[: BLOCK - 1])
+    metadata = context.begin_step().metadata
+    context.extract_checkpoint_states(0, None, None, metadata)
+    context.commit_step({"b": 1})
+
+
+def test_a_graph_for_shorter_steps_is_refused(context):
+    captured, _ = captured_step(context, longest=24)
+    add(context, "a", PROMPT)
+    context.begin_step()
+    with pytest.raises(InvalidArgumentError, match=r"captured with 6 chunk_states and 24 tokens"):
+        context.count_extractions(captured)
+    with pytest.raises(UnwrittenStateWarning):
+        context.commit_step({"a": 1})
+
+
+def test_a_short_graph_does_where_nothing_is_saved(context):
+    captured, _ = captured_step(context, longest=4)
+    add(context, "a", PROMPT[: BLOCK - 1])
+    context.begin_step()
+    context.count_extractions(captured)
+    context.commit_step({"a": 1})
+
+
+def test_captures_and_counts_come_in_order(context):
+    captured, _ = captured_step(context)
+    with pytest.raises(StepOrderError, match="no step is in flight"):
+        context.count_extractions(captured)
+    with context.capture_extractions():
+        again = context.capture_extractions()
+        with pytest.raises(StepOrderError, match="within capture_extractions"):
+            again.__enter__()
+        with pytest.raises(InvalidArgumentError, match="layer must be"):
+            context.extract_checkpoint_states(2, torch.zeros(1), torch.zeros(1), None)
+    add(context, "a", PROMPT)
+    context.begin_step()
+    with pytest.raises(InvalidArgumentError, match="capture_extractions gave"):
+        context.count_extractions([0, 1])
+    with pytest.raises(InvalidArgumentError, match="layer must be"):
+        context.count_extractions(CapturedExtractions({5: (99, 99)}))
+
+
+@pytest.mark.parametrize(
+    "lengths", [None, [0, 1], {0: 5}, {0: (1, 2, 3)}, {0: (1, -1)}, {0: (1, None)}, {0: [1, 2]}]
+)
+def test_what_is_captured_is_numbers_of_chunks_and_tokens(lengths):
+    with pytest.raises(InvalidArgumentError, match="lengths must map each layer"):
+        CapturedExtractions(lengths)
+
+
+def test_keys_and_values_are_published_as_far_as_they_are_computed(context):
+    """Of a request in chunks: the blocks of those that were committed, and no block in part."""
+    request = Request(request_id="a", prompt_tokens=PROMPT)
+    hashes = context.prepare(request).hashes
+
+    def published():
+        found = [
+            context.kv_block_allocator.find_block(h, d)
+            for h, d in zip(hashes, hashes.digests, strict=True)
+        ]
+        return [block is not None for block in found]
+
+    context.add_request(request, chunk_tokens=BLOCK + 3)
+    assert published() == [False, False, False]
+    run_step(context)
+    assert published() == [True, False, False]
+    context.schedule_prefill("a", chunk_tokens=BLOCK)
+    context.begin_step()
+    context.abort_step()
+    assert published() == [True, False, False]
+    context.resume_request("a", chunk_tokens=2 * BLOCK)
+    run_step(context)
+    assert published()[:2] == [True, True]
+    while published() != [True, True, True]:
+        assert context.schedule_prefill("a", chunk_tokens=3)
+        run_step(context)

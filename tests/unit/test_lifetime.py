@@ -1,0 +1,183 @@
+"""What goes when its last reference goes, without the garbage collector; and resets by parts."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    MODEL,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    saved_prefix_lengths,
+)
+from object_graph import tensors_of
+
+from mamba_cache import Request
+from mamba_cache.engine import Engine, SamplingParams
+from mamba_cache.errors import BlockCapacityError, StepOrderError
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def watch(owner, *, but=()):
+    """Weak references to all tensors that ``owner`` keeps alive, those of ``but`` left out."""
+    shared = {id(tensor) for other in but for tensor in tensors_of(other)}
+    tensors = [t for t in tensors_of(owner) if id(t) not in shared and t.numel()]
+    large = [t for t in tensors if isinstance(t, torch.Tensor)]
+    assert len(large) > 10, "or the test shows nothing"
+    return [weakref.ref(tensor) for tensor in large]
+
+
+def assert_gone(references):
+    assert [type(r()).__name__ for r in references if r() is not None] == []
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_speculative_tokens": 2}, {"slot_quantization": "int8"}, {"max_requests": 1}],
+    ids=str,
+)
+def test_a_dropped_context_keeps_no_memory(settings):
+    """Slots, blocks and guard referred to each other, and the memory stayed until a collection."""
+    context = make_context(make_config(**settings), poison=False)
+    add(context, "a", PROMPT)
+    for _ in range(3):
+        step = context.begin_step()
+        MODEL.forward(step.metadata, context)
+        context.commit_step({"a": 1})
+    context.begin_step()
+    context.abort_step()
+    context.scrub()
+    context.check_invariants()
+    with pytest.raises(StepOrderError):
+        context.commit_step({})
+    references = [*watch(context), weakref.ref(context), weakref.ref(context.slot_allocator)]
+    del context, step
+    assert_gone(references)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dropped_engine_keeps_no_memory():
+    engine = Engine(MODEL, make_config(num_speculative_tokens=2))
+    engine.generate([PROMPT, PROMPT], SamplingParams(max_new_tokens=4))
+    engine.submit(PROMPT)
+    engine.step()
+    references = [*watch(engine, but=[MODEL]), weakref.ref(engine.context)]
+    del engine
+    assert_gone(references)
+
+
+def test_slots_and_blocks_may_outlive_their_context():
+    """Whoever holds one of them alone can still ask and reset it."""
+    context = make_context()
+    generate(context, PROMPT, 1)
+    slots, kv_blocks = context.slot_allocator, context.kv_block_allocator
+    del context
+    gc.collect()
+    assert slots.num_cached_slots == 1
+    kv_blocks.reset()
+    assert slots.num_cached_slots == 0
+    slots.reset()
+    slots.check_invariants()
+    del slots
+    gc.collect()
+    kv_blocks.reset()
+    kv_blocks.check_invariants()
+
+
+def test_blocks_are_not_reset_under_requests():
+    """The blocks of a request were handed to the next one."""
+    context = make_context()
+    generate(context, PROMPT, 1)
+    add(context, "a", PROMPT[::-1])
+    for _ in ("scheduled", "decoding", "in a step"):
+        before = context.fingerprint()
+        with pytest.raises(StepOrderError, match=r"\['a'\] hold KV blocks.*reset the context"):
+            context.kv_block_allocator.reset()
+        assert context.fingerprint() == before
+        context.check_invariants()
+        if context.batch_dimensions.decode_req_count:
+            break
+        run_step(context)
+        context.begin_step()
+        context.abort_step()
+        context.resume_request("a")
+        run_step(context)
+        context.begin_step()
+    context.reset(preserve_prefix_cache=True)
+    context.kv_block_allocator.reset()
+    context.check_invariants()
+    assert context.stats().cached_slots == context.stats().cached_blocks == 0
+    assert_same_run(generate(context, PROMPT, 2), PROMPT)
+
+
+@pytest.mark.parametrize("state", ["scheduled", "preempted", "decoding", "between chunks"])
+def test_slots_are_reset_between_steps_in_any_state(state):
+    """Reservations and leases of before end with it; the requests go on, and save states anew."""
+    context = make_context()
+    generate(context, PROMPT, 1)
+    other = PROMPT[: 2 * BLOCK] + [5] * (BLOCK + 3)
+    add(context, "a", other, chunk_tokens=BLOCK if state == "between chunks" else None)
+    if state in ("decoding", "between chunks"):
+        run_step(context)
+    if state == "preempted":
+        context.preempt("a")
+    context.slot_allocator.reset()
+    context.check_invariants()
+    if state == "preempted":
+        context.resume_request("a")
+    if state == "between chunks":
+        context.schedule_prefill("a")
+    run_step(context)
+    run_step(context)
+    context.check_invariants()
+    tokens = context.finish("a")
+    assert tokens == generate(make_context(), other, len(tokens))[0]
+    assert saved_prefix_lengths(context, PROMPT) in ([], [2])
+    assert_same_run(generate(context, other, 3), other)
+
+
+def test_a_lack_of_blocks_says_for_whom_and_what_to_do():
+    context = make_context(make_config(num_kv_blocks=6))
+    add(context, "first", PROMPT)
+    run_step(context)
+    with pytest.raises(BlockCapacityError) as short:
+        add(context, "second", PROMPT[::-1])
+    assert (short.value.required, short.value.available) == (4, 2)
+    for words in ("'second'", "26 tokens", "finish or preempt", "num_kv_blocks", "kv_cache_gb"):
+        assert words in str(short.value)
+    add(context, "third", [2] * (2 * BLOCK), chunk_tokens=2 * BLOCK)
+    run_step(context)
+    with pytest.raises(BlockCapacityError) as short:
+        run_step(context)
+    assert (short.value.required, short.value.available) == (1, 0)
+    assert "'third'" in str(short.value)
+    assert "'first'" not in str(short.value)
+    assert "preempt" in str(short.value)
+    context.check_invariants()
+    context.preempt("first")
+    run_step(context)
+
+
+def test_a_lack_of_blocks_names_no_more_requests_than_fit_a_line():
+    context = make_context(make_config(num_kv_blocks=4, max_requests=20))
+    for name in range(4):
+        context.add_request(Request(request_id=name, prompt_tokens=[name + 1] * BLOCK))
+    run_step(context)
+    with pytest.raises(BlockCapacityError, match=r"0, 1, 2, 3"):
+        run_step(context)
