@@ -29,7 +29,7 @@ VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not FOUND, reason=f"{WHEELS} names no folder with wheels"),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron's, of what it would need for training
 ]
 
 
@@ -104,7 +104,6 @@ def test_a_request_that_is_released_before_its_commit_leaves_nothing_recorded(se
     assert server.slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
 
 
-@pytest.mark.filterwarnings("ignore")  # of the profiler
 def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
     core, serve, generator, monkeypatch
 ):
