@@ -75,7 +75,7 @@ def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], 
                     "whose state was freed before it was restored"
                 )
         slots.restore_slots(list(sources.values()), list(sources))
-        slots.note_consumed([slot for slot in sources.values() if slot != ZERO_SOURCE])
+        slots.policy.on_consumed([slot for slot in sources.values() if slot != ZERO_SOURCE])
         self._pending_mamba_restores.clear()
         self._pending_mamba_zeros.clear()
 
