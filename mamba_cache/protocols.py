@@ -14,7 +14,8 @@ class KVBlockView(Protocol):
     """What slots read of a KV block allocator.
 
     The embedder owns the arrays and writes into them at any time; what they say is never cached.
-    Megatron Core before the rename calls ``pool_size`` ``total_count``, which is understood too.
+    Megatron Core calls ``pool_size`` ``total_count``, and keeps its arrays on the device in 0.17;
+    both are understood, the latter at the price of waiting for the device at each look.
     """
 
     pool_size: int
@@ -74,7 +75,8 @@ class SlotContext(Protocol):
     mamba_chunk_size: int
     ssm_chunk_alignment: int
     max_mamba_intermediate_states_per_step: int
-    """Rows of the scratch that the forward writes checkpoint states to; 0: no scratch."""
+    """Rows of the scratch that the forward writes checkpoint states to; 0: no scratch. Where it is
+    absent, as in Megatron Core before 0.19, three for each of ``max_requests``."""
 
     @property
     def kv_block_allocator(self) -> KVBlockView:

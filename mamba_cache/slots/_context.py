@@ -6,18 +6,46 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import SlotContext
 
-__all__ = ["check_model", "checkpoint_alignment", "live_rows", "num_kv_blocks", "state_device"]
+__all__ = [
+    "as_host_array",
+    "check_model",
+    "checkpoint_alignment",
+    "live_rows",
+    "num_kv_blocks",
+    "num_scratch_rows",
+    "state_device",
+]
 
 
 def num_kv_blocks(kv_blocks: Any) -> int:
     """Reads the size of the KV pool: ``pool_size``, or ``total_count`` as it was called before."""
     size: int = kv_blocks.pool_size if hasattr(kv_blocks, "pool_size") else kv_blocks.total_count
     return size
+
+
+def as_host_array(values: Any) -> npt.NDArray[Any]:
+    """Reads an embedder's array or tensor as numpy, sharing its memory where that is the host's.
+
+    Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
+    so does this then.
+    """
+    return np.asarray(values.cpu() if getattr(values, "is_cuda", False) else values)
+
+
+def num_scratch_rows(context: SlotContext, per_request: int) -> int:
+    """Reads how many states the forward may write into the scratch in one step.
+
+    Megatron Core before 0.19 does not say, and its forward writes ``per_request`` rows for each of
+    ``max_requests``, whether a state belongs there or not.
+    """
+    rows: int | None = getattr(context, "max_mamba_intermediate_states_per_step", None)
+    return per_request * context.max_requests if rows is None else rows
 
 
 def checkpoint_alignment(context: SlotContext) -> int:
@@ -56,7 +84,7 @@ def live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
     Raises:
         InvalidArgumentError: There is no such request row, or it has no live state.
     """
-    table = np.asarray(context.mamba_metadata.request_to_mamba_state_idx)
+    table = as_host_array(context.mamba_metadata.request_to_mamba_state_idx)
     rows = [int(table[request]) if 0 <= request < len(table) else -1 for request in requests]
     if min(rows) < 0:
         raise InvalidArgumentError(

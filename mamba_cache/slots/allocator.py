@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from mamba_cache._checks import as_ints, check_int
 from mamba_cache._lasting import lasting
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
 from mamba_cache.protocols import PrefillRequest, SlotContext
-from mamba_cache.slots._context import check_model, checkpoint_alignment, live_rows, state_device
+from mamba_cache.slots._context import (
+    check_model,
+    checkpoint_alignment,
+    live_rows,
+    num_scratch_rows,
+    state_device,
+)
 from mamba_cache.slots._ids import as_slots, check_same_length
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
 from mamba_cache.slots.control import SlotControl
-from mamba_cache.slots.intermediates import IntermediateTables, plan_checkpoints
+from mamba_cache.slots.intermediates import (
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+    DeviceIndexedTable,
+    IntermediateTables,
+    plan_checkpoints,
+)
 from mamba_cache.slots.placement import CheckpointPlacement, check_placement
 from mamba_cache.slots.policies import SlotEvictionPolicy
 from mamba_cache.slots.transfers import StateTransfers
@@ -114,8 +124,10 @@ class MambaSlotAllocator(SlotControl):
         return cls(context, max_slots, conv.num_layers, *kinds, policy=policy, placement=placement)
 
     def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
-        device, scratch_name = state_device(self.context), "max_mamba_intermediate_states_per_step"
-        self.max_intermediate_count: int = getattr(self.context, scratch_name, 0)
+        device = state_device(self.context)
+        self.max_intermediate_count = num_scratch_rows(
+            self.context, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+        )
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
@@ -133,6 +145,11 @@ class MambaSlotAllocator(SlotControl):
         self._intermediate_counts_cpu = self._tables.counts_cpu
         self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
         self._eos_cache_block_id_cpu = self._tables.eos_block_ids_cpu
+        # Megatron Core 0.17 knows the tables by these names only.
+        self._intermediate_offsets_gpu = DeviceIndexedTable(self._tables.offsets_cpu)
+        self._intermediate_counts_gpu = DeviceIndexedTable(self._tables.counts_cpu)
+        self._intermediate_block_ids_gpu = DeviceIndexedTable(self._tables.block_ids_cpu)
+        self._eos_cache_block_id_gpu = DeviceIndexedTable(self._tables.eos_block_ids_cpu)
 
     @property
     def _has_intermediates(self) -> bool:
@@ -259,6 +276,9 @@ class MambaSlotAllocator(SlotControl):
     ) -> None:
         """Records where states are to be saved in a request's prefill chunk.
 
+        What the scratch has no row for, beside what is recorded for the other requests of the
+        step, is dropped and counted in ``skipped_checkpoints_total``.
+
         Args:
             req: The request.
             current_id: Its row in the context.
@@ -284,6 +304,7 @@ class MambaSlotAllocator(SlotControl):
             block_size_tokens=self.context.block_size_tokens,
             alignment=checkpoint_alignment(self.context),
         )
+        plan = self._tables.fitting(current_id, plan, self.max_intermediate_count)
         self._tables.record(current_id, plan)
         self.skipped_checkpoints_total += plan.num_skipped
 
@@ -379,10 +400,13 @@ class MambaSlotAllocator(SlotControl):
         metadata = self.context.mamba_metadata
         written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
         blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
+        written_blocks = blocks[: self.max_intermediate_count]  # nobody could write the others
+        self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
+        blocks = written_blocks
         if not blocks and not eos_blocks:
             self._clear_intermediate_state()
             return None
-        hashes = np.asarray(self.context.kv_block_allocator.block_hashes)[blocks + eos_blocks]
+        hashes = self._block_hashes()[blocks + eos_blocks]
         return blocks, list(range(len(blocks))), eos_blocks, eos_rows, hashes.tolist()
 
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:

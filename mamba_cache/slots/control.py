@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mamba_cache._checks import INT32_MAX, as_ints, as_items, check_int
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots._context import num_kv_blocks
+from mamba_cache.slots._context import as_host_array, num_kv_blocks
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
 from mamba_cache.slots.fingerprint import slot_fingerprint
 from mamba_cache.slots.lease import SlotLease
@@ -389,7 +389,7 @@ class SlotControl:
         if num_slots <= 0:
             return []
         kv_blocks = self.context.kv_block_allocator
-        slots = self.pool.evictable_slots(np.asarray(kv_blocks.block_ref_counts), protected)
+        slots = self.pool.evictable_slots(as_host_array(kv_blocks.block_ref_counts), protected)
         blocks = self.pool.slot_to_block[slots]
         if candidates is not None:
             allowed = np.isin(blocks, as_ints("candidates", candidates))
@@ -402,4 +402,4 @@ class SlotControl:
 
 def _block_hashes(context: SlotContext) -> npt.NDArray[Any]:
     # Not a method: the pool would refer back to its owner, whose tensors a cycle would keep.
-    return np.asarray(context.kv_block_allocator.block_hashes)
+    return as_host_array(context.kv_block_allocator.block_hashes)

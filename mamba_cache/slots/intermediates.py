@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from mamba_cache.slots.placement import (
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
     "CheckpointPlan",
+    "DeviceIndexedTable",
     "IntermediateTables",
     "plan_checkpoints",
 ]
@@ -133,6 +134,28 @@ class IntermediateTables:
         """Empties every row."""
         self.clear(0, len(self.counts_cpu))
 
+    def fitting(self, row: int, plan: CheckpointPlan, num_scratch_rows: int) -> CheckpointPlan:
+        """Drops the checkpoints of a plan that the scratch has no row for, the first ones first.
+
+        Args:
+            row: The request's row, whose present content does not count.
+            plan: Its plan.
+            num_scratch_rows: States that the forward can write in a step.
+        """
+        if not plan.offsets:
+            return plan
+        counts = self.counts_cpu.numpy()
+        num_free = num_scratch_rows - int(counts.sum()) + int(counts[row])
+        surplus = len(plan.offsets) - max(num_free, 0)
+        if surplus <= 0:
+            return plan
+        return replace(
+            plan,
+            offsets=plan.offsets[surplus:],
+            block_ids=plan.block_ids[surplus:],
+            num_skipped=plan.num_skipped + surplus,
+        )
+
     def record(self, row: int, plan: CheckpointPlan) -> None:
         """Replaces what a request's row holds."""
         num_offsets = len(plan.offsets)
@@ -184,14 +207,40 @@ class IntermediateTables:
             start: The first prefill request's row.
             num_rows: Prefill requests.
             num_written: States that the forward wrote for each row from ``start`` on; for rows
-                past the end of the list, none.
+                past the end of the list, none. Those past ``num_rows`` are another step's.
 
         Returns:
             The block of each such state, in order; the blocks of EOS checkpoints; and the rows of
             the requests that these belong to.
         """
+        num_written = num_written[:num_rows]
         table = self.block_ids_cpu.numpy()[start : start + len(num_written)]
         written = np.arange(table.shape[1]) < np.asarray(num_written, np.int64)[:, None]
         eos = self.eos_block_ids_cpu.numpy()[start : start + num_rows]
         eos_rows = np.flatnonzero(eos >= 0)
         return table[written].tolist(), eos[eos_rows].tolist(), (eos_rows + start).tolist()
+
+
+class DeviceIndexedTable:
+    """A table on the CPU that is read and written by index, where the index may be on the device.
+
+    Args:
+        table: The table. What is written here is written there.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Returns the entries at an index, on the CPU."""
+        return self._table[_on_cpu(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes the entries at an index."""
+        self._table[_on_cpu(index)] = _on_cpu(value)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import KVBlockView
+from mamba_cache.slots._context import as_host_array
 
 __all__ = [
     "ConsumedSlotPolicy",
@@ -115,7 +116,7 @@ class LruSlotPolicy(_Stateless):
         kv_blocks: KVBlockView,
     ) -> list[int]:
         """Returns the slots whose blocks have the lowest ``block_timestamps``."""
-        return _lowest(num_slots, slots, np.asarray(kv_blocks.block_timestamps).take(blocks))
+        return _lowest(num_slots, slots, as_host_array(kv_blocks.block_timestamps).take(blocks))
 
 
 class RefZeroSlotPolicy(_Stateless):

@@ -56,24 +56,67 @@ from .mamba_slot_allocator import MambaSlotCapacityError as Full
 
 
 class DynamicInferenceContext:
-    max_requests = 2
-    device = "cpu"
-    kv_block_allocator = SimpleNamespace(
-        pool_size=4, block_ref_counts=torch.ones(4), block_timestamps=torch.zeros(4)
-    )
+    mamba_conv_states = mamba_ssm_states = None
 
     def __init__(self):
-        self.slots = MambaSlotAllocator(
+        self.max_requests = 2
+        self.block_size_tokens = self.mamba_chunk_size = 4
+        self.prefix_caching_eviction_policy = "lru"
+        self.device = "cpu"
+        self.kv_block_allocator = SimpleNamespace(
+            pool_size=4, block_ref_counts=torch.ones(4), block_timestamps=torch.zeros(4)
+        )
+        self.mamba_slot_allocator = MambaSlotAllocator(
             context=self, max_slots=1, num_mamba_layers=1, conv_states_shape=(2, 3),
             ssm_states_shape=(2, 2, 2), conv_states_dtype=torch.bfloat16,
             ssm_states_dtype=torch.float32,
         )
+        self.kv_block_allocator.on_blocks_deregistered = (
+            self.mamba_slot_allocator.on_kv_blocks_deregistered
+        )
+        self.request_to_kv_block_ids = self.mamba_metadata = self.batch_dimensions = None
+        self.mamba_conv_states = self.mamba_ssm_states = None
+        self.paused_request_count = 0
+
+    def _compute_prefix_match(self, req, prefill_chunk_length):
+        if req is None:
+            return [], 0, 0, 0, 0, prefill_chunk_length
+        (matched_block_ids, num_blocks_from_pool, already_allocated_blocks,
+         overall_required_blocks, prefix_skip_tokens, effective_prefill_chunk_length) = req.match
+        return (matched_block_ids, num_blocks_from_pool, already_allocated_blocks,
+                overall_required_blocks, prefix_skip_tokens, effective_prefill_chunk_length)
+
+    def add_request(self, req, prefill_chunk_length=None):
+        self.kv_block_allocator.block_ref_counts[[0]] += 1
+        self.kv_block_allocator.allocate_memory_blocks(1)
 
     def overfill(self):
         try:
-            self.slots.allocate_slots_batch([0, 1])
+            self.mamba_slot_allocator.allocate_slots_batch([0, 1])
         except Full as error:
             return error
+
+    def release(self, rows):
+        sa = self.mamba_slot_allocator
+        sa._intermediate_counts_cpu[rows] = 0
+"""
+
+KV_BLOCKS = """
+class KVBlockAllocator:
+    def __init__(self):
+        self.total_count = 4
+        self.block_ref_counts = self.block_timestamps = self.block_hashes = None
+        self.on_blocks_deregistered = None
+"""
+
+METADATA = """
+class MambaMetadata:
+    def __init__(self):
+        self.request_to_mamba_state_idx = self.intermediate_count = None
+
+    @property
+    def per_request_intermediate_counts(self):
+        return []
 """
 
 
@@ -81,13 +124,16 @@ class DynamicInferenceContext:
 def write(tmp_path, monkeypatch):
     """Puts a stand-in of Megatron Core on the path, and everything back afterwards."""
 
-    def write(allocator=ALLOCATOR, context=CONTEXT, version="9.9"):
+    def write(allocator=ALLOCATOR, context=CONTEXT, *, version="9.9", kv_blocks=KV_BLOCKS):
         folder = tmp_path / Path(*CONTEXTS.split("."))
-        folder.mkdir(parents=True)
+        metadata = folder / "attention_context" / "mamba_metadata.py"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(METADATA)
         for package in (folder.parent, folder):
             (package / "__init__.py").touch()
         (folder.parent.parent / "__init__.py").write_text(f"__version__ = {version!r}")
         (folder / "dynamic_context.py").write_text(context)
+        (folder / "kv_block_allocator.py").write_text(kv_blocks)
         if allocator is not None:
             (folder / "mamba_slot_allocator.py").write_text(allocator)
         importlib.invalidate_caches()
@@ -115,7 +161,7 @@ def test_contexts_use_this_packages_slots(write, first):
         load("dynamic_context")
     megatron.install()
     context = load("dynamic_context").DynamicInferenceContext()
-    assert type(context.slots) is MambaSlotAllocator
+    assert type(context.mamba_slot_allocator) is MambaSlotAllocator
     error = context.overfill()
     assert type(error) is MambaSlotCapacityError
     assert (error.required, error.available) == (2, 1)
@@ -167,48 +213,38 @@ def test_a_with_block_leaves_things_as_they_were(write):
 
 
 def test_a_version_without_a_capacity_error_of_its_own_has_one_meanwhile(write):
-    write(ALLOCATOR.replace("class MambaSlotCapacityError", "class _Other"), context="")
+    context = CONTEXT.replace("import MambaSlotCapacityError as", "import _Other as")
+    write(ALLOCATOR.replace("class MambaSlotCapacityError", "class _Other"), context)
     with megatron.installed():
         assert load("mamba_slot_allocator").MambaSlotCapacityError is MambaSlotCapacityError
     assert not hasattr(load("mamba_slot_allocator"), "MambaSlotCapacityError")
 
 
-DIFFERENCES = {
-    "a further constructor parameter": (
-        "ssm_states_dtype):",
-        "ssm_states_dtype, prefix_cache_registry=None):",
-        r"__init__ takes \['context', .*'prefix_cache_registry'\], not \['context', .*dtype'\]",
+UNUSED = {
+    "parameters of other names": ("block_ids: list", "blocks: list"),
+    "a further method that nobody calls": (
+        "    def reset(",
+        "    def more(self): ...\n    def reset(",
     ),
-    "a further one by keyword": (
-        "ssm_states_dtype):",
-        "ssm_states_dtype, *, registry=None):",
-        r"__init__ takes .*'registry'\], not",
-    ),
-    "constructor parameters in another order": (
-        "max_slots, num_mamba_layers",
-        "num_mamba_layers, max_slots",
-        r"__init__ takes \['context', 'num_mamba_layers', 'max_slots'",
-    ),
-    "parameters in another order": (
-        "ssm_state, conv_state",
-        "conv_state, ssm_state",
-        r"store_from_tensors takes .*'conv_state', 'ssm_state'\], not .*'ssm_state', 'conv_state'",
-    ),
-    "a further method": (
-        "    def reset(self)",
-        "    def allocate_slot(self, block_id): ...\n    def reset(self)",
-        r"its allocate_slot\(block_id\) is unknown here",
-    ),
-    "a method that is gone": (
-        "    def on_kv_blocks_deregistered(self, block_ids_list: list, hashes_to_delete: set): ...",
+    "a method that nobody calls is gone": (
+        "    def has_state(self, block_id: int) -> bool: ...",
         "",
-        "it has no on_kv_blocks_deregistered",
     ),
-    "another number of offsets": (
-        "REQUEST = 3",
-        "REQUEST = 2",
-        "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST is 2, not 3",
-    ),
+}
+
+
+@pytest.mark.parametrize("difference", UNUSED.values(), ids=UNUSED)
+def test_what_megatron_does_not_use_makes_no_difference(write, difference):
+    assert difference[0] in ALLOCATOR
+    write(ALLOCATOR.replace(*difference))
+    with megatron.installed():
+        assert type(load("dynamic_context").DynamicInferenceContext().mamba_slot_allocator) is (
+            MambaSlotAllocator
+        )
+
+
+OFFSETS = {
+    "another number of offsets": ("REQUEST = 3", "REQUEST = 2", "is 2, not 3"),
     "no number of offsets": (
         "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3",
         "",
@@ -218,26 +254,145 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES.values(), ids=DIFFERENCES)
-def test_another_interface_is_refused_and_what_differs_is_named(write, difference):
+@pytest.mark.parametrize("difference", OFFSETS.values(), ids=OFFSETS)
+def test_other_slots_are_refused(write, difference):
     old, new, message = difference
-    assert old in ALLOCATOR
     write(ALLOCATOR.replace(old, new), context="")
+    refused(message)
+
+
+DIFFERENCES = {
+    "a further constructor parameter": (
+        "ssm_states_dtype=torch.float32,",
+        "ssm_states_dtype=torch.float32, registry=1,",
+        r"dynamic_context\.py:\d+ makes the slots by MambaSlotAllocator\(.*registry=1\)",
+    ),
+    "too few": (
+        "max_slots=1, ",
+        "",
+        r"dynamic_context\.py:\d+ makes the slots by MambaSlotAllocator\(context=self, num",
+    ),
+    "a method that is unknown here": (
+        "allocate_slots_batch([0, 1])",
+        "allocate_some([0, 1])",
+        r"dynamic_context\.py:\d+ uses allocate_some of the slots, which has nothing here",
+    ),
+    "another number of arguments": (
+        "allocate_slots_batch([0, 1])",
+        "allocate_slots_batch([0], [1])",
+        r"calls self\.mamba_slot_allocator\.allocate_slots_batch\(\[0\], \[1\]\)",
+    ),
+    "an attribute that is called": (
+        "allocate_slots_batch([0, 1])",
+        "free_count()",
+        r"calls self\.mamba_slot_allocator\.free_count\(\)",
+    ),
+    "a table of another name, under an alias": (
+        "sa._intermediate_counts_cpu",
+        "sa._intermediate_counts_of_mine",
+        r"dynamic_context\.py:\d+ uses _intermediate_counts_of_mine",
+    ),
+    "no rows": (
+        "self.max_requests = 2",
+        "self.rows = 2",
+        "its DynamicInferenceContext has no max_requests",
+    ),
+    "a match that returns less": (
+        "return [], 0, 0, 0, 0, prefill_chunk_length",
+        "return [], 0",
+        "_compute_prefix_match is not the one",
+    ),
+    "a match of something else": (
+        "(self, req, prefill_chunk_length)",
+        "(self, req, start)",
+        "_compute_prefix_match is not the one",
+    ),
+    "no match": ("_compute_prefix_match", "_match", "_compute_prefix_match is not the one"),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_another_use_is_refused_and_what_differs_is_named(write, difference):
+    old, new, message = difference
+    assert old in CONTEXT
+    write(context=CONTEXT.replace(old, new))
+    refused(message)
+
+
+def refused(message):
     with pytest.raises(UnsupportedVersionError, match=rf"Megatron Core 9\.9 .*{message}"):
         megatron.install()
     home = load("mamba_slot_allocator")
     assert getattr(home, "MambaSlotAllocator", None) is not MambaSlotAllocator
     assert home.MambaSlotCapacityError is not MambaSlotCapacityError
+    assert megatron.replaced() == []
+
+
+CALLS = {
+    "allocate_slots_batch(*[[0, 1]])": True,
+    "allocate_slots_batch(**{'block_ids': [0, 1]})": True,
+    "allocate_slots_batch(block_ids=[0, 1])": True,
+    "allocate_slots_batch(ids=[0, 1])": False,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_are_judged_by_their_arguments(write, call):
+    write(context=CONTEXT.replace("allocate_slots_batch([0, 1])", call))
+    if CALLS[call]:
+        with megatron.installed():
+            context = load("dynamic_context").DynamicInferenceContext()
+            assert type(context.overfill()) is MambaSlotCapacityError
+    else:
+        refused("calls self.mamba_slot_allocator.allocate_slots_batch")
 
 
 def test_all_differences_are_named_at_once(write):
-    write(ALLOCATOR.replace("get_slot", "slot_of").replace("REQUEST = 3", "REQUEST = 4"))
-    with pytest.raises(UnsupportedVersionError, match=r"is 4, not 3; .*no get_slot; .*slot_of"):
+    context = CONTEXT.replace("allocate_slots_batch(", "allocate(")
+    kv_blocks = KV_BLOCKS.replace("total_count", "count").replace("block_hashes", "hashes")
+    write(ALLOCATOR.replace("REQUEST = 3", "REQUEST = 4"), context, kv_blocks=kv_blocks)
+    refused(
+        r"is 4, not 3; .*uses allocate .*; its KVBlockAllocator has no pool_size or total_count; "
+        "its KVBlockAllocator has no block_hashes"
+    )
+
+
+def test_a_version_without_kv_blocks_of_that_name_is_refused(write):
+    write(kv_blocks="")
+    refused("it has no class KVBlockAllocator")
+
+
+def test_a_context_that_cannot_be_imported_leaves_megatrons_slots(write):
+    write(context=CONTEXT.replace("import torch", "import not_installed_either"))
+    with pytest.raises(ModuleNotFoundError, match="not_installed_either"):
         megatron.install()
+    assert load("mamba_slot_allocator").MambaSlotAllocator is not MambaSlotAllocator
+    assert megatron.replaced() == []
+
+
+def test_a_context_that_makes_room_first_holds_its_blocks_meanwhile(write):
+    line = "        self.kv_block_allocator.block_ref_counts[[0]] += 1\n"
+    assert line in CONTEXT
+    write(context=CONTEXT.replace(line, ""))
+    with megatron.installed():
+        assert megatron.replaced()[-1].endswith(".add_request")  # it has no check_availability
+    assert megatron.replaced() == []
+
+
+def test_only_what_the_version_has_is_amended(write):
+    write()
+    context = load("dynamic_context").DynamicInferenceContext
+    own = context._compute_prefix_match
+    with megatron.installed():
+        assert [name.rsplit(".", 1)[1] for name in megatron.replaced()] == [
+            "MambaSlotAllocator", "MambaSlotCapacityError", "_compute_prefix_match"
+        ]  # fmt: skip
+        assert context._compute_prefix_match.__wrapped__ is own
+    assert context._compute_prefix_match is own
 
 
 def test_a_version_without_slots_is_refused(write):
-    write(allocator=None, context="")
+    write(allocator=None)
     with pytest.raises(UnsupportedVersionError, match=r"9\.9 has no module .*mamba_slot_allocator"):
         megatron.install()
 

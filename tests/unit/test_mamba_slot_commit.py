@@ -114,6 +114,37 @@ def test_checkpoints_beyond_three_are_counted(context):
     assert allocator.skipped_checkpoints_total == 1
 
 
+def test_checkpoints_that_the_scratch_has_no_row_for_are_counted(context):
+    context.max_mamba_intermediate_states_per_step = 3
+    allocator = make_allocator(context=context, placement=EveryNthBlock(1))
+    record(allocator, 2, 3 * BLOCK + 1)
+    record(allocator, 3, 3 * BLOCK + 1)
+    assert allocator._intermediate_block_ids_cpu[2].tolist() == [10, 11, 12]
+    assert allocator._intermediate_counts_cpu.tolist() == [0, 0, 3, 0]
+    assert allocator.skipped_checkpoints_total == 3
+    record(allocator, 2, BLOCK + 1)  # the row's own states make room for its new ones
+    record(allocator, 3, 3 * BLOCK + 1)
+    assert allocator._intermediate_block_ids_cpu[2:].tolist() == [[10, -1, -1], [16, 17, -1]]
+    assert allocator._intermediate_offsets_cpu[3].tolist() == [2 * BLOCK, 3 * BLOCK, 0]
+    assert allocator.skipped_checkpoints_total == 4
+
+
+def test_states_that_the_scratch_has_no_row_for_are_not_committed(allocator, context):
+    two_prefills(allocator, context)
+    allocator.max_intermediate_count = 2  # as if an embedder had written the tables itself
+    allocator.commit_intermediate_states()
+    assert [allocator.has_state(block) for block in (10, 13, 16, 17)] == [True, True, False, True]
+    assert allocator.skipped_checkpoints_total == 1
+
+
+def test_counts_of_an_earlier_step_are_none_of_this_one(allocator, context):
+    two_prefills(allocator, context)
+    allocator.commit_intermediate_states()
+    context.batch_dimensions.prefill_req_count = 0
+    allocator.commit_intermediate_states()
+    assert allocator.num_cached_slots == 4
+
+
 @pytest.mark.parametrize("name", ["get_intermediate_cpu_data", "get_intermediate_gpu_data"])
 def test_kernels_get_the_prefill_requests_rows(allocator, context, name):
     get = getattr(allocator, name)

@@ -1,0 +1,119 @@
+"""Methods of Megatron's inference context, amended: no hit is wrong, and restores are one launch.
+
+Each function makes a method for ``DynamicInferenceContext`` from the one that it has. A context
+whose slots are not of this package, or that has none, keeps Megatron's own way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mamba_cache.errors import MissingStateError
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import ZERO_SOURCE
+
+__all__ = [
+    "compute_prefix_match",
+    "execute_pending_mamba_ops",
+    "reset_mamba_state",
+    "with_matched_blocks_held",
+]
+
+
+def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Has a request skip no more tokens than a saved state stands for.
+
+    Megatron Core 0.18 and 0.19 never prefill a single token, and take one block less of a prompt
+    that would leave one, whether that block has a state or not; where it has none, they prefill
+    the rest on a state of zeros.
+    """
+
+    @functools.wraps(theirs)
+    def method(self: Any, req: Any, prefill_chunk_length: int, *args: Any, **kwargs: Any) -> Any:
+        match = theirs(self, req, prefill_chunk_length, *args, **kwargs)
+        slots = getattr(self, "mamba_slot_allocator", None)
+        blocks, from_pool, allocated, required, skip_tokens, _ = match
+        if not isinstance(slots, MambaSlotAllocator) or req.finished_chunk_token_count:
+            return match
+        num_skipped = skip_tokens // self.block_size_tokens
+        while num_skipped and not slots.has_state(blocks[num_skipped - 1]):
+            num_skipped -= 1
+        skip_tokens = num_skipped * self.block_size_tokens
+        computed = prefill_chunk_length - skip_tokens
+        return blocks, from_pool, allocated, required, skip_tokens, computed
+
+    return method
+
+
+def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Has all live states of a step's new requests restored or cleared in one launch.
+
+    Megatron restores them one after the other, and clears the live state of a request whose saved
+    state is gone although its tokens are skipped.
+
+    Raises:
+        MissingStateError: By the method: a request skips tokens, and the state at their end is
+            gone. Nothing was restored.
+    """
+
+    @functools.wraps(theirs)
+    def method(self: Any) -> None:
+        slots = self.mamba_slot_allocator
+        if not isinstance(slots, MambaSlotAllocator):
+            theirs(self)
+            return
+        if not self._pending_mamba_restores and not self._pending_mamba_zeros:
+            return
+        sources = dict.fromkeys(self._pending_mamba_zeros, ZERO_SOURCE)
+        for request, block_id, row in self._pending_mamba_restores:
+            sources[row] = slots.get_slot(block_id)
+            if sources[row] < 0:
+                raise MissingStateError(
+                    f"request row {request} skips the tokens up to the end of block {block_id}, "
+                    "whose state was freed before it was restored"
+                )
+        slots.restore_slots(list(sources.values()), list(sources))
+        slots.policy.on_consumed([slot for slot in sources.values() if slot != ZERO_SOURCE])
+        self._pending_mamba_restores.clear()
+        self._pending_mamba_zeros.clear()
+
+    return method
+
+
+def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Forgets the restores of requests that are gone after a reset, as their blocks are."""
+
+    @functools.wraps(theirs)
+    def method(self: Any) -> None:
+        theirs(self)
+        if isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
+            self._pending_mamba_restores.clear()
+            self._pending_mamba_zeros.clear()
+
+    return method
+
+
+def with_matched_blocks_held(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Holds the blocks that a request matches while room is found for its others.
+
+    Megatron Core 0.17 and 0.18 make room first, evicting what is least recently used, the matched
+    blocks among it: the request then has one block twice, and what was cached in it is overwritten.
+    """
+
+    @functools.wraps(theirs)
+    def method(self: Any, req: Any, prefill_chunk_length: int | None = None) -> Any:
+        arguments = () if prefill_chunk_length is None else (prefill_chunk_length,)
+        if not isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
+            return theirs(self, req, *arguments)
+        length = req.remaining_prompt_length if not arguments else prefill_chunk_length
+        matched = self._compute_prefix_match(req, length)[0]
+        counts = self.kv_block_allocator.block_ref_counts
+        counts[matched] += 1
+        try:
+            return theirs(self, req, *arguments)
+        finally:
+            counts[matched] -= 1
+
+    return method

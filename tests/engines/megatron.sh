@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs this package's slots in real contexts of Megatron Core.
+#
+#   tests/engines/megatron.sh [FOLDER [PYTEST ARGUMENTS]]
+#
+# FOLDER is where its wheels lie or are downloaded to, 6 MB; without one, to a folder that goes afterwards.
+# They are unpacked and imported, never installed: what they need besides this package's extra `test` is
+# there. On a machine with a CUDA device, name tests/gpu/test_megatron_gpu.py as the argument.
+set -euo pipefail
+
+if [ $# -gt 0 ]; then
+    mkdir -p "$1"
+    wheels=$(cd "$1" && pwd)
+    shift
+else
+    wheels=$(mktemp -d)
+    trap 'rm -rf "$wheels"' EXIT
+fi
+cd "$(dirname "$0")/../.."
+
+for version in 0.17.1 0.18.2 0.19.2; do
+    if ! compgen -G "$wheels/megatron_core-$version-*.whl" >/dev/null; then
+        timeout 300 python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
+            --dest "$wheels" "megatron-core==$version"
+    fi
+done
+
+[ $# -gt 0 ] || set -- tests/integration/test_megatron_real.py
+MEGATRON_WHEELS=$wheels timeout 900 python -m pytest -q "$@"

@@ -1,0 +1,170 @@
+"""This package's slots in real contexts of Megatron Core on a CUDA device, nothing stood in for.
+
+The wheels come from the folder that MEGATRON_WHEELS names (tests/engines/megatron.sh fetches them).
+"""
+
+import pytest
+import torch
+from megatron_rig import (
+    BLOCK,
+    CONV,
+    DTYPES,
+    LAYERS,
+    SSM,
+    WHEELS,
+    Server,
+    find_wheels,
+    is_before,
+    megatron_core,
+    megatron_steps,
+    random_tokens,
+)
+
+from mamba_cache import MambaSlotAllocator
+from mamba_cache.integrations import megatron
+
+FOUND = find_wheels()
+VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.items()}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not FOUND, reason=f"{WHEELS} names no folder with wheels"),
+    pytest.mark.filterwarnings("ignore"),  # Megatron's, of what it would need for training
+]
+
+
+@pytest.fixture(scope="module", params=list(VERSIONS) or ["no wheels"])
+def imported(request, tmp_path_factory):
+    """A version of Megatron Core."""
+    folder = tmp_path_factory.mktemp("megatron")
+    with megatron_core(VERSIONS[request.param], folder) as parts:
+        yield parts
+
+
+@pytest.fixture
+def core(imported):
+    """The same; Megatron has its own slots."""
+    yield imported
+    megatron.uninstall()
+
+
+@pytest.fixture
+def serve(core, generator):
+    """Makes a server over a real context with this package's slots."""
+
+    def make(**options):
+        megatron.install()
+        server = Server(core, generator, **options)
+        assert type(server.slots) is MambaSlotAllocator
+        assert server.slots.ssm_states.is_cuda
+        return server
+
+    return make
+
+
+def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, generator):
+    prompts = random_tokens(generator, 12 * BLOCK)
+    own = megatron_steps(Server(core, generator), prompts)
+    ours = megatron_steps(serve(), prompts)
+    assert ours == own
+    assert ours.skipped == [0, 0, 3 * BLOCK, 2 * BLOCK, BLOCK, 0]
+
+
+@pytest.mark.parametrize("rest", [0, 9])
+def test_a_prompt_in_pieces(serve, generator, rest):
+    server = serve(chunked=True)
+    prompt = random_tokens(generator, 4 * BLOCK + rest)
+    assert server.add(prompt, chunk=2 * BLOCK + 100) == 0
+    server.step()
+    server.finish()
+    assert server.go_on() == 0
+    server.step()
+    server.finish(0)
+    assert server.add(prompt + random_tokens(generator, 30)) >= BLOCK
+    server.step()
+
+
+def test_slots_and_kv_blocks_are_evicted(serve, generator):
+    server = serve(num_blocks=9, num_slots=2)
+    for _ in range(6):
+        server.add(random_tokens(generator, 3 * BLOCK + 5))
+        server.step()
+        server.finish(0)
+    assert 0 < server.num_found <= 2
+    assert server.slots.free_count == 2 - server.slots.num_cached_slots
+
+
+def test_a_request_that_is_released_before_its_commit_leaves_nothing_recorded(serve, generator):
+    server = serve()
+    server.add(random_tokens(generator, 3 * BLOCK))
+    assert server.slots._intermediate_counts_cpu.sum() > 0
+    rows = torch.tensor([0], device=server.context.request_ids.device)
+    server.context.release_memory_blocks_from_request_indexes(rows)
+    assert server.slots._intermediate_counts_cpu.tolist() == [0] * 4
+    assert server.slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
+
+
+def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
+    core, serve, generator, monkeypatch
+):
+    if is_before(core, (0, 18)):
+        pytest.skip("0.17 restores a request when it is added")
+
+    def restored():
+        """Four hits and four misses; returns the kernels launched and all live bits."""
+        generator.manual_seed(4)
+        server = serve(num_blocks=48, max_requests=8)
+        prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(8)]
+        for prompt in prompts[:4]:
+            server.add(prompt)
+            server.step()
+            server.finish(0)
+        assert [server.add(prompt) for prompt in prompts] == [2 * BLOCK] * 4 + [0] * 4
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            server.context._execute_pending_mamba_ops()
+            torch.cuda.synchronize()
+        kernels = [
+            event.name
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not event.name.startswith(("Memcpy", "Memset"))
+        ]
+        server.forward_begins()
+        states = [server.live_state(place) for place in range(8)]
+        server.forward_goes_on()
+        server.check_live_states()
+        return kernels, states
+
+    restored()  # compiles the kernel
+    kernels, states = restored()
+    context = core.contexts.DynamicInferenceContext
+    theirs = context._execute_pending_mamba_ops.__wrapped__
+    monkeypatch.setattr(context, "_execute_pending_mamba_ops", theirs)
+    kernels_of_loop, states_of_loop = restored()
+    print(len(kernels), kernels, len(kernels_of_loop), kernels_of_loop)
+    assert states == states_of_loop
+    assert len(kernels) == 1, kernels
+    assert len(kernels_of_loop) >= 4 + 2
+
+
+def test_megatrons_kernels_write_into_the_scratch(core, serve, generator):
+    if is_before(core, (0, 19)):
+        pytest.skip("0.19 has them first")
+    extraction = core.extraction
+    server = serve()
+    slots = server.slots
+    chunks = torch.rand((9, *SSM), generator=generator).to("cuda", DTYPES[1])
+    inputs = torch.rand((1, 9 * BLOCK, CONV[0]), generator=generator).to("cuda", DTYPES[0])
+    count = torch.tensor([3], dtype=torch.int32, device="cuda")
+    where = torch.tensor([4, 1, 7, 0, 0], device="cuda")
+    ends = torch.tensor([700, 128, 256, 4, 4], dtype=torch.int32, device="cuda")
+    for layer in range(LAYERS.count("M")):
+        ssm_out, conv_out = slots.intermediate_ssm_out[layer], slots.intermediate_conv_out[layer]
+        extraction.scatter_intermediate_ssm(chunks + layer, where, count, ssm_out)
+        extraction.scatter_intermediate_conv(inputs + layer, ends, count, conv_out, d_conv=CONV[1])
+    for layer in range(LAYERS.count("M")):
+        assert torch.equal(slots.intermediate_ssm_out[layer, :3], (chunks + layer)[where[:3]])
+        windows = [(inputs + layer)[0, end - CONV[1] : end].T for end in ends[:3].tolist()]
+        assert torch.equal(slots.intermediate_conv_out[layer, :3], torch.stack(windows))
+        assert not slots.intermediate_ssm_out[layer, 3:].any()

@@ -1,0 +1,410 @@
+"""This package's slots in real contexts of Megatron Core, step by step, on the CPU.
+
+The wheels come from the folder that MEGATRON_WHEELS names (tests/engines/megatron.sh fetches them);
+what a real context asks of CUDA, the host answers.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_rig import (
+    BLOCK,
+    WHEELS,
+    Server,
+    find_wheels,
+    host_for_cuda,
+    is_before,
+    megatron_core,
+    megatron_steps,
+    random_tokens,
+)
+
+from mamba_cache import MambaSlotAllocator
+from mamba_cache.errors import MambaCacheError, MissingStateError, UnsupportedVersionError
+from mamba_cache.integrations import megatron
+from mamba_cache.slots import _context, allocator
+from mamba_cache.slots.intermediates import IntermediateTables
+
+FOUND = find_wheels()
+VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.items()}
+
+SKIPPED = [0, 0, 3 * BLOCK, 2 * BLOCK, BLOCK, 0]
+"""What the requests of ``megatron_steps`` skip: a branch, a prompt's end, and one block less."""
+
+pytestmark = [
+    pytest.mark.skipif(not FOUND, reason=f"{WHEELS} names no folder with wheels"),
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
+]
+
+
+@pytest.fixture(scope="module", params=list(VERSIONS) or ["no wheels"])
+def imported(request, tmp_path_factory):
+    """A version of Megatron Core."""
+    folder = tmp_path_factory.mktemp("megatron")
+    with megatron_core(VERSIONS[request.param], folder) as parts:
+        yield parts
+
+
+@pytest.fixture
+def core(imported):
+    """The same, where the host answers for CUDA; Megatron has its own slots."""
+    with host_for_cuda():
+        yield imported
+    megatron.uninstall()
+
+
+@pytest.fixture
+def serve(core, generator):
+    """Makes a server over a real context with this package's slots."""
+
+    def make(**options):
+        megatron.install()
+        server = Server(core, generator, **options)
+        assert type(server.slots) is MambaSlotAllocator
+        return server
+
+    return make
+
+
+def own_server(core, generator, **options):
+    """Makes one over Megatron's own slots."""
+    server = Server(core, generator, **options)
+    assert type(server.slots).__module__.startswith("megatron.")
+    return server
+
+
+def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, generator):
+    prompts = random_tokens(generator, 12 * BLOCK)
+    own = megatron_steps(own_server(core, generator), prompts)
+    ours = megatron_steps(serve(), prompts)
+    assert ours == own
+    assert ours.skipped == SKIPPED
+
+
+BROKEN = {
+    "a scratch without rows": (allocator, "num_scratch_rows", lambda *_: 0),
+    "rows of live states mixed up": (
+        _context, "as_host_array", lambda table: table.flip(0).numpy()),
+    "restores that do nothing": (
+        MambaSlotAllocator, "restore_slots", lambda *_: None),
+    "single restores that do nothing": (
+        MambaSlotAllocator, "restore_to_live", lambda *_: True),
+    "saves of another request's state": (
+        MambaSlotAllocator, "store_from_live_batch",
+        lambda self, slots, rows: self.copy_live_to_slots([0] * len(slots), slots)),
+    "checkpoints of another block": (
+        IntermediateTables, "reached",
+        lambda self, start, rows, _: ([self.block_ids_cpu[start, 0].item()], [], [])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
+def test_the_steps_notice_slots_that_are_broken(core, serve, generator, monkeypatch, fault):
+    if fault[1] == "restore_slots" and is_before(core, (0, 18)):
+        fault = BROKEN["single restores that do nothing"]
+    if fault[1] == "restore_to_live" and not is_before(core, (0, 18)):
+        fault = BROKEN["restores that do nothing"]
+    monkeypatch.setattr(*fault)
+    server = serve()
+    prompts = random_tokens(generator, 12 * BLOCK)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, MambaCacheError)):
+        assert megatron_steps(server, prompts).skipped == SKIPPED
+
+
+def test_version_0_17_needs_the_tables_by_their_old_names(core, serve, generator):
+    server = serve()
+    server.add(random_tokens(generator, BLOCK))
+    server.step()
+    names = ["offsets_gpu", "counts_gpu", "block_ids_gpu"]
+    for name in [*(f"_intermediate_{name}" for name in names), "_eos_cache_block_id_gpu"]:
+        delattr(server.slots, name)
+    if is_before(core, (0, 18)):
+        with pytest.raises(AttributeError, match="_intermediate_counts_gpu"):
+            server.finish(0)
+    else:
+        server.finish(0)
+
+
+def test_a_released_request_leaves_nothing_recorded(serve, generator):
+    server = serve()
+    server.add(random_tokens(generator, 3 * BLOCK))
+    assert server.slots._intermediate_counts_cpu.sum() > 0
+    rows = torch.tensor([0])
+    server.context.release_memory_blocks_from_request_indexes(rows)
+    assert server.slots._intermediate_counts_cpu.tolist() == [0] * 4
+    assert server.slots._intermediate_offsets_cpu.tolist() == [[0] * 3] * 4
+    assert server.slots._intermediate_block_ids_cpu.tolist() == [[-1] * 3] * 4
+    assert server.slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
+
+
+def test_the_scratch_has_the_rows_that_the_forward_writes(core, serve):
+    server = serve(max_requests=8)  # 24 by requests, 16 by tokens
+    metadata = server.context.mamba_metadata
+    assert server.slots.max_intermediate_count == metadata.max_intermediate_count
+    assert server.slots.max_intermediate_count == (24 if is_before(core, (0, 19)) else 16)
+
+
+@pytest.mark.parametrize("rest", [0, 9])
+def test_a_prompt_in_pieces(serve, generator, rest):
+    server = serve(chunked=True)
+    prompt = random_tokens(generator, 4 * BLOCK + rest)
+    assert server.add(prompt, chunk=2 * BLOCK + 100) == 0
+    server.step()
+    server.finish()
+    assert server.go_on() == 0
+    server.step()
+    server.finish(0)
+    assert server.add(prompt + random_tokens(generator, 30)) >= BLOCK
+    server.step()
+
+
+def test_states_of_evicted_kv_blocks_go(serve, generator):
+    server = serve(num_blocks=9)
+    first = random_tokens(generator, 3 * BLOCK + 5)
+    for prompt in [first, *(random_tokens(generator, 3 * BLOCK + 5) for _ in range(5))]:
+        server.add(prompt)  # each takes four of the eight blocks, and leaves three cached
+        server.step()
+        server.finish(0)
+    slots = server.slots
+    assert set(slots.hash_to_block_id) <= set(server.context.kv_block_allocator.kv_hash_to_block_id)
+    assert server.request(first).precomputed_block_hashes[2] not in slots.hash_to_block_id
+    assert 0 < slots.num_cached_slots == server.num_found < 6
+    assert slots.free_count == slots.max_slots - slots.num_cached_slots
+    assert slots.evicted_slots_total == 0
+
+
+def test_versions_before_0_19_find_blocks_whose_parents_are_gone(core, serve, generator):
+    """What docs/how-to/megatron.md says is left as it is."""
+    server = serve(num_blocks=9)
+    first = random_tokens(generator, 3 * BLOCK + 5)
+    for prompt in [first, *(random_tokens(generator, 3 * BLOCK + 5) for _ in range(2))]:
+        server.add(prompt)
+        server.step()
+        server.finish(0)
+    if is_before(core, (0, 19)):
+        with pytest.raises(KeyError):
+            server.add(first)
+    else:
+        assert server.add(first) == 0
+        server.step()
+
+
+def test_slots_are_evicted_when_there_are_too_few(serve, generator):
+    server = serve(num_slots=2)
+    prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(4)]
+    for prompt in prompts:
+        server.add(prompt)
+        server.step()
+        server.finish(0)
+    assert server.num_found == 2
+    assert server.slots.evicted_slots_total == 2
+    assert [server.add(prompt) for prompt in prompts] == [0, 0, 2 * BLOCK, 2 * BLOCK]
+    server.step()
+
+
+def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
+    core, serve, generator, monkeypatch
+):
+    def restored(server):
+        """Two hits and two misses; returns the number of moves and all live bits."""
+        generator.manual_seed(5)
+        prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(4)]
+        for prompt in prompts[:2]:
+            server.add(prompt)
+            server.step()
+            server.finish(0)
+        skipped = [server.add(prompt) for prompt in prompts]
+        assert skipped == [2 * BLOCK, 2 * BLOCK, 0, 0]
+        before = server.slots.transfers.num_calls
+        server.forward_begins()
+        moves = server.slots.transfers.num_calls - before
+        states = [server.live_state(place) for place in range(4)]
+        server.forward_goes_on()
+        server.check_live_states()
+        return moves, states
+
+    generator.manual_seed(4)
+    server = serve()
+    assert hasattr(server.context, "_execute_pending_mamba_ops") == (not is_before(core, (0, 18)))
+    context = core.contexts.DynamicInferenceContext
+    if is_before(core, (0, 18)):  # restored one by one as they are added: no step begins yet
+        assert restored(server)[0] == 0
+        assert not any("pending" in name for name in megatron.replaced())
+        return
+    moves, states = restored(server)
+    assert moves == 1
+    theirs = context._execute_pending_mamba_ops.__wrapped__
+    monkeypatch.setattr(context, "_execute_pending_mamba_ops", theirs)
+    generator.manual_seed(4)
+    moves_of_loop, states_of_loop = restored(serve())
+    assert (moves_of_loop, states_of_loop) == (2, states)  # and two assignments of zeros
+
+
+def test_uninstalling_gives_the_context_its_own_methods_back(core):
+    context = core.contexts.DynamicInferenceContext
+    before = dict(vars(context))
+    megatron.install()
+    changed = {name for name, value in vars(context).items() if before.get(name) is not value}
+    expected = {
+        (0, 17): {"_compute_prefix_match", "add_request", "check_availability"},
+        (0, 18): {
+            "_compute_prefix_match", "add_request", "check_availability",
+            "_execute_pending_mamba_ops", "reset_mamba_state",
+        },
+        (0, 19): {"_compute_prefix_match", "_execute_pending_mamba_ops", "reset_mamba_state"},
+    }  # fmt: skip
+    assert changed == expected[tuple(map(int, core.version.split(".")[:2]))]
+    listed = {name.rsplit(".", 1)[1] for name in megatron.replaced() if "Context." in name}
+    assert listed == changed
+    megatron.uninstall()
+    assert dict(vars(context)) == before
+    assert megatron.replaced() == []
+
+
+def test_a_prompt_that_would_leave_one_token_resumes_from_a_saved_state(core, serve, generator):
+    def again(server):
+        prompt = random_tokens(generator, 3 * BLOCK + 1)
+        server.add(prompt)
+        server.step()
+        server.finish(0)
+        skipped = server.add(prompt)
+        server.step()
+        return skipped
+
+    if is_before(core, (0, 18)):
+        assert again(serve()) == 3 * BLOCK
+    else:
+        # Megatron's own goes back to a block without a state, and starts from zeros there.
+        with pytest.raises(AssertionError, match="request 0"):
+            again(own_server(core, generator))
+        assert again(serve()) == 0
+
+
+def test_matched_blocks_are_not_evicted_to_make_room(core, serve, generator):
+    def blocks(server):
+        """A hit that needs room, when the matched blocks are the least recently used."""
+        first = random_tokens(generator, 3 * BLOCK + 5)
+        for prompt in (first, random_tokens(generator, 2 * BLOCK + 5)):
+            server.add(prompt)
+            server.step()
+            server.finish(0)
+        longer = first[: 3 * BLOCK] + random_tokens(generator, 3 * BLOCK)
+        assert server.add(longer) == 3 * BLOCK
+        return server.context.request_to_kv_block_ids[0][:6].tolist()
+
+    own = blocks(own_server(core, generator, num_blocks=8))
+    assert len(set(own)) == (5 if is_before(core, (0, 19)) else 6)
+    server = serve(num_blocks=8)
+    assert len(set(blocks(server))) == 6
+    server.step()
+    assert (server.context.kv_block_allocator.block_ref_counts <= 1).all()
+
+
+def test_a_reset_forgets_the_restores_that_waited(core, serve, generator):
+    server = serve()
+    prompt = random_tokens(generator, 3 * BLOCK + 5)
+    server.add(prompt)
+    server.step()
+    server.finish(0)
+    assert server.add(prompt) == 3 * BLOCK
+    server.context.reset()
+    server.running.clear()
+    server.add(random_tokens(generator, 2 * BLOCK))
+    server.step()
+
+
+def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator):
+    server = serve()
+    prompt = random_tokens(generator, 3 * BLOCK + 5)
+    server.add(prompt)
+    server.step()
+    server.finish(0)
+    assert server.add(prompt) == 3 * BLOCK
+    block = server.context.request_to_kv_block_ids[0, 2].item()
+    server.slots.invalidate_block(block)
+    if is_before(core, (0, 18)):
+        server.step()  # it was restored when it was added
+    else:
+        with pytest.raises(MissingStateError, match=f"request row 0 .* block {block}"):
+            server.step()
+
+
+def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
+    server = own_server(core, generator)
+    prompt = random_tokens(generator, 3 * BLOCK + 5)
+    server.add(prompt)
+    server.step()
+    server.finish(0)
+    megatron.install()
+    assert server.add(prompt) == 3 * BLOCK
+    server.step()
+    server.context.reset()
+
+
+CONTEXT = "inference/contexts/dynamic_context.py"
+
+ALTERED = {
+    "a registry that finds states": (
+        CONTEXT,
+        r"(ssm_states_dtype=self\.mamba_ssm_states_dtype,\n\s+)\)",
+        r"\1prefix_cache_registry=1)",
+        r"dynamic_context\.py:\d+ makes the slots by .*prefix_cache_registry=1",
+    ),
+    "an unknown method": (
+        "inference/text_generation_controllers/text_generation_controller.py",
+        r"\.commit_intermediate_states\(\)",
+        ".commit_some_states()",
+        r"controller\.py:\d+ uses commit_some_states of the slots",
+    ),
+    "a further argument": (
+        CONTEXT,
+        r"(matched_block_ids,\s+overall_required_blocks,\n\s+)\)\n",
+        r"\1 1)\n",
+        r"dynamic_context\.py:\d+ calls self.*compute_and_store_offsets",
+    ),
+    "a table under an alias": (
+        CONTEXT,
+        r"( +)(sa = self.mamba_slot_allocator)\n",
+        r"\1\2\n\1sa._further_table[0] = 1\n",
+        r"dynamic_context\.py:\d+ uses _further_table",
+    ),
+    "hashes that are kept elsewhere": (
+        "inference/contexts/kv_block_allocator.py",
+        r"self\.block_hashes = ",
+        "self.state.block_hashes = ",
+        "its KVBlockAllocator has no block_hashes",
+    ),
+    "a match of another form": (
+        CONTEXT,
+        r"prefix_skip_tokens,\n(\s+effective_prefill_chunk_length,\n\s+\)\n\n\s+def check)",
+        r"\1",
+        "_compute_prefix_match is not the one",
+    ),
+    "another class for contexts": (
+        CONTEXT,
+        "class DynamicInferenceContext",
+        "class InferenceContext",
+        "it has no class DynamicInferenceContext",
+    ),
+}
+
+
+@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED)
+def test_a_version_that_uses_slots_otherwise_is_refused(core, tmp_path, monkeypatch, altered):
+    path, pattern, new, message = altered
+    home = Path(core.slots.__file__)
+    folder = tmp_path / "core"
+    for part in ("inference", "ssm"):
+        shutil.copytree(home.parents[2] / part, folder / part)
+    module = folder / path
+    text, count = re.subn(pattern, new, module.read_text())
+    assert count
+    module.write_text(text)
+    copied = folder / "inference" / "contexts" / home.name
+    monkeypatch.setattr(core.slots, "__file__", str(copied))
+    with pytest.raises(UnsupportedVersionError, match=message):
+        megatron.install()
+    assert megatron.replaced() == []
