@@ -20,7 +20,7 @@ from mamba_cache.slots._context import (
 )
 from mamba_cache.slots._ids import as_slots, check_same_length
 from mamba_cache.slots.commit import CommitBatch, last_write_wins
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots.control import SlotControl, block_hashes
 from mamba_cache.slots.intermediates import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     DeviceIndexedTable,
@@ -406,7 +406,7 @@ class MambaSlotAllocator(SlotControl):
         if not blocks and not eos_blocks:
             self._clear_intermediate_state()
             return None
-        hashes = self._block_hashes()[blocks + eos_blocks]
+        hashes = block_hashes(self.context)[blocks + eos_blocks]
         return blocks, list(range(len(blocks))), eos_blocks, eos_rows, hashes.tolist()
 
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from mamba_cache.slots.policies import (
 )
 from mamba_cache.slots.pool import SlotPool
 
-__all__ = ["SlotControl"]
+__all__ = ["SlotControl", "block_hashes"]
 
 
 class SlotControl:
@@ -61,7 +61,7 @@ class SlotControl:
         self.pool = SlotPool(
             max_slots,
             num_kv_blocks(kv_blocks),
-            block_hashes=partial(_block_hashes, context)
+            block_hashes=partial(block_hashes, context)
             if hasattr(kv_blocks, "block_hashes")
             else None,
         )
@@ -400,6 +400,7 @@ class SlotControl:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
 
-def _block_hashes(context: SlotContext) -> npt.NDArray[Any]:
+def block_hashes(context: SlotContext) -> npt.NDArray[Any]:
+    """Returns the hash ids that the KV blocks' owner has now, -1 for none: [pool_size] int64."""
     # Not a method: the pool would refer back to its owner, whose tensors a cycle would keep.
     return as_host_array(context.kv_block_allocator.block_hashes)
