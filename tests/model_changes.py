@@ -796,6 +796,13 @@ def compiled_in_place(model):
     del module._compiled_call_impl
 
 
+@kind("the model compiled in place", KEYED, matters=False)
+def model_compiled(model):
+    model.compile(backend="eager")
+    yield
+    del model._compiled_call_impl
+
+
 @kind("a submodule replaced by its compiled form", KEYED, matters=False)
 def compiled_submodule(model):
     mixer = mixers(model)[0]

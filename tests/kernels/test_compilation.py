@@ -64,6 +64,20 @@ def stores(narrow, pairs):
 print(json.dumps([stores(tl.int64, 1), stores(tl.int64, 64), stores(tl.int8, 1)]))
 """
 
+PRINT_LOADS_OF_CHECKSUMS = """
+import json, re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.states.kernels.checksum import _NUM_WARPS, _checksum_kernel
+
+types = {"chunks": "*i64", "expected": "*i64", "sums": "*i64", "changed": "*i32"}
+names = _checksum_kernel.arg_names
+source = ASTSource(_checksum_kernel, {name: types.get(name, "i32") for name in names})
+options = {"num_warps": _NUM_WARPS}
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+print(json.dumps(re.findall(r"ld[.](global\\S+)", ptx)))
+"""
+
 
 def run_compiler(script, tmp_path):
     compiled = subprocess.run(
@@ -88,3 +102,8 @@ def test_kernel_compiles_and_accesses_16_bytes_where_they_fit(tmp_path):
     wide, in_graph, narrow = run_compiler(PRINT_STORES_BY_WIDTH, tmp_path)
     assert wide == in_graph == ["global.b64", "global.v2.b64"]
     assert narrow == ["global.b8", "global.v2.b64"]
+
+
+def test_checksums_read_16_bytes_at_a_time_and_four_rounds_together(tmp_path):
+    loads = run_compiler(PRINT_LOADS_OF_CHECKSUMS, tmp_path)
+    assert loads.count("global.v2.b64") == 4 * 2
