@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from mamba_cache._guard import exclusive, guarded
 from mamba_cache.context.device_tokens import DeviceTokens
-from mamba_cache.context.guard import exclusive
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import BatchCounts
 from mamba_cache.context.requests import (
@@ -24,9 +24,12 @@ from mamba_cache.context.speculation import (
 )
 from mamba_cache.context.step import Step
 from mamba_cache.context.upkeep import ContextUpkeep
-from mamba_cache.errors import StepOrderError
+from mamba_cache.errors import StepOrderError, UnknownRequestError
 
 __all__ = ["DynamicInferenceContext"]
+
+_REFUSALS = (StepOrderError, UnknownRequestError)
+"""What calls that only give back refuse with, before they change anything."""
 
 
 class DynamicInferenceContext(ContextUpkeep):
@@ -223,7 +226,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self.batch_dimensions = BatchCounts(len(prefills), len(decodes))
         return self._runner.begin(decodes, prefills, chunks, drafts)
 
-    @exclusive
+    @guarded(trusts=())
     def commit_step(
         self, new_tokens: Mapping[Hashable, int | Sequence[int]] | DeviceTokens
     ) -> None:
@@ -250,7 +253,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._runner.check_accepted(tokens)
         self._runner.commit(tokens)
 
-    @exclusive
+    @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
         """Wait for the tokens of a step committed with ``DeviceTokens``, and take note of them.
 
@@ -266,7 +269,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         return self._runner.collect(self._preparer.check_tokens)
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def abort_step(self) -> tuple[Hashable, ...]:
         """Take a step back: nothing that it wrote is findable, and its requests are preempted.
 
@@ -281,7 +284,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         return self._runner.abort()
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:
         """Take a request's row and blocks back; ``resume_request`` brings it on again.
 
@@ -298,7 +301,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._admitter.release(active)
         self._counters.preemptions += 1
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def finish(self, request_id: Hashable) -> list[int]:
         """End a request in any state; what it cached stays findable.
 
