@@ -69,7 +69,7 @@ class CallGuard:
     def belongs_to(self, thing: object) -> bool:
         """Say whether the guard proves the books of ``thing``."""
         check = self._check()
-        return check is not None and check.__self__ is thing
+        return getattr(check, "__self__", None) is thing
 
     def runs_here(self) -> bool:
         """Say whether a call of this thread is running."""
@@ -216,8 +216,9 @@ def guarded(
             finally:
                 guard.leave(call)  # once more: an interrupt may have struck the line above
 
-        _RUNNERS.add(run.__code__)
-        return cast(_Method, run)
+        decorated = cast(Any, run)
+        _RUNNERS.add(decorated.__code__)
+        return cast(_Method, decorated)
 
     return decorate
 

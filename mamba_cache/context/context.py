@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from mamba_cache._guard import exclusive, guarded
+from mamba_cache._checks import check_int
+from mamba_cache._guard import exclusive, guarded, query
 from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import BatchCounts
@@ -13,6 +14,7 @@ from mamba_cache.context.requests import (
     Admission,
     PreparedRequest,
     Request,
+    RequestProgress,
     RequestStatus,
     check_positions,
 )
@@ -320,7 +322,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._end(active)
         return active.generated
 
-    @exclusive
+    @query
     def status(self, request_id: Hashable) -> RequestStatus:
         """Return where a request stands.
 
@@ -328,6 +330,36 @@ class DynamicInferenceContext(ContextUpkeep):
             UnknownRequestError: There is no such request.
         """
         return self._requests.find(request_id).status
+
+    @query
+    def statuses(self) -> dict[Hashable, RequestStatus]:
+        """Return where each request stands that is not finished, oldest first."""
+        return {active.request_id: active.status for active in self._requests}
+
+    @query
+    def progress(self, request_id: Hashable) -> RequestProgress:
+        """Return how far a request is.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+        """
+        active = self._requests.find(request_id)
+        return RequestProgress(active.status, active.num_computed, len(active.generated))
+
+    @query
+    def output(self, request_id: Hashable, start: int = 0) -> list[int]:
+        """Return the tokens that a request generated, as far as they are collected.
+
+        Args:
+            request_id: The request.
+            start: How many of them to leave out, from the first.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            InvalidArgumentError: ``start`` is not an int >= 0.
+        """
+        active = self._requests.find(request_id)
+        return active.generated[check_int("start", start, minimum=0) :]
 
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)
