@@ -49,6 +49,7 @@ class CallGuard:
     __slots__ = (
         "_before",
         "_check",
+        "_done",
         "_proves_changes",
         "_reason",
         "_running",
@@ -62,6 +63,7 @@ class CallGuard:
         self._unproved = ""
         self._reason = ""
         self._before = ("", "")
+        self._done: _Call | None = None
         # At most one entry. A dict, because setdefault is one step that no thread can divide.
         self._running: dict[str, _Call] = {}
         self.is_changing = False
@@ -97,13 +99,22 @@ class CallGuard:
                 raise _concurrent_use(call, running)
         if self._unproved and not renews:
             raise self._poisoned()
-        self.is_changing = False
+        self._done, self.is_changing = None, False
         self._before = self._unproved, self._reason
         self._unproved, self._reason = call[1], ""
 
-    def succeed(self) -> None:
+    def succeed(self, call: _Call) -> None:
         """Take note that the running call has done all of its work."""
+        self._done = call
         self._unproved = ""
+
+    def lose(self, call: _Call) -> None:
+        """Take note that nobody gets what a call returned, if it had come to its end.
+
+        Who cannot know what was handed out must have it back, and only a reset does that.
+        """
+        if self._done is call and self.is_changing and not self._proves_changes:
+            self._unproved, self._reason = call[1], "was interrupted when it had done its work"
 
     def fail(self, call: _Call, error: BaseException, *, renews: bool, trusts: _Errors) -> None:
         """Judge what a call that raised has left.
@@ -206,15 +217,17 @@ def guarded(
                 try:
                     guard.enter(call, renews=is_new, waits=waits)
                     result = method(self, *args, **kwargs)
-                    guard.succeed()
+                    guard.succeed(call)
                     return result
                 except BaseException as error:
                     guard.fail(call, error, renews=is_new, trusts=trusts)
                     raise
                 finally:
                     guard.leave(call)
-            finally:
+            except BaseException:
                 guard.leave(call)  # once more: an interrupt may have struck the line above
+                guard.lose(call)
+                raise
 
         decorated = cast(Any, run)
         _RUNNERS.add(decorated.__code__)

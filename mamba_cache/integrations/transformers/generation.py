@@ -21,7 +21,7 @@ from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "remove_hooks"]
 
 
 @dataclass(slots=True)
@@ -237,3 +237,21 @@ class Generation:
         tokens: list[int] = self._ids[index, start:-1].tolist()
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens
+
+
+def remove_hooks(model: Any, store: PrefixStore) -> None:
+    """Takes from a model the hooks of generations that broke off before they could do it.
+
+    Args:
+        model: A model of PyTorch.
+        store: Whose generations; those of another cache of the same model are left alone.
+    """
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = getattr(model, name)
+        for key, hook in list(hooks.items()):
+            # What keeps the compiler out of a hook wraps it.
+            wrapped = getattr(hook, "__wrapped__", hook)
+            owner = getattr(wrapped, "__self__", None)
+            if isinstance(owner, Generation) and owner._store is store:
+                del hooks[key]
+                getattr(model, f"{name}_with_kwargs").pop(key, None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
@@ -18,7 +18,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
-from mamba_cache.integrations.transformers.generation import Generation
+from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe
@@ -48,7 +48,9 @@ _BLOCKS_WITHOUT_MEMORY = 2**18
 class PrefixCache:
     """Reuses the prefixes of prompts that a transformers model has computed before.
 
-    One thread uses the model at a time through it; others wait.
+    One thread uses the model at a time through it; others wait. Whatever breaks a call off, what it
+    held is given back and the books are proved, or every later call raises ``PoisonedError`` until
+    ``reset``; the model itself is free of it then.
 
     Args:
         model: A causal language model of transformers with linear-attention layers. It stays
@@ -101,7 +103,8 @@ class PrefixCache:
             segment_tokens=segment_tokens,
             is_stepwise=fault is not None,
         )
-        self._lock = threading.RLock()
+        self._guard = CallGuard(self._take_back)
+        self._store.join(self._guard)
         self._is_closed = False
         self._home = self._runner.placement()
         self._weights = self._runner.weights()
@@ -114,6 +117,7 @@ class PrefixCache:
         """Closes the cache."""
         self.close()
 
+    @guarded(waits=True, trusts=())
     def generate(self, inputs: Any = None, *, cache_salt: ExtraKey = None, **options: Any) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
 
@@ -131,19 +135,19 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
-            self._check_ready()
-            model = self._runner.model
-            config = options.get("generation_config") or model.generation_config
-            check_options(options, config)
-            ids = self._read_prompts(inputs, options, config)
-            with self._watch(options, config, cache_salt) as generation:
-                criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
-                listed = transformers().StoppingCriteriaList(criteria)
-                output = model.generate(ids, stopping_criteria=listed, **options)
-                generation.publish()
-            return output
+        self._check_ready()
+        model = self._runner.model
+        config = options.get("generation_config") or model.generation_config
+        check_options(options, config)
+        ids = self._read_prompts(inputs, options, config)
+        with self._watch(options, config, cache_salt) as generation:
+            criteria = [*(options.pop("stopping_criteria", None) or ()), generation.watch]
+            listed = transformers().StoppingCriteriaList(criteria)
+            output = model.generate(ids, stopping_criteria=listed, **options)
+            generation.publish()
+        return output
 
+    @guarded(waits=True, trusts=())
     def prefill(self, input_ids: Any, *, cache_salt: ExtraKey = None) -> Any:
         """Computes a prompt, for those who call the model themselves.
 
@@ -160,23 +164,22 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
-            self._check_ready()
-            is_tensor = isinstance(input_ids, torch.Tensor)
-            ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
-            prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
-            if len(prompts) > 1:
-                raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
-            prompt = prompts[0]
-            past = self._runner.new_cache()
-            prefill = self._prefiller.begin(
-                prompt.tokens, past, end=len(prompt.tokens), min_computed=0, cache_salt=cache_salt
-            )
-            try:
-                self._prefiller.run(prefill, prefill.segments)
-            finally:
-                prefill.record.close()
-            return past
+        self._check_ready()
+        is_tensor = isinstance(input_ids, torch.Tensor)
+        ids = input_ids if is_tensor else torch.as_tensor(input_ids, device="cpu")
+        prompts = split_rows(ids[None] if ids.dim() == 1 else ids)
+        if len(prompts) > 1:
+            raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
+        prompt = prompts[0]
+        past = self._runner.new_cache()
+        prefill = self._prefiller.begin(
+            prompt.tokens, past, end=len(prompt.tokens), min_computed=0, cache_salt=cache_salt
+        )
+        try:
+            self._prefiller.run(prefill, prefill.segments)
+        finally:
+            prefill.record.close()
+        return past
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -189,26 +192,37 @@ class PrefixCache:
             ModelChangedError: The model was moved, so that it needs another cache.
             StepOrderError: The cache is closed.
         """
-        with self._lock:
-            self._check_home()
-            self._store.reset()
-            self._weights = self._runner.weights()
+        self._check_home()
+        self._renew()
 
+    @guarded(renews=True, waits=True)
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
-        with self._lock:
-            self._is_closed = True
-            self._store.reset()
-            self._store.tensors.clear()
+        self._is_closed = True
+        remove_hooks(self._runner.model, self._store)
+        self._store.reset()
+        self._store.tensors.clear()
 
+    @guarded(waits=True, trusts=())
     def check_invariants(self) -> None:
         """Checks the books.
 
         Raises:
             InvariantError: They contradict themselves: a bug in this package.
         """
-        with self._lock:
-            self._store.check_invariants()
+        self._store.check_invariants()
+
+    @guarded(renews=True, waits=True)
+    def _renew(self) -> None:
+        remove_hooks(self._runner.model, self._store)
+        self._store.reset()
+        self._weights = self._runner.weights()
+
+    def _take_back(self) -> None:
+        """Give back what a call that broke off held, and prove the books."""
+        remove_hooks(self._runner.model, self._store)
+        self._store.let_go()
+        self._store.check_invariants()
 
     def _check_ready(self) -> None:
         self._check_home()

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+
+from mamba_cache._guard import CallGuard
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
+from mamba_cache.context.invariants import check_states_of_blocks
 from mamba_cache.context.matching import PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.errors import BlockCapacityError, InvariantError
@@ -51,6 +55,18 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
 
+    def join(self, guard: CallGuard) -> None:
+        """Becomes a part of what ``guard`` guards."""
+        self.kv_blocks.join(guard)
+        self.slots.join(guard)
+
+    def let_go(self) -> None:
+        """Gives back all that records hold, when the call that opened them is over."""
+        counts = np.asarray(self.kv_blocks.block_ref_counts)
+        held = np.flatnonzero(counts > 0)
+        self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
+        self.slots.cancel_reserved(list(self.slots.pool.reserved))
+
     def match(self, chain: BlockHashChain, *, min_computed_tokens: int) -> PrefixMatch:
         """Finds how much of a sequence is cached; nothing changes."""
         return find_prefix(
@@ -88,8 +104,9 @@ class PrefixStore:
 
     def reset(self) -> None:
         """Forgets every prefix and every count."""
-        self.kv_blocks.reset()
+        # Before the blocks, which tell the slots: books that contradict each other are not read.
         self.slots.reset()
+        self.kv_blocks.reset()
         self.counters.reset()
 
     def check_invariants(self) -> None:
@@ -98,8 +115,9 @@ class PrefixStore:
         Raises:
             InvariantError: They contradict themselves, or something is still held.
         """
-        self.kv_blocks.check_invariants()
+        self.kv_blocks.check_between_calls()
         self.slots.check_invariants()
+        check_states_of_blocks(self.kv_blocks, self.slots)
         held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
