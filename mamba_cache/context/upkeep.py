@@ -96,7 +96,7 @@ class ContextUpkeep(CacheMemory):
         else:
             self._reset_everything()
 
-    @exclusive
+    @guarded(trusts=())
     def _reset_requests(self) -> None:
         self._runner.drop()
         for active in self._requests:
