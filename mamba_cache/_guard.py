@@ -161,7 +161,7 @@ class CallGuard:
             ConcurrentUseError: A call of another thread is running.
             PoisonedError: An earlier call broke off half-way.
         """
-        if not self._unproved or self.runs_here():
+        if self.runs_here():
             return
         running = self._running.get("call")
         if running is not None and _is_running(running):
@@ -209,7 +209,7 @@ def guarded(
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             guard: CallGuard = self._guard
-            if nests and (guard is None or guard.runs_here()):
+            if nests and (guard is None or (guard._unproved and guard.runs_here())):
                 return method(self, *args, **kwargs)
             is_new = renews and guard.belongs_to(self)
             call = (get_ident(), name)
@@ -249,7 +249,7 @@ def query(method: _Method) -> _Method:
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard: CallGuard | None = self._guard
-        if guard is not None:
+        if guard is not None and guard._unproved:
             guard.check_readable(method.__name__)
         return method(self, *args, **kwargs)
 

@@ -86,7 +86,7 @@ def test_digests_never_raise_where_ids_would():
     assert pool.match_prefix(BlockHashes([ids[0], two])) == [a, b]
 
 
-@pytest.mark.parametrize("owner, name", [
+@pytest.mark.parametrize(("owner", "name"), [
     ("kv_block_allocator", "register_kv_block_hashes"),
     ("slot_allocator", "commit_reserved"),
     ("slot_allocator", "note_consumed"),

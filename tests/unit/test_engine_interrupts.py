@@ -1,4 +1,4 @@
-"""Single interrupts of an engine, by name; ``tests/property/test_interrupts.py`` strikes at many lines."""
+"""Single interrupts of an engine, by name; ``tests/property/test_interrupts.py`` has many lines."""
 
 import pytest
 from engine_rig import MODEL, alone, draw_prompt, greedy, make_engine
