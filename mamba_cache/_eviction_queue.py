@@ -31,8 +31,9 @@ class EvictionQueue:
         """Add ``item``, or move it to ``priority`` if it is there."""
         if self._priorities.get(item) == priority:
             return
-        self._priorities[item] = priority
+        # In this order: interrupted in between, the heap has a stale entry, but lacks none.
         heapq.heappush(self._heap, (priority, item))
+        self._priorities[item] = priority
         if len(self._heap) > 2 * len(self._priorities) + 16:
             self._rebuild()
 
@@ -47,9 +48,12 @@ class EvictionQueue:
             IndexError: The queue is empty.
         """
         while True:
-            priority, item = heapq.heappop(self._heap)
-            if self._priorities.get(item) == priority:
-                del self._priorities[item]
+            priority, item = self._heap[0]
+            is_live = self._priorities.get(item) == priority
+            if is_live:
+                del self._priorities[item]  # before its entry goes: see push
+            heapq.heappop(self._heap)
+            if is_live:
                 return item, priority
 
     def clear(self) -> None:
@@ -58,5 +62,6 @@ class EvictionQueue:
         self._priorities.clear()
 
     def _rebuild(self) -> None:
-        self._heap = [(priority, item) for item, priority in self._priorities.items()]
-        heapq.heapify(self._heap)
+        heap = [(priority, item) for item, priority in self._priorities.items()]
+        heapq.heapify(heap)
+        self._heap = heap

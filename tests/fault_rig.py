@@ -255,7 +255,7 @@ def check_tokens(prompt, tokens):
     assert tokens == wanted, f"{tokens} where an uncached run gives {wanted}"
 
 
-_SKIPPED = ("_check", "_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers")
+_SKIPPED = ("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers")
 
 
 def frozen(thing, seen=None):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import mamba_cache
+from mamba_cache.errors import InvalidArgumentError
 
 PACKAGE = str(Path(mamba_cache.__file__).parent) + os.sep
 
@@ -49,6 +50,18 @@ class Interrupt(Injector):
         if event == "opcode":
             file = code.co_filename.removeprefix(PACKAGE)
             self.pass_moment(f"{file}:{frame.f_lineno}, {code.co_name}+{frame.f_lasti}")
+        return self._trace
+
+
+class LineInterrupt(Interrupt):
+    """A moment is before each line of the package."""
+
+    def _trace(self, frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.pass_moment(f"{code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}")
         return self._trace
 
 
@@ -113,8 +126,27 @@ class Broken(_Patching):
         yield self.context.kv_block_allocator, "on_blocks_deregistered"
 
 
+class Refused(_Patching):
+    """A moment is each call of an allocator, which refuses it with an error of the package."""
+
+    error = InvalidArgumentError
+
+    def functions(self):
+        for name in (
+            "allocate_memory_blocks", "retain_memory_blocks", "release_memory_blocks",
+            "register_kv_block_hashes",
+        ):  # fmt: skip
+            yield self.context.kv_block_allocator, name
+        for name in (
+            "reserve_slots", "commit_reserved", "cancel_reserved", "pin_slots", "unpin_slots",
+            "note_consumed", "on_kv_blocks_deregistered",
+        ):  # fmt: skip
+            yield self.context.slot_allocator, name
+
+
 INJECTORS = {
     "an interrupt before an instruction": Interrupt,
     "no memory for an array or tensor": OutOfMemory,
     "an exception in a launch or callback": Broken,
+    "an error of the package in an inner call": Refused,
 }

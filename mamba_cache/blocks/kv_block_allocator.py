@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from mamba_cache._checks import INT32_MAX, as_ints, check_choice, check_int
 from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.invariants import find_breaches
 from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
@@ -21,6 +21,7 @@ from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
+    PoisonedError,
     UnknownBlockError,
 )
 
@@ -45,6 +46,10 @@ class KVBlockAllocator:
 
     "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
     costs as much as the blocks it names, times the logarithm of the number of cached blocks.
+
+    When a call breaks off in the middle of a change, by an interrupt or another exception from
+    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
+    of all of it decide that.
 
     Args:
         pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
@@ -89,8 +94,15 @@ class KVBlockAllocator:
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self.before_reset: Callable[[], object] | None = None
         self._observers: list[DeregistrationObserver] = []
+        self._guard = CallGuard(self.check_between_calls, proves_changes=False)
+        # Blocks that are deregistered, with their hash ids, until every observer was called.
+        self._untold: dict[int, int] = {}
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
+
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
         ref_counts = np.empty(self.pool_size, dtype=np.int32)
@@ -132,6 +144,7 @@ class KVBlockAllocator:
         """Blocks that somebody refers to."""
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
 
+    @guarded(nests=True)
     def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
         """Take blocks, with one reference to each: free ones first, then evicted ones.
 
@@ -142,9 +155,11 @@ class KVBlockAllocator:
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
         if num_blocks > len(self._free):
             victims = self._choose_victims(num_blocks)
+            self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
             self._deregister(victims)
+        self._guard.is_changing = True
         block_ids = [self._free.popleft() for _ in range(num_blocks)]
         self._clock += 1
         for block_id in block_ids:
@@ -152,6 +167,7 @@ class KVBlockAllocator:
             self._timestamps[block_id] = self._clock
         return block_ids
 
+    @guarded(nests=True)
     def retain_memory_blocks(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block, used or cached; a block named twice gets two.
 
@@ -159,6 +175,7 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range; nothing is changed.
         """
         ids = self._held_or_cached(block_ids)
+        self._guard.is_changing = True
         self._clock += 1
         cached = []
         for block_id in ids:
@@ -171,6 +188,7 @@ class KVBlockAllocator:
         for parent_hash in self._tree.note_used(cached):
             self._offer_for_eviction(parent_hash)
 
+    @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
         """Give back one reference to each block; a block named twice loses two.
 
@@ -187,6 +205,7 @@ class KVBlockAllocator:
                     f"block {block_id} has {self._ref_counts[block_id]} references, "
                     f"but {count} are given back"
                 )
+        self._guard.is_changing = True
         self._clock += 1
         cached = []
         for block_id, count in counts.items():
@@ -208,6 +227,7 @@ class KVBlockAllocator:
             for block_id in cached:
                 self._offer_for_eviction(self._hashes[block_id])
 
+    @guarded(nests=True)
     def register_kv_block_hashes(
         self,
         block_ids: Iterable[int],
@@ -230,10 +250,11 @@ class KVBlockAllocator:
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
             registered earlier, in which case this one stays private; or None if the id belongs to
-            another digest, or if prefix caching is off.
+            another digest, be it as the id of an ancestor, or if prefix caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, a hash id is out of range or its own ancestor.
+            InvalidArgumentError: Lengths differ, a hash id is out of range, or ids without digests
+                make a block its own ancestor.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
@@ -243,8 +264,10 @@ class KVBlockAllocator:
         check_carried_hashes(plan, self._hashes)
         if not self.enable_prefix_caching:
             return [None] * len(plan)
+        self._guard.is_changing = True
         return [self._register(hash_id, block) for hash_id, block in plan]
 
+    @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
         """Return the longest run of registered blocks from the start of ``hashes``.
 
@@ -258,6 +281,7 @@ class KVBlockAllocator:
             raise InvalidArgumentError(f"hashes must be a BlockHashes, got {type(hashes).__name__}")
         return self._tree.match(hashes)
 
+    @query
     def find_block(self, hash_id: int, digest: bytes | None = None) -> int | None:
         """Return the block registered under ``hash_id``, or None.
 
@@ -268,6 +292,7 @@ class KVBlockAllocator:
         """
         return self._tree.find_block(hash_id, digest)
 
+    @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable: cached ones become free, used ones merely lose their hash.
 
@@ -294,6 +319,7 @@ class KVBlockAllocator:
             raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
         self._observers.append(observer)
 
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
@@ -302,9 +328,10 @@ class KVBlockAllocator:
         """
         if self.before_reset is not None:
             self.before_reset()
-        hash_ids = {block.block_id: hash_id for hash_id, block in self._tree.items()}
+        registered = {block.block_id: hash_id for hash_id, block in self._tree.items()}
+        self._untold = self._untold | registered
         self._clear()
-        self._notify(list(hash_ids), list(hash_ids.values()))
+        self._notify()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         ids = as_ints("block_ids", block_ids)
@@ -326,6 +353,9 @@ class KVBlockAllocator:
     def _register(self, hash_id: int, block: RegisteredBlock) -> int | None:
         holder = self._tree.find(hash_id)
         if holder is None:
+            if block.digest is not None and self._tree.closes_ring(hash_id, block.parent_hash):
+                self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
+                return None
             self._tree.add(hash_id, block)
             self._hashes[block.block_id] = hash_id
             self._offer_for_eviction(block.parent_hash)
@@ -368,8 +398,9 @@ class KVBlockAllocator:
             self._leaves.push(block.block_id, self._timestamps[block.block_id] + delay)
 
     def _deregister(self, block_ids: list[int]) -> None:
-        hash_ids = [self._hashes[block_id] for block_id in block_ids]
-        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
+        self._guard.is_changing = True
+        self._untold = {block_id: self._hashes[block_id] for block_id in block_ids}
+        for block_id, hash_id in self._untold.items():
             self._hashes[block_id] = NO_HASH
             self._leaves.discard(block_id)
             if not self._ref_counts[block_id]:
@@ -377,16 +408,24 @@ class KVBlockAllocator:
                 self._num_cached -= 1
                 self._free.append(block_id)
             self._offer_for_eviction(self._tree.remove(hash_id).parent_hash)
-        self._notify(block_ids, hash_ids)
+        self._guard.is_changing = False  # whatever an observer raises, these books are right
+        self._notify()
 
-    def _notify(self, block_ids: list[int], hash_ids: list[int]) -> None:
-        if not block_ids:
+    def _notify(self) -> None:
+        if not self._untold:
             return
+        block_ids, hash_ids = list(self._untold), list(self._untold.values())
         first = [] if self.on_blocks_deregistered is None else [self.on_blocks_deregistered]
-        # A stack runs all its callbacks whatever any of them raises; the last in runs first.
-        with ExitStack() as stack:
-            for observer in reversed([*first, *self._observers]):
-                stack.callback(observer, list(block_ids), list(hash_ids))
+        failure: Exception | None = None
+        for observer in [*first, *self._observers]:
+            try:
+                observer(list(block_ids), list(hash_ids))
+            except Exception as error:  # noqa: PERF203 - the others must run, whatever one raises
+                # One that is poisoned finds nothing any more, until its reset.
+                failure = failure or (None if isinstance(error, PoisonedError) else error)
+        self._untold = {}
+        if failure is not None:
+            raise failure
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -404,3 +443,15 @@ class KVBlockAllocator:
         )
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+
+    def check_between_calls(self) -> None:
+        """Check the bookkeeping, and that observers were told of all that was deregistered.
+
+        Raises:
+            InvariantError: As in ``check_invariants``; or a call broke off before it told them.
+        """
+        self.check_invariants()
+        if self._untold:
+            raise InvariantError(
+                f"nobody was told that blocks {list(self._untold)[:8]} were deregistered"
+            )

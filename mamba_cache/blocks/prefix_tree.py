@@ -84,6 +84,25 @@ class PrefixTree:
         """Return how many of them are cached."""
         return self._num_cached_children.get(hash_id, 0)
 
+    def closes_ring(self, hash_id: int, parent_hash: int | None) -> bool:
+        """Say whether a block's ancestors would lead back to it: none of them could be evicted.
+
+        Hashes are chained, so that takes an id that an ancestor's other digest had, too. It needs
+        children that are there already; only then are the parents walked, because registering a
+        block must not cost as much as its prefix is long.
+
+        Args:
+            hash_id: A hash id that nobody holds.
+            parent_hash: Its block's parent.
+        """
+        if not self.num_children(hash_id):
+            return hash_id == parent_hash
+        ancestor = parent_hash
+        while ancestor is not None and ancestor != hash_id:
+            block = self._blocks.get(ancestor)
+            ancestor = None if block is None else block.parent_hash
+        return ancestor is not None
+
     def add(self, hash_id: int, block: RegisteredBlock) -> None:
         """Register a block that is used under a hash id that nobody holds."""
         self._blocks[hash_id] = block

@@ -29,7 +29,7 @@ def plan_registration(
 
     Raises:
         InvalidArgumentError: Lengths differ, a hash id is out of range, a digest is not ``bytes``,
-            or a block would be its own ancestor.
+            or ids without digests make a block its own ancestor.
     """
     hash_ids = as_ints("block_hashes", block_hashes)
     if digests is None and isinstance(block_hashes, BlockHashes):
@@ -49,7 +49,8 @@ def plan_registration(
         if not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
     parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
-    _check_ancestry(tree, hash_ids, parents)
+    if digests is None:
+        _check_ancestry(tree, hash_ids, parents)
     blocks = map(RegisteredBlock, block_ids, all_digests, parents)
     return list(zip(hash_ids, blocks, strict=True))
 
@@ -79,7 +80,8 @@ def _check_ancestry(
 ) -> None:
     """Refuse blocks whose parents lead back to them: none of them could ever be evicted.
 
-    Chained hashes cannot do that; hash ids that a caller makes up can. Such a ring needs a new
+    Hash ids that a caller makes up can do that. Those of digests may as well, when they collide,
+    and are dealt with one by one (``PrefixTree.closes_ring``). Such a ring needs a new
     block that has children already, or that is named twice. That is rare, and only then are the
     parents walked: registering a block must not cost as much as its prefix is long.
     """

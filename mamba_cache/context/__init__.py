@@ -5,7 +5,13 @@ from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.memory import CacheMemory
-from mamba_cache.context.requests import Admission, PreparedRequest, Request, RequestStatus
+from mamba_cache.context.requests import (
+    Admission,
+    PreparedRequest,
+    Request,
+    RequestProgress,
+    RequestStatus,
+)
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
 
@@ -20,6 +26,7 @@ __all__ = [
     "PrefixMatch",
     "PreparedRequest",
     "Request",
+    "RequestProgress",
     "RequestStatus",
     "ScheduledRequest",
     "Step",

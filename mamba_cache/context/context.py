@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from mamba_cache._checks import check_int
+from mamba_cache._guard import exclusive, guarded, query
 from mamba_cache.context.device_tokens import DeviceTokens
-from mamba_cache.context.guard import exclusive
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
     PreparedRequest,
     Request,
+    RequestProgress,
     RequestStatus,
     check_positions,
 )
@@ -23,9 +25,12 @@ from mamba_cache.context.speculation import (
 )
 from mamba_cache.context.step import Step
 from mamba_cache.context.upkeep import ContextUpkeep
-from mamba_cache.errors import StepOrderError
+from mamba_cache.errors import StepOrderError, UnknownRequestError
 
 __all__ = ["DynamicInferenceContext"]
+
+_REFUSALS = (StepOrderError, UnknownRequestError)
+"""What calls that only give back refuse with, before they change anything."""
 
 
 class DynamicInferenceContext(ContextUpkeep):
@@ -223,7 +228,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self.batch_dimensions.decode_req_count = len(decodes)
         return self._runner.begin(decodes, prefills, chunks, drafts)
 
-    @exclusive
+    @guarded(trusts=())
     def commit_step(
         self, new_tokens: Mapping[Hashable, int | Sequence[int]] | DeviceTokens
     ) -> None:
@@ -250,7 +255,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._runner.check_accepted(tokens)
         self._runner.commit(tokens)
 
-    @exclusive
+    @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
         """Wait for the tokens of a step committed with ``DeviceTokens``, and take note of them.
 
@@ -266,7 +271,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         return self._runner.collect(self._preparer.check_tokens)
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def abort_step(self) -> tuple[Hashable, ...]:
         """Take a step back: nothing that it wrote is findable, and its requests are preempted.
 
@@ -281,7 +286,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         return self._runner.abort()
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:
         """Take a request's row and blocks back; ``resume_request`` brings it on again.
 
@@ -298,7 +303,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._admitter.release(active)
         self._counters.preemptions += 1
 
-    @exclusive
+    @guarded(trusts=_REFUSALS)
     def finish(self, request_id: Hashable) -> list[int]:
         """End a request in any state; what it cached stays findable.
 
@@ -317,7 +322,7 @@ class DynamicInferenceContext(ContextUpkeep):
         self._end(active)
         return active.generated
 
-    @exclusive
+    @query
     def status(self, request_id: Hashable) -> RequestStatus:
         """Return where a request stands.
 
@@ -325,6 +330,36 @@ class DynamicInferenceContext(ContextUpkeep):
             UnknownRequestError: There is no such request.
         """
         return self._requests.find(request_id).status
+
+    @query
+    def statuses(self) -> dict[Hashable, RequestStatus]:
+        """Return where each request stands that is not finished, oldest first."""
+        return {active.request_id: active.status for active in self._requests}
+
+    @query
+    def progress(self, request_id: Hashable) -> RequestProgress:
+        """Return how far a request is.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+        """
+        active = self._requests.find(request_id)
+        return RequestProgress(active.status, active.num_computed, len(active.generated))
+
+    @query
+    def output(self, request_id: Hashable, start: int = 0) -> list[int]:
+        """Return the tokens that a request generated, as far as they are collected.
+
+        Args:
+            request_id: The request.
+            start: How many of them to leave out, from the first.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            InvalidArgumentError: ``start`` is not an int >= 0.
+        """
+        active = self._requests.find(request_id)
+        return active.generated[check_int("start", start, minimum=0) :]
 
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ __all__ = [
     "Chunk",
     "PreparedRequest",
     "Request",
+    "RequestProgress",
     "RequestStatus",
     "TokenArray",
     "check_positions",
@@ -108,6 +109,20 @@ class RequestStatus(Enum):
 
     PREEMPTED = "preempted"
     """It gave its memory back; ``resume_request`` brings it on again."""
+
+
+class RequestProgress(NamedTuple):
+    """How far a request is.
+
+    Attributes:
+        status: Where it stands.
+        num_computed: Tokens whose effect is in its live state, or will be restored to it.
+        num_generated: Tokens that it generated, as far as they are collected.
+    """
+
+    status: RequestStatus
+    num_computed: int
+    num_generated: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import check_kind
+from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
-from mamba_cache.context.guard import CallGuard, exclusive, healing
-from mamba_cache.context.invariants import check_requests
+from mamba_cache.context.invariants import check_requests, check_states_of_blocks
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_table import RequestTable
@@ -57,7 +57,9 @@ class ContextUpkeep(CacheMemory):
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         placement = check_placement(placement)
         super().__init__(config, state_spec, kv_spec, device=device, slot_policy=slot_policy)
-        self._guard = CallGuard(WeakCallback(self.check_invariants))
+        self._guard = CallGuard(self.check_invariants)
+        self.kv_block_allocator.join(self._guard)
+        self.slot_allocator.join(self._guard)
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
@@ -104,13 +106,13 @@ class ContextUpkeep(CacheMemory):
         else:
             self._reset_everything()
 
-    @exclusive
+    @guarded(trusts=())
     def _reset_requests(self) -> None:
         self._runner.drop()
         for active in self._requests:
             self._end(active)
 
-    @healing
+    @guarded(renews=True)
     def _reset_everything(self) -> None:
         self._runner.forget()
         self._requests.clear()
@@ -179,8 +181,9 @@ class ContextUpkeep(CacheMemory):
         Raises:
             InvariantError: It does not: a bug of this package.
         """
-        self.kv_block_allocator.check_invariants()
+        self.kv_block_allocator.check_between_calls()
         self.slot_allocator.check_invariants()
+        check_states_of_blocks(self.kv_block_allocator, self.slot_allocator)
         self.request_memory.check_invariants(self._requests.holding_memory())
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)

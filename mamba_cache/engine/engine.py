@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mamba_cache._checks import check_int
+from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request, ScheduledRequest, Step
+from mamba_cache.context import DynamicInferenceContext, Request, Step
 from mamba_cache.engine.drafting import Drafter, NgramDrafter
 from mamba_cache.engine.model import LanguageModel, ModelShape
 from mamba_cache.engine.progress import token_progress
 from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.engine.results import Completion, DecodingStats, TokenEvent
 from mamba_cache.engine.sampling import SamplingParams
-from mamba_cache.engine.scheduler import Scheduler
+from mamba_cache.engine.scheduler import Scheduler, check_hashable
 from mamba_cache.engine.verification import verify
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import (
+    ConcurrentUseError,
+    InvalidArgumentError,
+    MambaCacheError,
+    StepOrderError,
+)
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 
 __all__ = ["Engine"]
@@ -41,7 +49,9 @@ class Engine:
         for event in engine.stream():
             print(event.token)
 
-    One thread uses an engine at a time.
+    One thread uses an engine at a time. Whatever breaks a call off, the step that was in flight is
+    taken back and its requests go on with the next one, or every later call raises
+    ``PoisonedError`` until ``reset``; no token is lost or told twice.
 
     Args:
         model: Computes the steps.
@@ -93,11 +103,16 @@ class Engine:
         )
         self.decoding = DecodingStats()
         self._ids = count()
+        self._guard = CallGuard(self._recover)
+        # What the last step returned: only the next call can know that it arrived.
+        self._news = _News([], [])
+        self._is_untold = False
+        self._is_behind = False
 
     @property
     def num_requests(self) -> int:
         """Requests that are not finished, or whose failure ``step`` has still to tell."""
-        return len(self._scheduler)
+        return len(self._scheduler) + len(self._ended_untold())
 
     def submit(
         self,
@@ -135,8 +150,9 @@ class Engine:
             raise InvalidArgumentError(
                 f"sampling must be SamplingParams or None, got {type(sampling).__name__}"
             )
+        check_hashable(request_id)
         if request_id is None:
-            request_id = next(i for i in self._ids if i not in self._scheduler)
+            request_id = next(i for i in self._ids if not self._is_in_use(i))
         request = Request(
             request_id=request_id,
             prompt_tokens=prompt_tokens,
@@ -147,16 +163,20 @@ class Engine:
         )
         prepared = self.context.prepare(request)
         drafter = self._make_drafter() if self._make_drafter else None
-        self._scheduler.add(
-            EngineRequest.make(prepared, sampling, self.context.config, drafter, submitted_at)
-        )
-        return request_id
+        made = EngineRequest.make(prepared, sampling, self.context.config, drafter, submitted_at)
+        try:
+            self._add(made)
+            return request_id
+        except BaseException:
+            self._scheduler.forget(made)
+            raise
 
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.
 
-        If the model raises, or a token cannot be sampled from its logits, the step is taken back
-        and the exception goes on to the caller; the step's requests resume with the next one.
+        If the model raises, or a token cannot be sampled from its logits, or an interrupt strikes,
+        the step is taken back and the exception goes on to the caller; the step's requests resume
+        with the next one. What was sampled by then and could not be told, the next call returns.
 
         Returns:
             The tokens sampled, those of each request in order, and the ends of requests that
@@ -164,22 +184,38 @@ class Engine:
 
         Raises:
             InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
+            ConcurrentUseError: Another thread's call is running.
+            PoisonedError: An earlier call broke off half-way, and ``reset`` was not called since.
         """
-        step = self._scheduler.begin_step()
-        events = [] if step is None else self._run(step)
-        now = time.perf_counter()
-        events += [failed.request.fail(failed.error, now) for failed in self._scheduler.failed]
-        self._scheduler.failed.clear()
-        return events
+        before = self._news
+        try:
+            return self._step()
+        except ConcurrentUseError:
+            raise
+        except BaseException:
+            # Made by this call, so nobody got them; those of the call before arrived with it.
+            self._is_untold = self._is_untold or self._news is not before
+            raise
 
     def stream(self) -> Iterator[TokenEvent]:
         """Step until all requests are finished, those submitted meanwhile too.
+
+        What was not taken from it when it is closed, the next step returns.
 
         Yields:
             Every event.
         """
         while self.num_requests:
-            yield from self.step()
+            events, taken = self.step(), 0
+            try:
+                while taken < len(events):
+                    # One line: an interrupt comes before both or after both.
+                    yield events[(taken := taken + 1) - 1]
+            finally:
+                if taken < len(events):
+                    later = self._news.events if self._is_untold else []
+                    self._news = _News([*events[taken:], *later], self._news.told)
+                    self._is_untold = True
 
     def generate(
         self,
@@ -219,12 +255,15 @@ class Engine:
                 while self.num_requests:
                     ends = [event.completion for event in self.step() if event.completion]
                     done.update({end.request_id: end for end in ends})
-                    show(total - self._scheduler.tokens_left, total)
+                    if progress:
+                        show(total - self._scheduler.tokens_left, total)
         except BaseException:
-            self._scheduler.clear()
+            with suppress(MambaCacheError):  # poisoned, it has to be reset anyway
+                self._end_all()
             raise
         return [done[request_id] for request_id in ids]
 
+    @guarded(trusts=())
     def cancel(self, request_id: Hashable) -> None:
         """End a request, queued or running; what it cached so far stays findable.
 
@@ -234,21 +273,59 @@ class Engine:
             UnknownRequestError: There is no such request, or it is finished.
             InvalidArgumentError: The id is not hashable.
         """
+        check_hashable(request_id)
+        if request_id in self._ended_untold():
+            events = [event for event in self._news.events if event.request_id != request_id]
+            self._news = _News(events, self._news.told)
+            return
         self._scheduler.remove(request_id)
 
-    def _run(self, step: Step) -> list[TokenEvent]:
-        try:
-            logits = self._model.forward(step.metadata, self.context).cpu()
-            tokens = self._verify(step, logits)
-            self.context.commit_step(tokens)
-        except BaseException:
-            self.context.abort_step()
-            raise
-        now = time.perf_counter()
-        events = []
+    @guarded(renews=True)
+    def reset(self) -> None:
+        """Forget all requests and all that is cached, whatever happened; nothing more is told."""
+        self.context.reset()
+        self._scheduler.reset()
+        self._news, self._is_untold, self._is_behind = _News([], []), False, False
+
+    @exclusive
+    def _add(self, request: EngineRequest) -> None:
+        if self._is_in_use(request.request_id):
+            raise InvalidArgumentError(f"request id {request.request_id!r} is in use")
+        self._scheduler.add(request)
+
+    @guarded(trusts=())
+    def _end_all(self) -> None:
+        self._news, self._is_untold = _News([], []), False
+        self._scheduler.clear()
+
+    @guarded(trusts=())
+    def _step(self) -> list[TokenEvent]:
+        if self._is_untold:
+            news = _News([*self._news.events], self._news.told)
+        else:
+            # Tokens that a call which broke off committed come first: some may end a request.
+            news = self._gather(self._scheduler) if self._is_behind else _News([], [])
+            if not news.events:
+                step = self._scheduler.begin_step()
+                requests = [] if step is None else self._run(step)
+                news = self._gather([*requests, *self._scheduler.failed])
+        self._news = news  # from here on it is told, if not by this call then by the next
+        self._is_untold = False
+        self._take_note(news)
+        self._is_behind = False
+        return news.events
+
+    def _run(self, step: Step) -> list[EngineRequest]:
+        """Compute and commit a step; return its requests."""
+        logits = self._model.forward(step.metadata, self.context).cpu()
+        tokens = self._verify(step, logits)
+        self.context.commit_step(tokens)
+        requests = []
         for scheduled in step.requests:
-            events += self._accept(scheduled, tokens.get(scheduled.request_id, []), now)
-        return events
+            request = self._scheduler.find(scheduled.request_id)
+            self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
+            requests.append(request)
+        return requests
 
     def _verify(self, step: Step, logits: torch.Tensor) -> dict[Hashable, list[int]]:
         """Return the next tokens of each request that samples."""
@@ -258,22 +335,63 @@ class Engine:
         tokens = {}
         for scheduled, its_rows in zip(step.requests, rows, strict=True):
             if scheduled.samples:
-                request = self._scheduler.running(scheduled.request_id)
-                tokens[request.request_id] = verify(
-                    its_rows, scheduled.drafts, request.sampling, request.num_generated
-                )
+                request_id = scheduled.request_id
+                sampling = self._scheduler.find(request_id).sampling
+                num_generated = self.context.progress(request_id).num_generated
+                tokens[request_id] = verify(its_rows, scheduled.drafts, sampling, num_generated)
         return tokens
 
-    def _accept(
-        self, scheduled: ScheduledRequest, tokens: Sequence[int], now: float
-    ) -> list[TokenEvent]:
-        request = self._scheduler.running(scheduled.request_id)
-        self.decoding += request.note_computed(scheduled, tokens)
-        longest = self.context.config.max_sequence_length
-        events = [request.accept(token, now, longest) for token in tokens]
-        if events and events[-1].finished:
-            self._scheduler.remove(request.request_id)
-        return events
+    def _gather(self, requests: Iterable[EngineRequest]) -> _News:
+        """Make events of what was generated and not told; nothing changes here."""
+        now, longest = time.perf_counter(), self.context.config.max_sequence_length
+        news = _News([], [])
+        for request in requests:
+            events = request.events(partial(self._scheduler.output, request), now, longest)
+            if events:
+                num_tokens = sum(event.token is not None for event in events)
+                told = _Told(request, request.num_told + num_tokens, now, events[-1].finished)
+                news.told.append(told)
+                news.events.extend(events)
+        return news
+
+    def _take_note(self, news: _News) -> None:
+        """Count events as told, and forget the requests that they end; twice is like once."""
+        for request, num_told, now, is_end in news.told:
+            request.num_told = num_told
+            request.first_token_at = request.first_token_at or (now if num_told else None)
+            if is_end and self._scheduler.knows(request):
+                self._scheduler.remove(request.request_id)
+
+    def _ended_untold(self) -> set[Hashable]:
+        """Return the ids of requests that are forgotten, and of whose end nobody was told."""
+        if not self._is_untold:
+            return set()
+        ended = {event.request_id for event in self._news.events if event.finished}
+        return {request_id for request_id in ended if request_id not in self._scheduler}
+
+    def _is_in_use(self, request_id: Hashable) -> bool:
+        return request_id in self._scheduler or request_id in self._ended_untold()
+
+    def _recover(self) -> None:
+        """Take back what a call that broke off left; what it committed is told by the next step."""
+        self._is_behind = True
+        self._scheduler.recover()
+
+
+class _Told(NamedTuple):
+    """What is known of a request once its events are told."""
+
+    request: EngineRequest
+    num_told: int
+    now: float
+    is_end: bool
+
+
+class _News(NamedTuple):
+    """Events of one step, and what is known once they are told."""
+
+    events: list[TokenEvent]
+    told: list[_Told]
 
 
 def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 
@@ -18,9 +18,9 @@ __all__ = ["EngineRequest"]
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request that is not finished.
+    """What the engine keeps of a request that is not finished.
 
-    Where it stands, ``DynamicInferenceContext.status`` knows; it is not repeated here.
+    Where it stands and what it generated, the context knows; it is not repeated here.
 
     Attributes:
         prepared: Its checked tokens and block hashes.
@@ -30,9 +30,10 @@ class EngineRequest:
             ones, less those of the tokens that must always be computed.
         digests: Names of its prompt's blocks: two requests with equal digests of block n agree in
             all tokens up to its end.
-        tokens: Its prompt and its answer so far.
         drafter: Guesses how it goes on; None: nobody does.
-        num_computed: Tokens of its sequence whose effect is in its live state.
+        num_told: Tokens of its answer that were told.
+        error: Why it cannot run, not even alone; it ends when that is told.
+        last_output: What it had generated when that turned out, for the context forgets it then.
         prefill_tokens: Tokens computed for it before decoding, those computed twice included.
         decoding: What its decoding steps brought.
         admission: What was cached when it first ran.
@@ -46,15 +47,17 @@ class EngineRequest:
     submitted_at: float
     reusable_blocks: int
     digests: tuple[bytes, ...]
-    tokens: list[int]
     drafter: Drafter | None
-    num_computed: int = 0
+    num_told: int = 0
+    error: CapacityError | None = None
+    last_output: Sequence[int] = ()
     prefill_tokens: int = 0
     decoding: DecodingStats = field(default_factory=DecodingStats)
     admission: Admission | None = None
     first_token_at: float | None = None
     branch_positions: set[int] = field(default_factory=set)
     waited_steps: int = 0
+    _tokens: list[int] = field(default_factory=list)
 
     @classmethod
     def make(
@@ -73,7 +76,6 @@ class EngineRequest:
             submitted_at,
             reusable_blocks=reusable_tokens // config.block_size_tokens,
             digests=prepared.hashes.digests,
-            tokens=prepared.tokens.tolist(),
             drafter=drafter,
         )
 
@@ -87,45 +89,39 @@ class EngineRequest:
         """Tokens of its prompt."""
         return len(self.prepared.tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known so far: the prompt and what was generated."""
-        return len(self.tokens)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of its answer so far."""
-        return self.num_tokens - self.prompt_tokens
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens that it may still compute or skip."""
-        return self.prompt_tokens + self.sampling.max_new_tokens - self.num_computed
-
     def note_admission(self, admission: Admission) -> None:
-        """Note where it begins to compute; what it was before it first ran is what is reported."""
-        self.num_computed = admission.skip_tokens
+        """Note what was cached when it first ran: that is what is reported."""
         if not self.prefill_tokens:
             self.admission = admission
 
-    def propose_drafts(self, max_drafts: int, max_sequence_length: int) -> list[int]:
-        """Guess its next tokens, no more of them than it can still generate."""
+    def propose_drafts(
+        self, output: Sequence[int], max_drafts: int, max_sequence_length: int
+    ) -> list[int]:
+        """Guess its next tokens, no more of them than it can still generate.
+
+        Args:
+            output: What it generated.
+            max_drafts: How many drafts may be verified.
+            max_sequence_length: Tokens of one request.
+        """
         useful = min(
             max_drafts,
-            self.sampling.max_new_tokens - self.num_generated - 1,
-            max_sequence_length - self.num_tokens,
+            self.sampling.max_new_tokens - len(output) - 1,
+            max_sequence_length - self.prompt_tokens - len(output),
         )
         if self.drafter is None or useful <= 0:
             return []
-        return list(self.drafter.propose(self.tokens, useful)[:useful])
+        # Prompt and answer in one list, which grows: to join them anew takes time in each step.
+        tokens: list[int] = self._tokens or self.prepared.tokens.tolist()
+        self._tokens = tokens
+        tokens += output[len(tokens) - self.prompt_tokens :]
+        return list(self.drafter.propose(tokens, useful)[:useful])
 
     def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
         """Note its part of a committed step and the tokens that it brought; return what is new."""
         if scheduled.is_prefill:
-            self.num_computed = scheduled.start + scheduled.num_tokens
             self.prefill_tokens += scheduled.num_tokens
             return DecodingStats()
-        self.num_computed = scheduled.start + len(tokens)
         brought = DecodingStats(
             steps=1,
             tokens=len(tokens),
@@ -135,38 +131,47 @@ class EngineRequest:
         self.decoding += brought
         return brought
 
-    def accept(self, token: int, now: float, max_sequence_length: int) -> TokenEvent:
-        """Append a sampled token; the event says whether it was the last."""
-        self.tokens.append(token)
-        is_first = self.first_token_at is None
-        if is_first:
-            self.first_token_at = now
-        reason = self._finish_reason(max_sequence_length)
-        completion = None if reason is None else self._complete(reason, now)
-        return TokenEvent(self.request_id, token, is_first, completion)
+    def events(
+        self, output: Callable[[int], Sequence[int]], now: float, max_sequence_length: int
+    ) -> list[TokenEvent]:
+        """Make the events that are to be told of it; nothing changes here.
 
-    def fail(self, error: CapacityError, now: float) -> TokenEvent:
-        """End the request without a further token."""
-        completion = self._complete(FinishReason.FAILED, now, error)
-        return TokenEvent(self.request_id, None, False, completion)
+        Args:
+            output: Returns what it generated, from the token of a number on.
+            now: Seconds of ``time.perf_counter``.
+            max_sequence_length: Tokens of one request.
+        """
+        events = []
+        for number, token in enumerate(output(self.num_told), self.num_told + 1):
+            reason = self._finish_reason(token, number, max_sequence_length)
+            done = None if reason is None else self._complete(reason, output(0)[:number], now)
+            events.append(TokenEvent(self.request_id, token, number == 1, done))
+            if done is not None:
+                return events
+        if self.error is not None:
+            done = self._complete(FinishReason.FAILED, output(0), now)
+            events.append(TokenEvent(self.request_id, None, False, done))
+        return events
 
-    def _finish_reason(self, max_sequence_length: int) -> FinishReason | None:
-        if self.tokens[-1] in self.sampling.stop_tokens:
+    def _finish_reason(
+        self, token: int, number: int, max_sequence_length: int
+    ) -> FinishReason | None:
+        if token in self.sampling.stop_tokens:
             return FinishReason.STOP
-        too_long = self.num_tokens > max_sequence_length  # its last token cannot be computed
-        if too_long or self.num_generated == self.sampling.max_new_tokens:
+        # Its last token cannot be computed.
+        too_long = self.prompt_tokens + number > max_sequence_length
+        if too_long or number == self.sampling.max_new_tokens:
             return FinishReason.LENGTH
         return None
 
-    def _complete(
-        self, reason: FinishReason, now: float, error: CapacityError | None = None
-    ) -> Completion:
-        admission, first = self.admission, self.first_token_at
+    def _complete(self, reason: FinishReason, output: Sequence[int], now: float) -> Completion:
+        admission = self.admission
+        first = self.first_token_at or (now if output else None)
         return Completion(
             request_id=self.request_id,
-            tokens=tuple(self.tokens[self.prompt_tokens :]),
+            tokens=tuple(output),
             finish_reason=reason,
-            error=error,
+            error=self.error,
             ttft_seconds=None if first is None else first - self.submitted_at,
             total_seconds=now - self.submitted_at,
             prompt_tokens=self.prompt_tokens,

@@ -50,7 +50,7 @@ def branch_positions(
 
 def is_worth_waiting(
     request: EngineRequest,
-    scheduled: Iterable[EngineRequest],
+    scheduled: Iterable[tuple[EngineRequest, int]],
     *,
     skip_tokens: int,
     block_size_tokens: int,
@@ -59,15 +59,16 @@ def is_worth_waiting(
 
     Args:
         request: The queued request.
-        scheduled: Requests that compute a part of their prompts in this step.
+        scheduled: Requests that compute a part of their prompts in this step, each with the tokens
+            that it has computed before.
         skip_tokens: What it could skip at once.
         block_size_tokens: Tokens of a block.
 
     Returns:
         Whether one of ``scheduled`` will save a state of a longer prefix of ``request``.
     """
-    for other in scheduled:
+    for other, num_computed in scheduled:
         position = common_blocks(request, other) * block_size_tokens
-        if position > max(skip_tokens, other.num_computed) and position in other.branch_positions:
+        if position > max(skip_tokens, num_computed) and position in other.branch_positions:
             return True
     return False

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from mamba_cache._checks import as_ints, check_int
+from mamba_cache._guard import guarded
 from mamba_cache._lasting import lasting
-from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    MambaSlotCapacityError,
+    MissingStateError,
+)
 from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots._context import (
     check_model,
@@ -43,6 +49,10 @@ class MambaSlotAllocator(SlotControl):
     records where, and ``commit_intermediate_states`` ends the step. If the layers write straight
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
     ``cancel_reserved`` after it; until then nobody can find those states.
+
+    When a call breaks off in the middle of a change, by an interrupt or another exception from
+    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
+    of all of it decide that.
 
     Args:
         context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
@@ -159,6 +169,7 @@ class MambaSlotAllocator(SlotControl):
     def _has_intermediates(self, value: bool) -> None:
         self._tables.has_intermediates = value
 
+    @guarded(nests=True)
     def store_from_tensors(
         self, block_id: int, layer_idx: int, ssm_state: torch.Tensor, conv_state: torch.Tensor
     ) -> None:
@@ -178,8 +189,9 @@ class MambaSlotAllocator(SlotControl):
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
-        self.transfers.store_layer(layer_idx, slot, (conv_state, ssm_state))
+        self._write(lambda: self.transfers.store_layer(layer_idx, slot, (conv_state, ssm_state)))
 
+    @guarded(nests=True)
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Saves the live states of requests, all layers in one launch.
 
@@ -196,8 +208,9 @@ class MambaSlotAllocator(SlotControl):
         check_same_length(slots=targets, request_indices=requests)
         if targets:
             rows = live_rows(self.context, requests)
-            self.transfers.live_to_slots(rows, last_write_wins(targets))
+            self._write(lambda: self.transfers.live_to_slots(rows, last_write_wins(targets)))
 
+    @guarded(nests=True)
     def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Saves live states by their rows, all layers in one launch.
 
@@ -209,8 +222,9 @@ class MambaSlotAllocator(SlotControl):
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
                 is out of range or a slot is named twice.
         """
-        self.transfers.live_to_slots(rows, slots)
+        self._write(lambda: self.transfers.live_to_slots(rows, slots))
 
+    @guarded(nests=True)
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
         """Restores or clears live states by their rows, all layers in one launch.
 
@@ -225,6 +239,7 @@ class MambaSlotAllocator(SlotControl):
         """
         self.transfers.slots_to_live(sources, rows)
 
+    @guarded(nests=True)
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Restores a request's live state from a block's slot.
 
@@ -237,6 +252,7 @@ class MambaSlotAllocator(SlotControl):
         """
         return self.restore_to_live_batch([request_idx], [block_id])[0]
 
+    @guarded(nests=True)
     def restore_to_live_batch(
         self, request_indices: Sequence[int], block_ids: Sequence[int]
     ) -> list[bool]:
@@ -264,6 +280,7 @@ class MambaSlotAllocator(SlotControl):
             self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
 
+    @guarded(nests=True)
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
         self,
         req: PrefillRequest,
@@ -305,9 +322,11 @@ class MambaSlotAllocator(SlotControl):
             alignment=checkpoint_alignment(self.context),
         )
         plan = self._tables.fitting(current_id, plan, self.max_intermediate_count)
+        self._guard.is_changing = True
         self._tables.record(current_id, plan)
         self.skipped_checkpoints_total += plan.num_skipped
 
+    @guarded(nests=True)
     def get_intermediate_cpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -322,6 +341,7 @@ class MambaSlotAllocator(SlotControl):
         start, count = self._prefill_rows()
         return self._tables.rows(start, count) if count else (None, None)
 
+    @guarded(nests=True)
     def get_intermediate_gpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -334,6 +354,7 @@ class MambaSlotAllocator(SlotControl):
             return None, None
         return self.transfer_intermediate_to_gpu(*self._prefill_rows())
 
+    @guarded(nests=True)
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -347,6 +368,7 @@ class MambaSlotAllocator(SlotControl):
             return None, None
         return self._tables.upload(prefill_start, prefill_count)
 
+    @guarded(nests=True)
     def commit_intermediate_states(self) -> None:
         """Saves the checkpoints of a step whose forward has been enqueued, and publishes them.
 
@@ -375,8 +397,11 @@ class MambaSlotAllocator(SlotControl):
             slots = self.allocate_slots_batch(batch.block_ids)
         try:
             self._save(batch, slots)
-        except BaseException:
-            self._invalidate_blocks_batch(set(batch.block_ids) - housed)
+        except BaseException as error:
+            # An error of the package comes before its copy: what was in a slot before is whole.
+            is_whole = isinstance(error, MambaCacheError)
+            self._invalidate_blocks_batch(set(batch.block_ids) - (housed if is_whole else set()))
+            self._guard.is_changing = False
             raise
         self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
@@ -388,6 +413,7 @@ class MambaSlotAllocator(SlotControl):
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
         self.register_block_hashes_batch(batch.block_ids, batch.hashes)
 
+    @guarded(nests=True)
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
@@ -409,19 +435,33 @@ class MambaSlotAllocator(SlotControl):
         hashes = block_hashes(self.context)[blocks + eos_blocks]
         return blocks, list(range(len(blocks))), eos_blocks, eos_rows, hashes.tolist()
 
+    @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copies states from the scratch to slots, all layers in one launch."""
-        self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
+        self._write(lambda: self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots)))
 
+    @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
         """Forgets what was recorded for the batch's prefill requests."""
-        self._tables.clear(*self._prefill_rows())
+        rows = self._prefill_rows()
+        self._guard.is_changing = True
+        self._tables.clear(*rows)
+
+    def _write(self, move: Callable[[], object]) -> None:
+        """Write into slots that may be findable; broken off, they hold neither old nor new."""
+        self._guard.is_changing = True
+        try:
+            move()
+        except MambaCacheError:  # refused before anything was enqueued
+            self._guard.is_changing = False
+            raise
 
     def _prefill_rows(self) -> tuple[int, int]:
         """Returns the first row and the number of the batch's prefill requests."""
         batch = self.context.batch_dimensions
         return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
 
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Returns everything to the initial state: no slot taken, no hash, every state zero."""
         super().reset()

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, as_ints, as_items, check_int
-from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
+from mamba_cache._guard import CallGuard, guarded, query
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError, MambaSlotCapacityError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots._context import as_host_array, num_kv_blocks
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
@@ -57,6 +58,7 @@ class SlotControl:
         self, context: SlotContext, max_slots: int, *, policy: SlotEvictionPolicy | None = None
     ) -> None:
         kv_blocks = context.kv_block_allocator
+        self._guard = CallGuard(self.check_invariants, proves_changes=False)
         self.context = context
         self.pool = SlotPool(
             max_slots,
@@ -64,6 +66,7 @@ class SlotControl:
             block_hashes=partial(block_hashes, context)
             if hasattr(kv_blocks, "block_hashes")
             else None,
+            guard=self._guard,
         )
         self.max_slots = self.pool.max_slots
         name = getattr(context, "prefix_caching_eviction_policy", "lru")
@@ -71,6 +74,11 @@ class SlotControl:
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
         self.before_reset: Callable[[], object] | None = None
+
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        self._guard = guard
+        self.pool.join(guard)
 
     @property
     def free_count(self) -> int:
@@ -106,6 +114,7 @@ class SlotControl:
         """Slots taken from cached blocks because others needed them."""
         return self.pool.evicted_slots_total
 
+    @query
     def get_slot(self, block_id: int) -> int:
         """Returns the slot that caches a block's state, or -1.
 
@@ -114,6 +123,7 @@ class SlotControl:
         """
         return self.pool.slots_of([block_id])[0]
 
+    @query
     def has_state(self, block_id: int) -> bool:
         """Says whether a block's state is cached.
 
@@ -122,6 +132,7 @@ class SlotControl:
         """
         return self.get_slot(block_id) >= 0
 
+    @guarded(nests=True)
     def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
         """Gives each block a slot: its own if it has one, else a free one, else an evicted one.
 
@@ -146,6 +157,7 @@ class SlotControl:
         self.policy.on_stored([slots[block_id] for block_id in new], [1] * len(new))
         return [slots[block_id] for block_id in ids]
 
+    @guarded(nests=True)
     def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
         """Reserves a slot for each block, to be written and then committed or cancelled.
 
@@ -169,6 +181,7 @@ class SlotControl:
         slots = dict(zip(kept, self.pool.reserve(kept, victims), strict=True))
         return [slots.pop(block_id, None) for block_id in ids]
 
+    @guarded(nests=True)
     def commit_reserved(
         self,
         slots: Sequence[int],
@@ -213,6 +226,7 @@ class SlotControl:
         self.policy.on_stored([slots[i] for i in kept], [saved[i] for i in kept])
         return housing
 
+    @guarded(nests=True)
     def cancel_reserved(self, slots: Sequence[int], *, epoch: int | None = None) -> None:
         """Gives reserved slots back, as when a step is aborted.
 
@@ -228,6 +242,7 @@ class SlotControl:
         if not self._is_over(epoch):
             self.pool.cancel(slots)
 
+    @guarded(nests=True)
     def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
         """Keeps cached slots from eviction, as between matching a state and restoring it.
 
@@ -241,6 +256,7 @@ class SlotControl:
         """
         return self.pool.pin(slots)
 
+    @guarded(nests=True)
     def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
         """Ends leases; one whose state is gone is passed over.
 
@@ -250,6 +266,7 @@ class SlotControl:
         """
         self.pool.unpin(leases)
 
+    @query
     def is_current(self, lease: SlotLease) -> bool:
         """Says whether a lease's slot still holds the state that was pinned.
 
@@ -258,6 +275,7 @@ class SlotControl:
         """
         return self.pool.is_current(lease)
 
+    @query
     def is_pinned(self, slot: int) -> bool:
         """Says whether a cached slot is being read.
 
@@ -266,6 +284,7 @@ class SlotControl:
         """
         return self.pool.is_pinned(slot)
 
+    @guarded(nests=True)
     def note_consumed(self, slots: Sequence[int]) -> None:
         """Tells the policy that the states in these slots were used by a hit.
 
@@ -274,6 +293,7 @@ class SlotControl:
         """
         self.policy.on_consumed(as_slots(slots, self.max_slots))
 
+    @guarded(nests=True)
     def change_policy(self, policy: SlotEvictionPolicy) -> None:
         """Has another policy choose which slots are evicted from now on; no slot changes hands.
 
@@ -291,6 +311,7 @@ class SlotControl:
         hand_over(self.policy, policy, self.pool.slot_to_block, self.context.kv_block_allocator)
         self.policy = policy
 
+    @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
         """Frees a block's slot and forgets its hash; does nothing if it has no slot.
 
@@ -299,9 +320,11 @@ class SlotControl:
         """
         self._invalidate_blocks_batch([block_id])
 
+    @guarded(nests=True)
     def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
         self.pool.free_blocks(block_ids)
 
+    @guarded(nests=True)
     def on_kv_blocks_deregistered(
         self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
     ) -> None:
@@ -315,8 +338,14 @@ class SlotControl:
             UnknownBlockError: An id is outside the KV pool; nothing was freed.
             InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
         """
-        ids = as_block_ids(block_ids, self.pool.num_blocks)
-        hashes = as_hash_ids(hashes_to_delete)
+        # The blocks have lost their content already, so from here on this must end well.
+        self._guard.is_changing = True
+        try:
+            ids = as_block_ids(block_ids, self.pool.num_blocks)
+            hashes = as_hash_ids(hashes_to_delete)
+        except MambaCacheError:
+            self._guard.is_changing = False
+            raise
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self.pool.free_blocks(ids + found)
         for block_id in ids:
@@ -324,6 +353,7 @@ class SlotControl:
         for hash_id in hashes:
             self.pool.hashes.forget_hash(hash_id)
 
+    @guarded(nests=True)
     def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
         """Makes the blocks' states findable by hash id; one that is not positive is passed over.
 
@@ -336,6 +366,7 @@ class SlotControl:
         """
         self.pool.register_hashes(block_ids, hashes)
 
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Frees every slot, reserved and pinned ones too, and forgets every hash and count.
 
@@ -344,6 +375,7 @@ class SlotControl:
         """
         if self.before_reset is not None:
             self.before_reset()
+        self._guard.is_changing = True
         self.pool.reset()
         self.policy.reset(self.max_slots)
         self.skipped_checkpoints_total = 0
@@ -367,6 +399,7 @@ class SlotControl:
         """
         self.pool.check_invariants()
 
+    @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
         """Takes slots from unreferenced blocks and hands them to the caller, not to the pool.
 

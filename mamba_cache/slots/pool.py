@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, as_items, check_int
+from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
 from mamba_cache.slots._hashes import StateHashes
 from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
@@ -35,6 +36,9 @@ class SlotPool:
         block_hashes: Returns the hash ids of all blocks as the KV blocks' owner has them,
             [num_blocks] int64, -1 for none. When a block loses its slot, the hash found there is
             dropped as well as the one registered here.
+        guard: That of the object which this is a part of; default: one of its own. When a call
+            breaks off in the middle of a change, every later one raises ``PoisonedError`` until
+            ``reset``.
 
     Attributes:
         free_slots: [max_slots] int32. A stack: the entries below ``free_count`` are free.
@@ -59,10 +63,12 @@ class SlotPool:
         num_blocks: int,
         *,
         block_hashes: Callable[[], npt.NDArray[Any]] | None = None,
+        guard: CallGuard | None = None,
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
         self.num_blocks = check_int("num_blocks", num_blocks, minimum=0, maximum=INT32_MAX)
         self._block_hashes = block_hashes
+        self._guard = guard or CallGuard(self.check_invariants, proves_changes=False)
         self.free_slots = np.empty(self.max_slots, np.int32)
         self.block_to_slot = np.empty(self.num_blocks, np.int32)
         self.slot_to_block = np.empty(self.max_slots, np.int32)
@@ -73,6 +79,11 @@ class SlotPool:
         self.hashes = StateHashes()
         self._clear()
 
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        self._guard = guard
+
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Frees every slot and forgets every hash and lease; a new ``epoch`` begins."""
         self.generations += 1
@@ -104,6 +115,7 @@ class SlotPool:
         """Slots that hold a findable state."""
         return int(np.count_nonzero(self.slot_to_block >= 0))
 
+    @query
     def slots_of(self, block_ids: Iterable[int]) -> list[int]:
         """Returns the slot that caches each block, -1 where there is none.
 
@@ -134,6 +146,7 @@ class SlotPool:
                 evictable[slot] = False
         return evictable.nonzero()[0]
 
+    @guarded(nests=True)
     def store(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
         """Gives each block a cached slot.
 
@@ -155,6 +168,7 @@ class SlotPool:
             self._house(slot, block_id)
         return slots
 
+    @guarded(nests=True)
     def reserve(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
         """Reserves a slot for each block, which nobody can find until it is committed.
 
@@ -177,6 +191,7 @@ class SlotPool:
         self.reserved.update(zip(slots, ids, strict=True))
         return slots
 
+    @guarded(nests=True)
     def commit(
         self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
     ) -> list[int]:
@@ -201,6 +216,7 @@ class SlotPool:
         hash_ids = as_hash_ids(hashes)
         taken = self._check_reserved(slots, InvalidArgumentError)
         check_same_length(slots=taken, block_ids=ids, hashes=hash_ids)
+        self._guard.is_changing = True
         for slot, block_id in zip(taken, ids, strict=True):
             del self.reserved[slot]
             if self.block_to_slot[block_id] >= 0:
@@ -210,6 +226,7 @@ class SlotPool:
         self.register_hashes(ids, hash_ids)
         return self.slots_of(ids)
 
+    @guarded(nests=True)
     def cancel(self, slots: Sequence[int]) -> None:
         """Gives reserved slots back.
 
@@ -218,10 +235,12 @@ class SlotPool:
             DoubleFreeError: A slot is not reserved, or comes twice.
         """
         taken = self._check_reserved(slots, DoubleFreeError)
+        self._guard.is_changing = True
         for slot in taken:
             del self.reserved[slot]
         self._push(taken)
 
+    @guarded(nests=True)
     def evict(self, slots: Sequence[int]) -> None:
         """Takes cached slots from their blocks, and gives them to the caller.
 
@@ -237,9 +256,11 @@ class SlotPool:
             raise InvalidArgumentError(
                 f"slots to evict must be different, cached and not pinned, got {victims}"
             )
+        self._guard.is_changing = True
         self._vacate(victims)
         self.evicted_slots_total += len(victims)
 
+    @guarded(nests=True)
     def free_blocks(self, block_ids: Iterable[int]) -> list[int]:
         """Frees the slots of blocks, pinned or not, and forgets the blocks' hashes.
 
@@ -252,10 +273,12 @@ class SlotPool:
             UnknownBlockError: An id is outside the pool; nothing was freed.
         """
         slots = [slot for slot in dict.fromkeys(self.slots_of(block_ids)) if slot >= 0]
+        self._guard.is_changing = True
         self._vacate(slots)
         self._push(slots)
         return slots
 
+    @guarded(nests=True)
     def register_hashes(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
         """Makes the blocks' states findable by hash; one that is not positive is passed over.
 
@@ -269,10 +292,12 @@ class SlotPool:
         ids = as_block_ids(block_ids, self.num_blocks)
         hash_ids = as_hash_ids(hashes)
         check_same_length(block_ids=ids, hashes=hash_ids)
+        self._guard.is_changing = True
         for block_id, hash_id in zip(ids, hash_ids, strict=True):
             if hash_id > 0:
                 self.hashes.register(block_id, hash_id)
 
+    @guarded(nests=True)
     def pin(self, slots: Sequence[int]) -> list[SlotLease]:
         """Keeps cached slots from being evicted until the leases are given to ``unpin``.
 
@@ -286,6 +311,7 @@ class SlotPool:
         empty = [slot for slot in read if self.slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
+        self._guard.is_changing = True
         for slot in read:
             self.pin_counts[slot] += 1
         return [
@@ -293,6 +319,7 @@ class SlotPool:
             for slot in read
         ]
 
+    @guarded(nests=True)
     def unpin(self, leases: Sequence[SlotLease]) -> None:
         """Ends leases. One whose slot was freed or reused meanwhile is passed over.
 
@@ -307,9 +334,11 @@ class SlotPool:
                     f"slot {slot} has {self.pin_counts[slot]} pins, "
                     f"but {current.count(slot)} were given back"
                 )
+        self._guard.is_changing = True
         for slot in current:
             self.pin_counts[slot] -= 1
 
+    @query
     def is_current(self, lease: SlotLease) -> bool:
         """Says whether the lease's slot still holds what it held when it was pinned.
 
@@ -323,6 +352,7 @@ class SlotPool:
             and self.generations[slot] == lease.generation
         )
 
+    @query
     def is_pinned(self, slot: int) -> bool:
         """Says whether a cached slot has a reader.
 
@@ -362,6 +392,7 @@ class SlotPool:
             )
         if victims:
             self.evict(victims)
+        self._guard.is_changing = True
         start = self.free_count - (num_slots - short)
         slots: list[int] = self.free_slots[start : self.free_count].tolist()
         slots.extend(victims)

@@ -22,7 +22,7 @@ from search import Search
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL_PLANE = (
     *("blocks", "slots", "context", "metadata"),
-    *("config.py", "errors.py", "protocols.py", "_checks.py", "_eviction_queue.py"),
+    *("config.py", "errors.py", "protocols.py", "_checks.py", "_eviction_queue.py", "_guard.py"),
 )
 TESTS = (
     "tests/conformance",
@@ -33,7 +33,7 @@ TESTS = (
 # Of other rooms, of the text of files, or striking everywhere, which takes too long.
 OTHER_TESTS = (
     *("align", "bench", "engine", "extraction", "model", "plan.", "prometheus", "state_copy"),
-    *("docs", "property/test_faults", "figures", "floors", "fuzz."),
+    *("docs", "property/test_faults", "property/test_interrupts", "figures", "floors", "fuzz."),
     *("package", "peers", "readme", "style"),
 )
 

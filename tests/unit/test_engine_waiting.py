@@ -63,20 +63,20 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
 ):
     root = draw_prompt(rng, 3 * BLOCK)
     request, other = make([*root, 1, 2]), make([*root, 3, 4])
-    other.num_computed = computed
     other.branch_positions = {3 * BLOCK} if promised else {2 * BLOCK}
     found = is_worth_waiting(
-        request, [other], skip_tokens=skip_blocks * BLOCK, block_size_tokens=BLOCK
+        request, [(other, computed)], skip_tokens=skip_blocks * BLOCK, block_size_tokens=BLOCK
     )
     assert found is expected
 
 
-def test_a_request_counts_from_where_it_resumes(make, rng):
+def test_what_was_cached_when_a_request_first_ran_is_reported(make, rng):
     request = make(draw_prompt(rng, 20))
-    request.num_computed = 19
-    found = Admission("x", 20, 1, 1, BLOCK, 12, None)
-    request.note_admission(found)
-    assert (request.num_computed, request.tokens_left) == (BLOCK, 16)
+    first, resumed = (Admission("x", 20, n, n, n * BLOCK, 12, None) for n in (1, 2))
+    request.note_admission(first)
+    request.prefill_tokens = 12
+    request.note_admission(resumed)
+    assert request.admission == first
 
 
 def shared_prompts(rng, count, *, root_blocks):

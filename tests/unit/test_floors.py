@@ -26,6 +26,7 @@ FLOORS = {
     "protocols": 1,
     "config": 1,
     "_eviction_queue": 1,
+    "_guard": 1,
     "_indices": 1,
     "_lasting": 1,
     "_weak_callback": 1,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mamba_cache.context.guard import CallGuard, exclusive, healing
+from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
@@ -27,11 +27,13 @@ def make_thing():
 
     class Thing:
         def __init__(self):
-            self.is_right, self.num_checks = True, 0
+            self.is_right, self.num_checks, self.error = True, 0, None
             self._guard = CallGuard(self.check)
 
         def check(self):
             self.num_checks += 1
+            if self.error:
+                raise self.error
             if not self.is_right:
                 raise InvariantError("two and two are five")
 
@@ -39,7 +41,7 @@ def make_thing():
         def do(self, work):
             return work()
 
-        @healing
+        @guarded(renews=True)
         def _reset(self, work=lambda: None):
             work()
             self.is_right = True
@@ -111,8 +113,7 @@ def test_an_own_error_that_translates_a_foreign_one_is_believed(thing):
 
 
 def test_an_interrupted_proof_proves_nothing(thing):
-    thing.check = lambda: raise_(KeyboardInterrupt())
-    thing._guard = CallGuard(thing.check)
+    thing.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         thing.do(lambda: raise_(OSError("disk")))
     with pytest.raises(PoisonedError, match="do was interrupted"):

@@ -20,11 +20,11 @@ from mamba_cache.integrations.transformers.layers import (
 )
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller
 from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
-from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "remove_hooks"]
 
 
 @dataclass(slots=True)
@@ -117,6 +117,10 @@ class Generation:
         self._disarm()
         for prefill in self._prefills.values():
             prefill.record.close()
+
+    def belongs_to(self, store: PrefixStore) -> bool:
+        """Says whether what is generated is cached in ``store``."""
+        return self._store is store
 
     def _disarm(self) -> None:
         _armed.pop(id(self.cache), None)
@@ -382,3 +386,15 @@ def _is_batch(prompts: Sequence[Prompt]) -> bool:
 
 def _nothing(_: Any) -> None:
     """Takes the place of a compiled call."""
+
+
+def remove_hooks(store: PrefixStore) -> None:
+    """Takes from a model what generations put there that broke off before they could undo it.
+
+    Args:
+        store: Whose generations; those of another cache of the same model are left alone.
+    """
+    for key, generation in list(_armed.items()):
+        if generation.belongs_to(store):
+            _armed.pop(key, None)
+    put_back(store)

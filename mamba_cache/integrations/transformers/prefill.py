@@ -13,6 +13,7 @@ import torch
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
+from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
@@ -141,6 +142,10 @@ class Prefiller:
         self._store.counters.count_admission(record.match)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
+
+    def put_back(self) -> None:
+        """Undoes what a forward that broke off has replaced in the model's code."""
+        put_back(self._capture)
 
     def retry(self, prefill: Prefill, error: BaseException) -> bool:
         """Prepares for computing a prompt again, in smaller segments, if that can help.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from mamba_cache._checks import check_kind
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
-    ConcurrentUseError,
     InvalidArgumentError,
     ModelChangedError,
     NotCopyableError,
@@ -25,7 +23,7 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
-from mamba_cache.integrations.transformers.generation import Generation
+from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import ServedOptions, read_options
@@ -51,7 +49,9 @@ _BLOCKS_WITHOUT_MEMORY = 2**18
 class PrefixCache:
     """Reuses the prefixes of prompts that a transformers model has computed before.
 
-    One thread uses the model at a time through it; others wait.
+    One thread uses the model at a time through it; others wait. Whatever breaks a call off, what it
+    held is given back and the books are proved, or every later call raises ``PoisonedError`` until
+    ``reset``; the model itself is free of it then.
 
     Args:
         model: A causal language model of transformers with linear-attention layers. It stays
@@ -131,8 +131,8 @@ class PrefixCache:
             is_step_exact=is_step_exact,
         )
         self._reuse_answers = reuse_answers
-        self._lock = threading.Lock()
-        self._user: int | None = None
+        self._guard = CallGuard(self._take_back)
+        self._store.join(self._guard)
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
@@ -145,6 +145,7 @@ class PrefixCache:
         """Closes the cache."""
         self.close()
 
+    @guarded(waits=True, trusts=())
     def generate(self, inputs: Any = None, *, cache_salt: ExtraKey = None, **options: Any) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
 
@@ -163,33 +164,33 @@ class PrefixCache:
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
         """
-        with self._alone("generate"):
-            self._check_ready()
-            given = options.pop("input_ids", None)
-            if inputs is not None and given is not None:
-                raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
-            served = read_options(self._runner.model, options)
-            ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
-            with self._watch(served, cache_salt) as generation:
-                criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
-                arguments = {
-                    **served.arguments,
-                    "attention_mask": mask,
-                    self._runner.cache_name: generation.cache,
-                    "stopping_criteria": transformers().StoppingCriteriaList(criteria),
-                }
-                output = self._runner.model.generate(ids, **arguments)
-                self._runner.fingerprint.confirm()
-                generation.publish()
-            if generation.is_bypassed:
-                warnings.warn(
-                    "nothing was reused or cached: without attention_mask, generate hides the pad "
-                    f"token ({served.pad_token_id}) also inside of prompts, which token ids do not "
-                    "tell; pass attention_mask, of ones where it counts as a token",
-                    stacklevel=2,
-                )
-            return output
+        self._check_ready()
+        given = options.pop("input_ids", None)
+        if inputs is not None and given is not None:
+            raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
+        served = read_options(self._runner.model, options)
+        ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
+        with self._watch(served, cache_salt) as generation:
+            criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
+            arguments = {
+                **served.arguments,
+                "attention_mask": mask,
+                self._runner.cache_name: generation.cache,
+                "stopping_criteria": transformers().StoppingCriteriaList(criteria),
+            }
+            output = self._runner.model.generate(ids, **arguments)
+            self._runner.fingerprint.confirm()
+            generation.publish()
+        if generation.is_bypassed:
+            warnings.warn(
+                "nothing was reused or cached: without attention_mask, generate hides the pad "
+                f"token ({served.pad_token_id}) also inside of prompts, which token ids do not "
+                "tell; pass attention_mask, of ones where it counts as a token",
+                stacklevel=3,  # of whoever called it through the guard,
+            )
+        return output
 
+    @guarded(waits=True, trusts=())
     def prefill(self, input_ids: Any, *, cache_salt: ExtraKey = None) -> Any:
         """Computes a prompt, for those who call the model themselves.
 
@@ -206,20 +207,19 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        with self._alone("prefill"):
-            self._check_ready()
-            self._runner.fingerprint.begin()
-            tokens = read_prompt(input_ids, self._runner.vocabulary)
-            past = self._runner.new_cache()
-            prefill = self._prefiller.begin(
-                tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
-            )
-            try:
-                self._prefiller.run(prefill, prefill.segments)
-                self._runner.fingerprint.confirm()
-            finally:
-                prefill.record.close()
-            return past
+        self._check_ready()
+        self._runner.fingerprint.begin()
+        tokens = read_prompt(input_ids, self._runner.vocabulary)
+        past = self._runner.new_cache()
+        prefill = self._prefiller.begin(
+            tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
+        )
+        try:
+            self._prefiller.run(prefill, prefill.segments)
+            self._runner.fingerprint.confirm()
+        finally:
+            prefill.record.close()
+        return past
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -232,26 +232,42 @@ class PrefixCache:
             ModelChangedError: The model was moved, so that it needs another cache.
             StepOrderError: The cache is closed.
         """
-        with self._alone("reset"):
-            self._check_home()
-            self._store.reset()
-            self._runner.fingerprint.forget()
+        self._check_home()
+        self._renew()
 
+    @guarded(renews=True, waits=True)
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
-        with self._alone("close"):
-            self._is_closed = True
-            self._store.reset()
-            self._store.tensors.clear()
+        self._is_closed = True
+        self._remove_hooks()
+        self._store.reset()
+        self._store.tensors.clear()
 
+    @guarded(waits=True, trusts=())
     def check_invariants(self) -> None:
         """Checks the books.
 
         Raises:
             InvariantError: They contradict themselves: a bug in this package.
         """
-        with self._alone("check_invariants"):
-            self._store.check_invariants()
+        self._store.check_invariants()
+
+    @guarded(renews=True, waits=True)
+    def _renew(self) -> None:
+        self._remove_hooks()
+        self._store.reset()
+        self._runner.fingerprint.forget()
+
+    def _take_back(self) -> None:
+        """Give back what a call that broke off held, and prove the books."""
+        self._remove_hooks()
+        self._store.let_go()
+        self._store.check_invariants()
+
+    def _remove_hooks(self) -> None:
+        """Free the model of what a call put there that broke off."""
+        remove_hooks(self._store)
+        self._prefiller.put_back()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled.
@@ -263,25 +279,6 @@ class PrefixCache:
             "a PrefixCache cannot be copied or pickled: it owns memory of the device and belongs "
             "to one model; make a new one around the copy of the model"
         )
-
-    @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """Lets one call run: another thread waits, and what the call itself calls must not come.
-
-        Raises:
-            ConcurrentUseError: It came from within another call.
-        """
-        if self._user == threading.get_ident():
-            raise ConcurrentUseError(
-                f"{call} was called from within a call of the same cache: streamers, logits "
-                "processors and stopping criteria may call the model, but not the cache"
-            )
-        with self._lock:
-            self._user = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._user = None
 
     def _check_ready(self) -> None:
         self._check_home()

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._guard import CallGuard
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
+from mamba_cache.context.invariants import check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.errors import BlockCapacityError, InvariantError
@@ -78,6 +80,18 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
+
+    def join(self, guard: CallGuard) -> None:
+        """Becomes a part of what ``guard`` guards."""
+        self.kv_blocks.join(guard)
+        self.slots.join(guard)
+
+    def let_go(self) -> None:
+        """Gives back all that records hold, when the call that opened them is over."""
+        counts = np.asarray(self.kv_blocks.block_ref_counts)
+        held = np.flatnonzero(counts > 0)
+        self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
+        self.slots.cancel_reserved(list(self.slots.pool.reserved))
 
     def match(
         self,
@@ -205,8 +219,9 @@ class PrefixStore:
 
     def reset(self) -> None:
         """Forgets every prefix and every count."""
-        self.kv_blocks.reset()
+        # Before the blocks, which tell the slots: books that contradict each other are not read.
         self.slots.reset()
+        self.kv_blocks.reset()
         self._parts.clear()
         self._with_logits.clear()
         self.counters.reset()
@@ -218,8 +233,9 @@ class PrefixStore:
         Raises:
             InvariantError: They contradict themselves, or something is still held.
         """
-        self.kv_blocks.check_invariants()
+        self.kv_blocks.check_between_calls()
         self.slots.check_invariants()
+        check_states_of_blocks(self.kv_blocks, self.slots)
         held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")

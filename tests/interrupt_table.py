@@ -1,0 +1,47 @@
+"""Prints the table of interrupts: which call was interrupted, how often, and what came of it.
+
+Run ``python tests/interrupt_table.py > table.md``; all moments take about two hours on one core.
+"""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+import torch
+from interrupt_rig import FAULTS, Search, signal_engine, subjects
+
+COLUMNS = ["call", "moments", "struck", "went on", "poisoned", "wrong", "wedged", "leaks"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, help="every N-th moment only")
+    parser.add_argument("--only", default="", help="calls whose names begin so")
+    parser.add_argument("--signals", type=int, default=3000, help="real signals to Engine.step")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("|" + "|".join(COLUMNS) + "|")
+    print("|" + "---|" * len(COLUMNS))
+    num_faults = 0
+    for name, subject, injector in subjects(options.only):
+        started = time.process_time()
+        search = Search(subject, injector)
+        counts, examples = search.survey(search.moments()[:: options.every])
+        found = [counts[kind] for kind in ("struck", "went on", "poisoned", *FAULTS)]
+        print(f"|`{name}`|{len(search.moments())}|" + "|".join(map(str, found)) + "|", flush=True)
+        print(
+            f"{name}: {time.process_time() - started:.0f} s",
+            *examples[:9],
+            sep="\n",
+            file=sys.stderr,
+        )
+        num_faults += len(examples)
+    if options.signals:
+        counts = signal_engine(np.random.default_rng(0), options.signals)
+        print(f"real signals: {dict(counts)}", file=sys.stderr)
+    return bool(num_faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Calls that are interrupted: nothing wrong is told or found, nothing hangs, nothing leaks.
+
+At some moments of each call, the same in each run; ``python tests/interrupt_table.py`` tries all.
+"""
+
+import pytest
+from injectors import Interrupt, LineInterrupt
+from interrupt_rig import BARE_CALLS, ENGINE_CALLS, Search, signal_engine
+
+
+@pytest.mark.parametrize("name", BARE_CALLS)
+def test_an_interrupted_allocator_is_whole_or_says_that_it_is_not(name):
+    """Removed to see it fail: each ``is_changing = True`` in the allocators."""
+    search = Search(BARE_CALLS[name], Interrupt)
+    assert search.survey(search.moments(100))[1] == []
+
+
+@pytest.mark.parametrize("name", ENGINE_CALLS)
+def test_an_interrupted_engine_tells_every_token_once(name):
+    search = Search(ENGINE_CALLS[name], LineInterrupt)
+    assert search.survey(search.moments(16))[1] == []
+
+
+def test_an_engine_tells_every_token_once_under_real_signals(rng):
+    counts = signal_engine(rng, 120)
+    assert counts["struck"] >= 120

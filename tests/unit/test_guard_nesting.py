@@ -1,0 +1,223 @@
+"""Guards of what hands things out, of what is part of another, and of callers that wait."""
+
+import threading
+
+import pytest
+
+from mamba_cache._guard import CallGuard, exclusive, guarded, query
+from mamba_cache.errors import ConcurrentUseError, InvalidArgumentError, PoisonedError
+
+
+class Pool:
+    """Hands out numbers, and cannot know who has them."""
+
+    def __init__(self, guard=None):
+        self.left = [1, 2, 3]
+        self._guard = guard or CallGuard(self.check, proves_changes=False)
+
+    def check(self):
+        pass
+
+    @guarded(nests=True)
+    def take(self, work=lambda: None, *, then=lambda: None):
+        work()
+        self._guard.is_changing = True
+        number = self.left.pop()
+        then()
+        return number
+
+    @guarded(nests=True)
+    def take_two(self):
+        return self.take(), self.take()
+
+    @query
+    def num_left(self):
+        return len(self.left)
+
+    @guarded(nests=True, renews=True)
+    def reset(self, refuse=lambda: None):
+        refuse()
+        self._guard.is_changing = True
+        self.left = [1, 2, 3]
+
+
+class Owner:
+    """Has a pool, and a guard for both."""
+
+    def __init__(self):
+        self._guard = CallGuard(self.check)
+        self.pool = Pool(self._guard)
+        self.taken = []
+
+    def check(self):
+        if len(self.taken) + len(self.pool.left) != 3:
+            raise InvalidArgumentError("numbers are lost")
+
+    @exclusive
+    def take(self, then=lambda: None):
+        number = self.pool.take(then=then)
+        self.taken.append(number)
+
+    @guarded(waits=True)
+    def wait(self, work):
+        return work()
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_before_a_change_nothing_is_lost():
+    pool = Pool()
+    for error in (OSError(), KeyboardInterrupt(), InvalidArgumentError()):
+        with pytest.raises(type(error)):
+            pool.take(raising(error))
+    assert pool.num_left() == 3
+
+
+@pytest.mark.parametrize("error", [OSError(), KeyboardInterrupt(), InvalidArgumentError()])
+def test_a_change_that_breaks_off_poisons_whatever_the_books_say(error):
+    pool = Pool()
+    with pytest.raises(type(error)):
+        pool.take(then=raising(error))
+    for call in (pool.take, pool.take_two, pool.num_left):
+        with pytest.raises(PoisonedError, match=r"take broke off with .* in the middle"):
+            call()
+    pool.reset()
+    assert (pool.take_two(), pool.num_left()) == ((3, 2), 1)
+
+
+def test_a_reset_that_is_refused_changes_nothing():
+    pool = Pool()
+    with pytest.raises(InvalidArgumentError):
+        pool.reset(raising(InvalidArgumentError()))
+    assert pool.take() == 3
+    with pytest.raises(OSError, match="disk"):
+        pool.take(then=raising(OSError("disk")))
+    with pytest.raises(InvalidArgumentError):
+        pool.reset(raising(InvalidArgumentError()))
+    with pytest.raises(PoisonedError, match="take broke off"):
+        pool.take()
+    with pytest.raises(OSError, match="disk"):
+        pool.reset(raising(OSError("disk")))
+    with pytest.raises(PoisonedError, match="reset was interrupted"):
+        pool.take()
+    pool.reset()
+    assert pool.take() == 3
+
+
+def test_what_is_part_of_another_is_proved_with_it():
+    owner = Owner()
+    with pytest.raises(OSError, match="disk"):
+        owner.take(raising(OSError("disk")))
+    for call in (owner.take, owner.pool.take, owner.pool.reset, owner.pool.num_left):
+        with pytest.raises(PoisonedError, match=r"take broke off .*numbers are lost"):
+            call()
+
+
+def test_the_reset_of_a_part_does_not_make_the_whole_new():
+    owner = Owner()
+    owner.pool.reset()  # allowed, as between any two calls
+    with pytest.raises(OSError, match="disk"):
+        owner.take(raising(OSError("disk")))
+    with pytest.raises(PoisonedError):
+        owner.pool.reset()
+
+
+def test_a_part_outlives_its_owner_but_cannot_be_proved_without():
+    pool = Owner().pool
+    assert pool.take() == 3
+    with pytest.raises(OSError, match="disk"):
+        pool.take(raising(OSError("disk")))
+    with pytest.raises(PoisonedError, match="what it belonged to is gone"):
+        pool.take()
+
+
+def test_without_a_guard_all_pass():
+    pool = Pool()
+    pool._guard = None
+    pool.left = [9]
+    assert pool.num_left() == 1
+    with pytest.raises(OSError, match="disk"):
+        Pool.take(pool, raising(OSError("disk")))
+
+
+def test_a_query_by_another_thread_is_refused_while_a_call_runs():
+    pool, errors = Pool(), []
+
+    def ask():
+        try:
+            pool.num_left()
+        except ConcurrentUseError as error:
+            errors.append(str(error))
+
+    def work():
+        assert pool.num_left() == 3  # of the same thread, as a part of the call
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    pool.take(work)
+    assert len(errors) == 1
+    assert "num_left was called by another thread while take was running" in errors[0]
+
+
+def test_one_who_waits_is_served_when_the_other_is_done():
+    owner, order = Owner(), []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        entered.set()
+        assert go_on.wait(30)
+        order.append("first")
+
+    first = threading.Thread(target=lambda: owner.wait(slow))
+    first.start()
+    assert entered.wait(30)
+    second = threading.Thread(target=lambda: owner.wait(lambda: order.append("second")))
+    second.start()
+    go_on.set()
+    first.join()
+    second.join()
+    assert order == ["first", "second"]
+    with pytest.raises(ConcurrentUseError, match="from within it"):
+        owner.wait(lambda: owner.wait(list))
+
+
+@pytest.mark.parametrize("by_another_thread", [False, True])
+def test_a_call_that_never_came_to_its_end_stops_nobody_for_ever(by_another_thread):
+    """Interrupted twice, it is still noted as running; but no frame of it is left."""
+    owner = Owner()
+
+    def break_off():
+        owner._guard.enter((threading.get_ident(), "take"))
+
+    if by_another_thread:
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        thread.join()
+    else:
+        break_off()
+    for call in (owner.take, lambda: owner.wait(list)):
+        with pytest.raises(PoisonedError, match="take was interrupted"):
+            call()
+
+
+def test_a_query_after_a_call_that_never_came_to_its_end_is_poisoned():
+    pool = Pool()
+    thread = threading.Thread(target=lambda: pool._guard.enter((threading.get_ident(), "take")))
+    thread.start()
+    thread.join()
+    with pytest.raises(PoisonedError, match="take was interrupted"):
+        pool.num_left()
+
+
+def test_an_error_of_something_that_is_poisoned_itself_poisons():
+    owner = Owner()
+    with pytest.raises(PoisonedError):
+        owner.wait(raising(PoisonedError("the one inside")))
+    with pytest.raises(PoisonedError, match=r"wait broke off with .*the one inside"):
+        owner.take()
