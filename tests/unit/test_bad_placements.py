@@ -59,7 +59,7 @@ RAISING = [OSError("broken"), KeyboardInterrupt(), break_half_way]
 RUBBISH = [None, 5, [None], ["x"], "abc", [math.nan], [1.5], [True], [[8]], object()]
 
 
-@pytest.mark.parametrize("given", RAISING, ids=repr)
+@pytest.mark.parametrize("given", RAISING)
 def test_a_placement_that_raises_after_a_hit_holds_nothing(context, placement, given):
     before = context.fingerprint()
     placement.given = given
@@ -72,7 +72,7 @@ def test_a_placement_that_raises_after_a_hit_holds_nothing(context, placement, g
     assert add(context, "a", PROMPT).skip_tokens == 2 * BLOCK
 
 
-@pytest.mark.parametrize("given", RUBBISH, ids=repr)
+@pytest.mark.parametrize("given", RUBBISH)
 def test_positions_that_are_none_are_refused(context, placement, given):
     before = context.fingerprint()
     placement.given = given
