@@ -541,7 +541,7 @@ def signal_engine(rng, num_signals, *, seconds=0.03):
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, interrupt)
-    # Tools have callbacks in the collector, Hypothesis for one, and Python drops what strikes there.
+    # Tools have callbacks in the collector, as Hypothesis has; Python drops what strikes there.
     gc.disable()
     try:
         while counts["struck"] < num_signals:
