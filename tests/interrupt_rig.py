@@ -1,6 +1,7 @@
 """Engines and bare allocators that are interrupted at any moment, and what must hold then."""
 
 import copy
+import gc
 import signal
 from collections import Counter
 from types import SimpleNamespace
@@ -540,6 +541,8 @@ def signal_engine(rng, num_signals, *, seconds=0.03):
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, interrupt)
+    # Tools have callbacks in the collector, as Hypothesis has; Python drops what strikes there.
+    gc.disable()
     try:
         while counts["struck"] < num_signals:
             if not run.engine.num_requests:
@@ -554,6 +557,7 @@ def signal_engine(rng, num_signals, *, seconds=0.03):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        gc.enable()
     run.drain()
     return counts
 

@@ -311,7 +311,7 @@ class Engine:
                 news = self._gather([*requests, *self._scheduler.failed])
         self._news = news  # from here on it is told, if not by this call then by the next
         self._is_untold = False
-        self._take_note(news)
+        self._mark_told(news)
         self._is_behind = False
         return news.events
 
@@ -354,7 +354,7 @@ class Engine:
                 news.events.extend(events)
         return news
 
-    def _take_note(self, news: _News) -> None:
+    def _mark_told(self, news: _News) -> None:
         """Count events as told, and forget the requests that they end; twice is like once."""
         for request, num_told, now, is_end in news.told:
             request.num_told = num_told

@@ -123,7 +123,6 @@ class SlotControl:
         """
         return self.pool.slots_of([block_id])[0]
 
-    @query
     def has_state(self, block_id: int) -> bool:
         """Says whether a block's state is cached.
 

@@ -63,7 +63,7 @@ def test_what_nobody_got_is_told_again(engine, monkeypatch, num_steps):
     told = {}
     for _ in range(num_steps):
         told.setdefault("x", []).extend(event.token for event in engine.step())
-    strike_after(monkeypatch, engine, "_take_note")
+    strike_after(monkeypatch, engine, "_mark_told")
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert engine.num_requests == 1
@@ -77,7 +77,7 @@ def test_what_nobody_got_is_told_again(engine, monkeypatch, num_steps):
 def test_the_end_of_one_that_is_cancelled_is_not_told(engine, monkeypatch):
     for _ in range(3):
         engine.step()
-    strike_after(monkeypatch, engine, "_take_note")
+    strike_after(monkeypatch, engine, "_mark_told")
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.cancel("x")

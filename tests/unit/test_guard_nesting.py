@@ -221,3 +221,26 @@ def test_an_error_of_something_that_is_poisoned_itself_poisons():
         owner.wait(raising(PoisonedError("the one inside")))
     with pytest.raises(PoisonedError, match=r"wait broke off with .*the one inside"):
         owner.take()
+
+
+def test_a_result_that_nobody_got_poisons(monkeypatch):
+    """The number was taken, and the call that had taken it was interrupted as it returned."""
+    pool, owner = Pool(), Owner()
+    leave, calls = CallGuard.leave, []
+
+    def interrupted(self, call):
+        leave(self, call)
+        calls.append(call)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CallGuard, "leave", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.take()
+    with pytest.raises(PoisonedError, match="take was interrupted when it had done its work"):
+        pool.take()
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        owner.take()
+    assert owner.taken == [3]  # which its owner knows, so nothing is lost
+    owner.take()

@@ -172,9 +172,10 @@ class Generation:
             What ``forward`` returns, of the last token at least.
         """
         self._disarm()  # from here on the model is as it was, and may be looked at
-        # Only now: a streamer hears the prompt before this, and may do anything to the model.
-        self._runner.fingerprint.begin()
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
+        # Only now: a streamer hears the prompt before this, and may do anything to the model. And
+        # not before the tokens are read, for which the host would wait behind the checksums.
+        self._runner.fingerprint.begin()
         if prompts is None:
             self.is_bypassed, self._keeps_answers = True, False
             return forward(**kwargs)
