@@ -113,7 +113,7 @@ def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
     def restored():
         """Four hits and four misses; returns the kernels launched and all live bits."""
         generator.manual_seed(4)
-        server = serve(num_blocks=48, max_requests=8)
+        server = serve(num_blocks=32, max_requests=8)
         prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(8)]
         for prompt in prompts[:4]:
             server.add(prompt)

@@ -45,10 +45,10 @@ def run_step(allocator):
     torch.cuda._sleep(BUSY_CYCLES)
     offsets, counts = allocator.get_intermediate_gpu_data()
     seen = offsets.clone(), counts.clone()
-    for scratch in (allocator.intermediate_conv_out, allocator.intermediate_ssm_out):
-        scratch.uniform_(1, 2)
+    scratch = (allocator.intermediate_conv_out, allocator.intermediate_ssm_out)
+    written = [states.uniform_(1, 2).clone() for states in scratch]
     allocator.commit_intermediate_states()
-    return seen
+    return *seen, written
 
 
 def test_a_step_waits_for_nothing(allocator, request):
@@ -59,15 +59,14 @@ def test_a_step_waits_for_nothing(allocator, request):
 
 
 def test_rows_cleared_before_the_device_reads_them_arrive_as_they_were(allocator):
-    offsets, counts = run_step(allocator)
+    offsets, counts, _ = run_step(allocator)
     assert not allocator._has_intermediates
     assert offsets.tolist() == [[256, 1024, 0], [512, 0, 0]]
     assert counts.tolist() == [2, 1]
 
 
 def test_committed_states_are_exact(allocator):
-    run_step(allocator)
-    scratch = (allocator.intermediate_conv_out, allocator.intermediate_ssm_out)
+    *_, scratch = run_step(allocator)
     for index, block in enumerate((0, 3, 6)):
         assert slot_bits(allocator, allocator.get_slot(block)) == state_bits(*scratch, index)
     assert slot_bits(allocator, allocator.get_slot(7)) == live_bits(allocator.context, 0)

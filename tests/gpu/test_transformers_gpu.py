@@ -1,0 +1,125 @@
+"""The prefix cache of transformers models on a GPU, with the kernels that are installed there."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.layers import read_layers
+from mamba_cache.integrations.transformers.probe import probe, probe_capture
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 64
+CUTS = (BLOCK, 3 * BLOCK)
+LENGTH = 5 * BLOCK - 7
+SIZES = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+SSD = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
+FAMILIES = {
+    "mamba2": {
+        "num_hidden_layers": 3, "state_size": 64, "num_heads": 4, "head_dim": 64, "n_groups": 1,
+        "chunk_size": BLOCK,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 64,
+        "mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 1, "chunk_size": BLOCK,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 128,
+        "mamba_chunk_size": BLOCK, **SSD,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 1
+        + ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_chunk_size": BLOCK, **SSD},
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {request.param}: needs the extra transformers")
+    torch.manual_seed(0)
+    sizes = {**SIZES, **FAMILIES[request.param]}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[request.param](**sizes))
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def tokens(generator, count=LENGTH):
+    return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+
+def kept(layout, cache, count):
+    memory = read_layers(cache, layout.layers, count)
+    return [t.double() for t in (*memory.states, *layout.pad_windows(memory))]
+
+
+def distance(one, other):
+    return [
+        (torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a)).item()
+        for a, b in zip(one, other, strict=True)
+    ]
+
+
+def test_captured_states_are_those_of_a_run_in_parts(model, generator):
+    """As near as two runs in other parts are to each other at the prompt's end."""
+    runner = ModelRunner(model)
+    layout, ids = probe(runner, BLOCK).layout, tokens(generator)
+    assert probe_capture(runner, layout) is not None
+    parts, expected = runner.new_cache(), {}
+    for begin, end in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
+        runner.forward(ids[begin:end], parts, begin)
+        expected[end] = kept(layout, parts, end)
+    rows = torch.full((2, layout.bytes_per_slot), 0xFF, dtype=torch.uint8, device="cuda")
+    rooms = {p: layout.slot_views(row, p) for p, row in zip(CUTS, rows, strict=True)}
+    whole = runner.new_cache()
+    with StateCapture(model, layout.layers).during(whole, 0, LENGTH, rooms) as captured:
+        runner.forward(ids, whole, 0)
+    assert captured == set(CUTS)
+    rounding = max(distance(expected[LENGTH], kept(layout, whole, LENGTH)))
+    for position, room in rooms.items():
+        got = [t.double() for t in (*room.states, *room.windows)]
+        # What the first layer's convolution keeps comes from the projection alone.
+        assert max(distance(expected[position], got)) <= 4 * rounding + 0.01
+
+
+def test_hits_answer_as_misses_do(model, generator):
+    cache = PrefixCache(model, mamba_cache_gb=0.1, kv_cache_gb=0.1, block_size_tokens=BLOCK)
+    shared = tokens(generator, 3 * BLOCK + 5)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "eos_token_id": None}
+    for _ in range(4):
+        ids = torch.tensor([shared + tokens(generator, 20)], device="cuda")
+        mask = torch.ones_like(ids)
+        plain = model.generate(ids, attention_mask=mask, **options)
+        cached = cache.generate(ids, attention_mask=mask, **options)
+        again = cache.generate(ids, attention_mask=mask, **options)
+        for one in (cached, again):
+            torch.testing.assert_close(one.logits[0], plain.logits[0], rtol=0, atol=0.06)
+    stats = cache.stats()
+    assert stats.hits >= 6  # two of the branch, and each prompt once more
+    cache.check_invariants()
+
+
+def test_a_restored_state_is_the_saved_one_to_the_bit(model, generator):
+    cache = PrefixCache(model, mamba_cache_gb=0.1, kv_cache_gb=0.1, block_size_tokens=BLOCK)
+    ids = tokens(generator)
+    first, again = cache.prefill(ids), cache.prefill(ids)
+    assert cache.stats().skipped_tokens == LENGTH
+    layout = cache._store.layout
+    for one, other in zip(kept(layout, first, LENGTH), kept(layout, again, LENGTH), strict=True):
+        assert torch.equal(one, other)
