@@ -1,6 +1,7 @@
 """Clocks for code that reads ``time``: they stand for that module in the module that reads it."""
 
 import random
+import time
 
 
 class Clock:
@@ -25,5 +26,10 @@ class JumpingClock:
     def perf_counter(self) -> float:
         self._now += self._random.expovariate(1) ** 4
         return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets other threads run, for no longer than that takes."""
+        self._now += seconds
+        time.sleep(0)
 
     monotonic = process_time = time = perf_counter

@@ -229,7 +229,7 @@ def test_without_the_extra_one_line_names_it(package):
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(r".* needs .*: pip install 'mamba-cache\[cli\]'\n", result.stderr)
+    assert re.fullmatch(r".* needs .*: pip install -e '\.\[cli\]'\n", result.stderr)
 
 
 def test_an_import_that_fails_for_another_reason_is_not_hidden(monkeypatch):

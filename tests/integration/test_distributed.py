@@ -188,7 +188,8 @@ def two_steps(token=3, prompt=range(10), request_id="any name", **changes):
     context = context_rig.make_context(config)
     context_rig.add(context, request_id, list(prompt))
     for sampled in (token, 5):
-        context.begin_step()
+        step = context.begin_step()
+        context_rig.MODEL.forward(step.metadata, context)
         context.commit_step({request_id: sampled})
     return context
 

@@ -128,7 +128,7 @@ def test_a_cache_is_not_called_from_within_one_of_its_calls(cache):
 
 
 def test_other_threads_wait_and_an_interrupted_one_does_not_stop_them(cached, cache, monkeypatch):
-    struck(monkeypatch, cache._store.tensors, "save_blocks")
+    struck(monkeypatch, cache._store.tensors, "save_tokens")
     with pytest.raises(KeyboardInterrupt):
         cache.prefill(ONE)
     answers = []

@@ -117,11 +117,12 @@ def test_models_that_forget_are_refused(name):
 def test_models_that_forget_are_fed_single_tokens_after_a_hit(generator):
     model = make_model("mamba")
     cache = cache_of("mamba", model)
-    prompt = text(generator, 3 * BLOCK + 5)
-    lengths = []
+    prompt, lengths = text(generator, 3 * BLOCK + 5), []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1])
     )
+    cached(cache, prompt)
+    lengths.clear()
     cached(cache, join(prompt, text(generator, 5)), max_new_tokens=1)
     hook.remove()
     assert lengths == [1] * 5

@@ -609,7 +609,7 @@ def test_callbacks_may_not_call_the_cache(model, cache, prompt, kind, call):
     def act():
         getattr(cache, call)(*([prompt] if call in ("generate", "prefill") else []))
 
-    with pytest.raises(ConcurrentUseError, match=f"{call} was called from within a call"):
+    with pytest.raises(ConcurrentUseError, match=f"{call} was called from within it"):
         cache.generate(prompt, **GREEDY, **{kind: callbacks(act)[kind]})
     cache.check_invariants()
     assert_same(plain(model, prompt), cached(cache, prompt))

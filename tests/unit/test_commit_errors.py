@@ -23,8 +23,9 @@ OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
 
 def prompt_with_ids(context, wanted, not_this=()):
     """A prompt of two blocks whose hash ids are as wanted, by trying."""
-    for first, second in itertools.product(range(1, 13), repeat=2):
-        prompt = [first] * BLOCK + [second] * BLOCK + [0]
+    blocks = [[a] * (BLOCK - 1) + [b] for a, b in itertools.product(range(1, 13), repeat=2)]
+    for first, second in itertools.product(blocks, repeat=2):
+        prompt = [*first, *second, 0]
         if tuple(prepared(context, prompt).hashes) == wanted and prompt != not_this:
             return prompt
     raise AssertionError(f"no prompt has ids {wanted}")

@@ -366,7 +366,7 @@ def test_progress_goes_to_stderr_alone(rng, capsys):
 def test_progress_without_rich_names_the_extra(rng, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     engine = make_engine()
-    with pytest.raises(MissingExtraError, match=r"mamba-cache\[progress\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[progress\]"):
         engine.generate([draw_prompt(rng, 5)], progress=True)
     assert engine.num_requests == 0
     assert len(engine.generate([draw_prompt(rng, 5)])) == 1

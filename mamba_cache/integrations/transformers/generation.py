@@ -110,7 +110,7 @@ class Generation:
         return self
 
     def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return stand_in_for(forward, self._runner.cache_name)
+        return _stand_in_for(forward, self._runner.cache_name)
 
     def __exit__(self, *exception: object) -> None:
         """Disarms it, and lets go of the prompts."""
@@ -363,7 +363,7 @@ _armed: dict[int, Generation] = {}
 """By their caches: whose first forward is still to come."""
 
 
-def stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
+def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
     """Makes what stands in the place of a model's forward while a ``Generation`` is open.
 
     Args:

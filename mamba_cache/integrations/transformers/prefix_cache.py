@@ -233,7 +233,7 @@ class PrefixCache:
             StepOrderError: The cache is closed.
         """
         self._check_home()
-        self._renew()
+        self._reset()
 
     @guarded(renews=True, waits=True)
     def close(self) -> None:
@@ -253,7 +253,7 @@ class PrefixCache:
         self._store.check_invariants()
 
     @guarded(renews=True, waits=True)
-    def _renew(self) -> None:
+    def _reset(self) -> None:
         self._remove_hooks()
         self._store.reset()
         self._runner.fingerprint.forget()

@@ -461,14 +461,17 @@ class SequenceRecord:
     def _commit_reserved(self, captured: Collection[int]) -> None:
         hashes, slots = self._chain.hashes, self._store.slots
         for position in sorted(self._reserved):
-            slot, index = self._reserved[position], position // self._store.layout.block_size_tokens
+            # First: who breaks this off leaves a reservation to be taken back, and none twice.
+            slot, index = (
+                self._reserved.pop(position),
+                position // self._store.layout.block_size_tokens,
+            )
             is_published = position in captured and index <= self.num_published
             block = self._block_ending_at(index) if is_published else None
             if block is None:
                 slots.cancel_reserved([slot])
             else:
                 self._commit(slot, block, hashes[index - 1], position)
-            del self._reserved[position]
 
     def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
         """Keeps the state where the sequence stands, in the middle of a block or at its end."""
