@@ -90,6 +90,7 @@ def test_a_model_does_not_stay_hooked(cached, cache, monkeypatch, name):
     assert not cached.model._forward_pre_hooks
     assert not cached.model._forward_pre_hooks_with_kwargs
     assert not cached.model._forward_hooks
+    assert "forward" not in vars(cached.model)
     assert cached.plain().equal(cached.answer)
     cache.check_invariants()
     cached.check(cache, ONE, None)
