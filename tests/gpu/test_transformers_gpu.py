@@ -23,15 +23,15 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
-SSD = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
+SSD = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 64}
 FAMILIES = {
     "mamba2": {
-        "num_hidden_layers": 3, "state_size": 64, "num_heads": 4, "head_dim": 64, "n_groups": 1,
+        "num_hidden_layers": 3, "state_size": 64, "num_heads": 8, "head_dim": 32, "n_groups": 1,
         "chunk_size": BLOCK,
     },
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 64,
-        "mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 1, "chunk_size": BLOCK,
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "chunk_size": BLOCK,
     },
     "granitemoehybrid": {
         "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],

@@ -211,7 +211,7 @@ class PrefixTensors:
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
             tokens = tokens.to(pool.dtype)
             if full:
-                ids = torch.tensor(block_ids[:full], device=pool.device)
+                ids = _indices(block_ids[:full], pool.device)
                 blocks = tokens[:, :, : full * size]
                 shape = (len(group.indices), group.heads, full, size, group.head_dim)
                 pool.index_copy_(1, ids, blocks.view(shape).permute(0, 2, 3, 1, 4))
@@ -234,11 +234,19 @@ class PrefixTensors:
         saved.windows = self._layout.trim_windows(saved.windows, num_tokens)
         found: dict[int, torch.Tensor] = {}
         for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
-            ids = torch.tensor(block_ids, device=pool.device)
+            ids = _indices(block_ids, pool.device)
             tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
             found.update(zip(group.indices, tokens.unsqueeze(1).unbind(), strict=True))
         saved.tokens = [found[index] for index in sorted(found)]
         return saved
+
+
+def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Brings ints to the device without waiting for what is enqueued there."""
+    indices = torch.tensor(values, device="cpu")
+    if device.type != "cuda":
+        return indices.to(device)
+    return indices.pin_memory().to(device, non_blocking=True)
 
 
 def _arrange(
