@@ -76,6 +76,8 @@ class ModelShape:
             key count as one head, half of it as keys.
         ssm_chunk_size: Tokens of one chunk of its SSM kernels; 1 if they have none.
         weight_bytes: Bytes of its weights; None if that is not known.
+        bytes_per_logits: Bytes of the logits of one token, which a ``PrefixCache`` keeps in each
+            slot beside the state; 0 if the size of the vocabulary is not known.
     """
 
     name: str
@@ -83,6 +85,7 @@ class ModelShape:
     kv_spec: KVCacheSpec
     ssm_chunk_size: int
     weight_bytes: int | None
+    bytes_per_logits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,9 @@ def shape_of(
         states.append(_attention_windows(config, layers, dtype))
     kv_spec = KVCacheSpec(layers.tokens, *(_kv_shape(config) if layers.tokens else (1, 1)), dtype)
     spec = StateSpec(tuple(tensor for tensor in states if tensor.num_layers))
-    return ModelShape(name, spec, kv_spec, chunk, weight_bytes)
+    vocabulary = config.get("vocab_size")
+    logits = vocabulary * dtype.itemsize if isinstance(vocabulary, int) else 0
+    return ModelShape(name, spec, kv_spec, chunk, weight_bytes, logits)
 
 
 def _language_model(config: _Config) -> _Config:

@@ -143,7 +143,8 @@ def _settings(made: Plan) -> dict[str, int | str | None]:
 def _budgets(made: Plan) -> dict[str, int | float]:
     """Return the arguments of ``PrefixCache`` that the plan decides; budgets in GiB, rounded up."""
     blocks = (made.config.num_kv_blocks or 0) * made.bytes_per_block
-    sizes = {"mamba_cache_gb": made.slot_bytes, "kv_cache_gb": blocks}
+    logits = (made.config.max_slots or 0) * made.bytes_per_logits
+    sizes = {"mamba_cache_gb": made.slot_bytes + logits, "kv_cache_gb": blocks}
     budgets = {name: math.ceil(size / _GIB * 1000) / 1000 for name, size in sizes.items()}
     return {"block_size_tokens": made.config.block_size_tokens, **budgets}
 

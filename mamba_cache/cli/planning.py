@@ -87,6 +87,7 @@ class Plan:
         bytes_per_slot: Bytes of one saved state.
         bytes_per_state: Bytes of one live state; more than a slot's if slots are int8.
         bytes_per_block: Bytes of one KV block.
+        bytes_per_logits: Bytes that a ``PrefixCache`` adds to each slot.
         num_sequences: Sequences that the cache holds.
         first_checkpoints: States that the first prompt and its answer save, on average over prompts
             that are up to half a block shorter or longer than the mean.
@@ -98,6 +99,7 @@ class Plan:
     bytes_per_slot: int
     bytes_per_state: int
     bytes_per_block: int
+    bytes_per_logits: int
     num_sequences: int
     first_checkpoints: float
     later_checkpoints: float
@@ -185,6 +187,7 @@ def make_plan(
         bytes_per_slot=slot,
         bytes_per_state=shape.state_spec.bytes_per_slot,
         bytes_per_block=kv_block,
+        bytes_per_logits=shape.bytes_per_logits,
         num_sequences=num_sequences,
         first_checkpoints=_mean_checkpoints(workload, block, matched_blocks=0),
         later_checkpoints=later,

@@ -88,14 +88,14 @@ def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path
     """Budgets in GiB, to a thousandth, that hold the slots and the blocks of the plan."""
     config = {
         "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "hidden_size": 2048,
-        "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = ("plan", str(tmp_path), "--memory", "80", "--weights", "2")
     plan = json.loads(call(*command, "--json")[1])
     budgets, counts = plan["prefix_cache"], plan["config"]
     for budget, count, each in (
-        ("mamba_cache_gb", counts["max_slots"], plan["bytes_per_slot"]),
+        ("mamba_cache_gb", counts["max_slots"], plan["bytes_per_slot"] + 65536 * 2),  # logits
         ("kv_cache_gb", counts["num_kv_blocks"], plan["bytes_per_block"]),
     ):
         assert 0 <= budgets[budget] * 2**30 - count * each < 2**30 / 1000
