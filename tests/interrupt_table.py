@@ -19,6 +19,7 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="every N-th moment only")
     parser.add_argument("--only", default="", help="calls whose names begin so")
     parser.add_argument("--signals", type=int, default=3000, help="real signals to Engine.step")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the signals")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("|" + "|".join(COLUMNS) + "|")
@@ -38,7 +39,7 @@ def main():
         )
         num_faults += len(examples)
     if options.signals:
-        counts = signal_engine(np.random.default_rng(0), options.signals)
+        counts = signal_engine(np.random.default_rng(options.seed), options.signals)
         print(f"real signals: {dict(counts)}", file=sys.stderr)
     return bool(num_faults)
 
