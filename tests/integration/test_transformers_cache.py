@@ -400,6 +400,28 @@ def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generato
     assert_same(expected, cached(cache, prompt))
 
 
+@pytest.mark.parametrize("way", ["prefill", "batch", "padded"])
+def test_prompts_of_batches_are_tried_again_too(model, prompt, way):
+    rows = {"padded": [[0, 0, *prompt[0].tolist()]]}.get(way, [prompt[0].tolist()] * 2)
+    ids = torch.tensor(rows)
+    mask = (ids > 0).long()
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    cache = make_cache(model, segment_tokens=None)
+
+    def run_out(_, args):
+        if args[0].shape[1] > 2 * BLOCK:
+            raise torch.OutOfMemoryError("too much")
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(run_out)
+    if way == "prefill":
+        cache.prefill(prompt)
+    else:
+        assert_same(expected, cache.generate(ids, attention_mask=mask, **GREEDY))
+    hook.remove()
+    cache.check_invariants()
+    assert cache.stats().saved_states > 0
+
+
 def test_a_segment_that_was_asked_for_is_not_changed(model, prompt):
     cache = make_cache(model, segment_tokens=4 * BLOCK)
 

@@ -183,7 +183,7 @@ class Generation:
             return self._compute(forward, kwargs, prompts)
         except torch.OutOfMemoryError as error:
             prefills = self._prefills.values()
-            if len(prompts) > 1 or not all(self._prefiller.retry(p, error) for p in prefills):
+            if _is_batch(prompts) or not all(self._prefiller.retry(p, error) for p in prefills):
                 raise
         return self.first_forward(forward, kwargs)
 
@@ -277,15 +277,13 @@ class Generation:
     def _prefill_but_last(self, tokens: tuple[int, ...], left: int) -> None:
         if tokens in self._prefills:
             return
-        prefill = self._prefiller.begin(
+        self._prefills[tokens] = self._prefiller.compute(
             tokens,
             self._runner.new_cache(),
             end=len(tokens) - left,
             min_computed=left,
             cache_salt=self._cache_salt,
         )
-        self._prefills[tokens] = prefill
-        self._prefiller.run(prefill, prefill.segments)
 
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""

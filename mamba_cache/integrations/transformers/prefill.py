@@ -143,6 +143,39 @@ class Prefiller:
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 
+    def compute(
+        self,
+        tokens: Sequence[int],
+        cache: Any,
+        *,
+        end: int,
+        min_computed: int,
+        cache_salt: ExtraKey,
+    ) -> Prefill:
+        """Restores the longest cached prefix of a prompt and computes the rest.
+
+        Args:
+            tokens: As in ``begin``, like the others.
+            cache: It is filled.
+            end: How many of the tokens.
+            min_computed: How many are to be computed in any case.
+            cache_salt: Prompts of different salts never match.
+
+        Returns:
+            The prompt; close its record when it is done.
+        """
+        bounds = {"end": end, "min_computed": min_computed}
+        prefill = self.begin(tokens, cache, **bounds, cache_salt=cache_salt)
+        try:
+            self.run(prefill, prefill.segments)
+        except BaseException as error:
+            prefill.record.close()
+            if not self.retry(prefill, error):
+                raise
+        else:
+            return prefill
+        return self.compute(tokens, cache, **bounds, cache_salt=cache_salt)
+
     def put_back(self) -> None:
         """Undoes what a forward that broke off has replaced in the model's code."""
         put_back(self._capture)

@@ -211,11 +211,10 @@ class PrefixCache:
         self._runner.fingerprint.begin()
         tokens = read_prompt(input_ids, self._runner.vocabulary)
         past = self._runner.new_cache()
-        prefill = self._prefiller.begin(
+        prefill = self._prefiller.compute(
             tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
         )
         try:
-            self._prefiller.run(prefill, prefill.segments)
             self._runner.fingerprint.confirm()
         finally:
             prefill.record.close()
