@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-peft = pytest.importorskip("peft", reason="needs peft, which no extra of this package installs")
-accelerate = pytest.importorskip("accelerate", reason="comes with peft")
+peft = pytest.importorskip("peft", reason="needs the extra peft")
+accelerate = pytest.importorskip("accelerate", reason="needs the extra peft")
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402

@@ -309,3 +309,46 @@ def test_equal_ids_with_other_digests_are_not_equal():
 def test_hashes_show_their_ids():
     hashes = compute_block_hashes([1, 2], 1, hasher=BlockHasher(secret=b"key"))
     assert repr(hashes) == f"BlockHashes({list(hashes)})"
+
+
+# Parts of blocks.
+
+
+def test_a_part_has_a_hash_of_its_own():
+    chain = BlockHashChain(4, cache_salt="a")
+    chain.append(range(8))
+    parts = [chain.part_hash(index, range(n)) for index in (0, 1, 2) for n in (1, 2, 3)]
+    digests = {part.digest(0) for part in parts} | set(chain.hashes.digests)
+    assert len(digests) == 9 + 2
+    assert chain.part_hash(2, [1, 2]) == chain.copy().part_hash(2, [1, 2])
+    other = BlockHashChain(4, cache_salt="b")
+    assert other.part_hash(0, [1]) != chain.part_hash(0, [1])
+    assert other.parent_digest(0) != chain.parent_digest(0)
+    assert chain.parent_digest(2) == chain.hashes.digest(1)
+
+
+def test_a_part_is_no_block_that_begins_like_it():
+    """Not even where the tokens are chosen so that the bytes agree."""
+    chain, longer = BlockHashChain(4), BlockHashChain(4)
+    longer.append([1, 2, 3, 0])
+    assert chain.part_hash(0, [1, 2, 3]).digest(0) != longer.hashes.digest(0)
+
+
+@pytest.mark.parametrize("tokens", [[], range(4), range(5), [-1], ["a"]])
+def test_parts_that_are_none_are_refused(tokens):
+    with pytest.raises(InvalidArgumentError):
+        BlockHashChain(4).part_hash(0, tokens)
+
+
+@pytest.mark.parametrize("index", [-1, 1, True])
+def test_parts_of_blocks_that_are_not_there_are_refused(index):
+    with pytest.raises(InvalidArgumentError, match="index"):
+        BlockHashChain(4).part_hash(index, [1])
+
+
+def test_sequences_with_multimodal_keys_have_no_parts():
+    chain = BlockHashChain(4, multimodal_keys=[(1, "an image")])
+    with pytest.raises(InvalidArgumentError, match="of a sequence with such keys"):
+        chain.part_hash(0, [1])
+    with pytest.raises(InvalidArgumentError, match="of a sequence with such keys"):
+        chain.copy().part_hash(0, [1])
