@@ -432,3 +432,84 @@ def test_a_segment_that_was_asked_for_is_not_changed(model, prompt):
     with hook, pytest.raises(torch.OutOfMemoryError):
         cached(cache, prompt)
     cache.check_invariants()
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("too much")
+
+
+@pytest.mark.parametrize("name", ["load", "save_state", "save_tokens"])
+def test_memory_that_runs_out_beside_the_model(model, cache, prompt, monkeypatch, name):
+    """A restore that fails says so once; what cannot be kept is not kept, and the answer stays."""
+    expected = plain(model, prompt)
+    cached(cache, prompt[:, :20])
+    monkeypatch.setattr(cache._store.tensors, name, out_of_memory)
+    if name == "load":
+        with pytest.raises(torch.OutOfMemoryError):
+            cached(cache, prompt)
+    else:
+        assert_same(expected, cached(cache, prompt))
+        assert cache.stats().skipped_checkpoints > 0
+    cache.check_invariants()
+    monkeypatch.undo()
+    assert_same(expected, cached(cache, prompt))
+
+
+@pytest.mark.parametrize("call", ["generate", "prefill"])
+def test_single_tokens_that_do_not_fit_are_not_tried_again(generator, call):
+    model = make_model("mamba")
+    model.get_input_embeddings().register_forward_pre_hook(hook := NoMemory())
+    cache = make_cache(model, segment_tokens=None, on_unresumable="step")
+    hook.is_on = True
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(cache, call)(text(generator, 20), **(GREEDY if call == "generate" else {}))
+    cache.check_invariants()
+
+
+class NoMemory:
+    is_on = False
+
+    def __call__(self, *_):
+        if self.is_on:
+            out_of_memory()
+
+
+def test_a_request_that_is_tried_again_counts_once(model, prompt):
+    cache, failures = make_cache(model, segment_tokens=None), [1, 1]
+
+    def run_out(_, args):
+        if failures and args[0].shape[1] > BLOCK:
+            failures.pop()
+            out_of_memory()
+
+    with model.get_input_embeddings().register_forward_pre_hook(run_out):
+        cached(cache, prompt, max_new_tokens=1)
+    assert (cache.stats().requests, failures) == (1, [])
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_conversation_goes_on_with_few_slots(model, cache, prompt, generator, slots):
+    """The state that a turn goes on from makes room for the one at its end."""
+    small = make_cache(model, **budgets(cache, slots=slots, blocks=40))
+    turn = prompt[:, :9]
+    for _ in range(5):
+        answer = cached(small, turn)
+        assert_same(plain(model, turn), answer)
+        turn = join(answer.sequences, text(generator, 3))
+        assert skipped(small, lambda turn=turn: cached(small, turn, max_new_tokens=1)) == (
+            answer.sequences.shape[1] - 1
+        )
+
+
+def test_a_state_that_was_captured_gets_its_logits_once_they_are_known(model, generator):
+    cache = make_cache(model, segment_tokens=8 * BLOCK)
+    system = text(generator, 4 * BLOCK)
+    for _ in range(2):
+        cached(cache, join(system, text(generator, 5)))
+    assert skipped(cache, lambda: cached(cache, system)) == 0
+    expected = plain(model, system)
+    for _ in range(2):
+        runs = []
+        hit = skipped(cache, lambda runs=runs: runs.append(cached(cache, system)))
+        assert hit == system.shape[1]
+        assert_same(expected, runs[0])

@@ -45,9 +45,11 @@ def test_prompts_that_share_prefixes(name, generator):
 
     answer, cold = check(prompt)
     _, hit = check(prompt)
-    branch = join(prompt[:, : 3 * BLOCK + 6], text(generator, 20))
-    _, first_branch = check(branch)
-    _, second_branch = check(join(branch[:, : 3 * BLOCK + 6], text(generator, 20)))
+    shared = prompt[:, : 3 * BLOCK + 6]
+    goes_on = prompt[:, 3 * BLOCK + 6 :][:, :1]  # with which neither of the branches does
+    others = [torch.where(goes_on > 50, goes_on - n, goes_on + n) for n in (1, 2)]
+    _, first_branch = check(join(shared, others[0], text(generator, 20)))
+    _, second_branch = check(join(shared, others[1], text(generator, 20)))
     _, next_turn = check(join(answer, text(generator, 7)))
     _, ends_with_block = check(prompt[:, : 5 * BLOCK])
     assert (cold, hit) == (0, prompt.shape[1])

@@ -94,6 +94,7 @@ class Generation:
         self._columns: list[torch.Tensor] = []
         self._answers: list[list[int]] = []
         self._captured: set[int] = set()
+        self._is_retry = False
         self._logits: torch.Tensor | None = None
         self.cache: Any = runner.new_cache()
         self.is_bypassed = False
@@ -179,13 +180,18 @@ class Generation:
         if prompts is None:
             self.is_bypassed, self._keeps_answers = True, False
             return forward(**kwargs)
-        try:
-            return self._compute(forward, kwargs, prompts)
-        except torch.OutOfMemoryError as error:
-            prefills = self._prefills.values()
-            if _is_batch(prompts) or not all(self._prefiller.retry(p, error) for p in prefills):
-                raise
-        return self.first_forward(forward, kwargs)
+        while True:
+            try:
+                return self._compute(forward, kwargs, prompts)
+            except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
+                if _is_batch(prompts) or not self._retries(error):
+                    raise
+
+    def _retries(self, error: BaseException) -> bool:
+        """Prepares for trying the one prompt again; it must have been begun, and get smaller."""
+        prefills, self._prefills = [*self._prefills.values()], {}
+        self._is_retry = True
+        return bool(prefills) and all(self._prefiller.retry(p, error) for p in prefills)
 
     def _compute(
         self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
@@ -248,7 +254,12 @@ class Generation:
         """All but the last segment, which ``generate``'s own forward computes."""
         tokens = prompt.tokens
         prefill = self._prefiller.begin(
-            tokens, self.cache, end=len(tokens), min_computed=1, cache_salt=self._cache_salt
+            tokens,
+            self.cache,
+            end=len(tokens),
+            min_computed=1,
+            cache_salt=self._cache_salt,
+            is_retry=self._is_retry,
         )
         self._prefills[tokens] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])

@@ -108,6 +108,7 @@ class Prefiller:
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        is_retry: bool = False,
     ) -> Prefill:
         """Restores the longest cached prefix of a prompt and plans the rest.
 
@@ -118,6 +119,7 @@ class Prefiller:
             min_computed: How many are to be computed in any case, those after ``end`` included;
                 none if ``end`` is the prompt's, and the logits that follow are cached.
             cache_salt: Prompts of different salts never match.
+            is_retry: The prompt is counted already.
 
         Returns:
             The prompt; close its record when it is done.
@@ -139,7 +141,8 @@ class Prefiller:
         except BaseException:
             record.close()
             raise
-        self._store.counters.count_admission(record.match)
+        if not is_retry:
+            self._store.counters.count_admission(record.match)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 
@@ -151,6 +154,7 @@ class Prefiller:
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        is_retry: bool = False,
     ) -> Prefill:
         """Restores the longest cached prefix of a prompt and computes the rest.
 
@@ -160,12 +164,13 @@ class Prefiller:
             end: How many of the tokens.
             min_computed: How many are to be computed in any case.
             cache_salt: Prompts of different salts never match.
+            is_retry: The prompt is counted already.
 
         Returns:
             The prompt; close its record when it is done.
         """
         bounds = {"end": end, "min_computed": min_computed}
-        prefill = self.begin(tokens, cache, **bounds, cache_salt=cache_salt)
+        prefill = self.begin(tokens, cache, **bounds, cache_salt=cache_salt, is_retry=is_retry)
         try:
             self.run(prefill, prefill.segments)
         except BaseException as error:
@@ -174,7 +179,7 @@ class Prefiller:
                 raise
         else:
             return prefill
-        return self.compute(tokens, cache, **bounds, cache_salt=cache_salt)
+        return self.compute(tokens, cache, **bounds, cache_salt=cache_salt, is_retry=True)
 
     def put_back(self) -> None:
         """Undoes what a forward that broke off has replaced in the model's code."""
@@ -193,7 +198,8 @@ class Prefiller:
         longest = max((s.end - s.start for s in prefill.segments), default=0)
         size = self._store.layout.block_size_tokens
         smaller = longest // 2 // size * size
-        if not self._may_shrink or not isinstance(error, torch.OutOfMemoryError) or not smaller:
+        may_help = self._may_shrink and not self._is_stepwise and smaller > 0
+        if not may_help or not isinstance(error, torch.OutOfMemoryError):
             return False
         self._segment_tokens = smaller
         prefill.record.close()

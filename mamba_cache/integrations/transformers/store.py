@@ -71,7 +71,16 @@ class PrefixStore:
     ) -> None:
         self.layout = layout
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
-        context = SimpleNamespace(kv_block_allocator=self.kv_blocks)
+        # A state is read by a copy that is enqueued at once, so a slot may be given up although its
+        # block is held: the state that a prompt went on from makes room for the one at its end.
+        unheld = np.zeros(num_blocks + 1, dtype=np.int32)
+        blocks = SimpleNamespace(
+            pool_size=self.kv_blocks.pool_size,
+            block_ref_counts=unheld,
+            block_timestamps=self.kv_blocks.block_timestamps,
+            block_hashes=self.kv_blocks.block_hashes,
+        )
+        context = SimpleNamespace(kv_block_allocator=blocks)
         self.slots = SlotControl(cast(Any, context), num_slots, policy=eviction)
         self.kv_blocks.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
         self._parts = _PartIndex()
@@ -158,6 +167,13 @@ class PrefixStore:
         self.tensors.save_state(slot, memory)
         if memory.logits is not None and memory.logits.dtype is self.layout.logits_dtype:
             self._with_logits[slot] = int(self.slots.pool.generations[slot])
+
+    def save_logits(self, slot: int, logits: torch.Tensor | None) -> None:
+        """Copies the logits that follow a cached state to it, if they are known only now."""
+        if logits is None or logits.dtype is not self.layout.logits_dtype or self.has_logits(slot):
+            return
+        self.tensors.save_logits(slot, logits)
+        self._with_logits[slot] = int(self.slots.pool.generations[slot])
 
     def forget_logits(self, slot: int) -> None:
         """Notes that a state is written into a slot without the logits that follow."""
@@ -400,6 +416,15 @@ class SequenceRecord:
                 The others are given back.
             is_end: The states in ``memory`` are those after ``num_tokens`` tokens, and are kept.
         """
+        try:
+            self._publish(memory, num_tokens, captured, is_end)
+        except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
+            self._commit_reserved(())
+            self._store.counters.skipped_checkpoints += 1
+
+    def _publish(
+        self, memory: SequenceMemory, num_tokens: int, captured: Collection[int], is_end: bool
+    ) -> None:
         if not self._can_be_kept(memory):
             self._commit_reserved(())
             return
@@ -488,7 +513,10 @@ class SequenceRecord:
             return
         if block is None:
             block = self._publish_part(memory, num_tokens, depth, part)
-        if block is None or self._store.slots.has_state(block):
+        if block is None:
+            return
+        if (own := self._store.slots.get_slot(block)) >= 0:
+            self._store.save_logits(own, memory.logits)
             return
         [slot] = self._store.slots.reserve_slots([block])
         if slot is None:

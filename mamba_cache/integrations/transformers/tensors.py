@@ -194,6 +194,12 @@ class PrefixTensors:
         # One launch for all layers of a dtype, where a loop would take one for each.
         torch._foreach_copy_(saved, live)
 
+    def save_logits(self, slot: int, logits: torch.Tensor) -> None:
+        """Copies logits, [1, vocabulary], into a slot beside its state."""
+        room = self.room(slot, 0).logits
+        assert room is not None
+        room.copy_(logits)
+
     def save_tokens(
         self, block_ids: Sequence[int], memory: SequenceMemory, start: int, end: int
     ) -> None:
