@@ -89,7 +89,7 @@ class Generation:
         self._keeps_decoded = keeps_decoded
         self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
-        self._prefills: dict[tuple[int, ...], Prefill] = {}
+        self._prefills: dict[bytes, Prefill] = {}
         self._ids: torch.Tensor | None = None
         self._columns: list[torch.Tensor] = []
         self._answers: list[list[int]] = []
@@ -150,8 +150,8 @@ class Generation:
 
     def publish(self) -> None:
         """Makes the answers findable, once ``generate`` has returned."""
-        if self._ids is None or not self._keeps_answers:
-            return
+        if self._ids is None or not self._keeps_answers or len(self._columns) < 2:
+            return  # the last token of an answer has not gone through the model
         if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
             return
         self._read_columns(len(self._columns) - 1)
@@ -176,7 +176,7 @@ class Generation:
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
-        self._runner.fingerprint.begin()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
         if prompts is None:
             self.is_bypassed, self._keeps_answers = True, False
             return forward(**kwargs)
@@ -232,9 +232,9 @@ class Generation:
         if not _is_batch(prompts):
             return self._fill_one(prompts[0])
         for prompt in prompts:
-            self._prefill_but_last(prompt.tokens, self._tokens_left(prompts))
+            self._prefill_but_last(prompt, self._tokens_left(prompts))
         layout, left = self._store.layout, self._tokens_left(prompts)
-        prefills = [self._prefills[prompt.tokens] for prompt in prompts]
+        prefills = [self._prefills[prompt.key] for prompt in prompts]
         memories = [
             read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
             if len(prefill.tokens) > left
@@ -261,7 +261,7 @@ class Generation:
             cache_salt=self._cache_salt,
             is_retry=self._is_retry,
         )
-        self._prefills[tokens] = prefill
+        self._prefills[prompt.key] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
         self._rows = [_Row(prompt, prefill)]
         if not prefill.segments:
@@ -285,13 +285,13 @@ class Generation:
             )
         return left
 
-    def _prefill_but_last(self, tokens: tuple[int, ...], left: int) -> None:
-        if tokens in self._prefills:
+    def _prefill_but_last(self, prompt: Prompt, left: int) -> None:
+        if prompt.key in self._prefills:
             return
-        self._prefills[tokens] = self._prefiller.compute(
-            tokens,
+        self._prefills[prompt.key] = self._prefiller.compute(
+            prompt.tokens,
             self._runner.new_cache(),
-            end=len(tokens) - left,
+            end=len(prompt.tokens) - left,
             min_computed=left,
             cache_salt=self._cache_salt,
         )

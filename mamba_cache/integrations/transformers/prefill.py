@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache.blocks import ExtraKey
@@ -50,7 +52,7 @@ class Prefill:
         logits: [1, vocabulary]: what follows, if all of it was restored and that is known.
     """
 
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int32]
     cache: Any
     record: SequenceRecord
     segments: list[Segment]
@@ -102,7 +104,7 @@ class Prefiller:
 
     def begin(
         self,
-        tokens: Sequence[int],
+        tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
         end: int,
@@ -148,7 +150,7 @@ class Prefiller:
 
     def compute(
         self,
-        tokens: Sequence[int],
+        tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
         end: int,
@@ -208,7 +210,7 @@ class Prefiller:
         return True
 
     def _open(
-        self, tokens: Sequence[int], cache_salt: ExtraKey, min_computed: int, is_whole: bool
+        self, tokens: npt.NDArray[np.int32], cache_salt: ExtraKey, min_computed: int, is_whole: bool
     ) -> SequenceRecord:
         return self._store.open(
             tokens,

@@ -26,7 +26,7 @@ from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.options import ServedOptions, read_options
+from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
@@ -130,6 +130,7 @@ class PrefixCache:
             is_stepwise=fault is not None,
             is_step_exact=is_step_exact,
         )
+        self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
         self._guard = CallGuard(self._take_back)
         self._store.join(self._guard)
@@ -168,7 +169,7 @@ class PrefixCache:
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
-        served = read_options(self._runner.model, options)
+        served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         with self._watch(served, cache_salt) as generation:
             criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
@@ -208,7 +209,7 @@ class PrefixCache:
             StepOrderError: The cache is closed.
         """
         self._check_ready()
-        self._runner.fingerprint.begin()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
         tokens = read_prompt(input_ids, self._runner.vocabulary)
         past = self._runner.new_cache()
         prefill = self._prefiller.compute(
