@@ -143,24 +143,25 @@ class _Curve:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[float, int]]] = {}
+        self._fastest: dict[int, tuple[int, float]] = {}
         self._points: tuple[list[int], list[float]] | None = None
 
     def add(self, size: int, seconds: float) -> None:
         """Take a sample; the first one of its size warms up, and does not count."""
         key = _size_class(size)
-        if key not in self._samples:
+        recent = self._samples.get(key)
+        if recent is None:
             self._samples[key] = deque(maxlen=_RECENT)
             return
         self._points = None  # before: an interrupt in between leaves nothing stale
-        self._samples[key].append((seconds, size))
+        recent.append((seconds, size))
+        least, of_size = min(recent)
+        self._fastest[key] = of_size, least
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return measured sizes, ascending, and their times, which do not fall."""
         if self._points is None:
-            fastest = sorted(
-                (size, seconds)
-                for seconds, size in (min(kept) for kept in self._samples.values() if kept)
-            )
+            fastest = sorted(self._fastest.values())
             sizes, times = [size for size, _ in fastest], [seconds for _, seconds in fastest]
             # What did more in less time shows that the smaller one was disturbed.
             for index in range(len(times) - 2, -1, -1):
