@@ -101,7 +101,8 @@ def test_prompts_are_what_their_names_say(subject, monkeypatch):
 
 def test_an_eviction_spoils_the_figures(small, model, monkeypatch):
     one_state = Subject(model)._measure_memory()[0] / 2**30
-    few = PrefixCache(model, mamba_cache_gb=1.5 * one_state, kv_cache_gb=0.01)
+    sizes = {"mamba_cache_gb": 1.5 * one_state, "kv_cache_gb": 0.01}
+    few = PrefixCache(model, measure_costs=False, **sizes)
     monkeypatch.setattr(Subject, "prefix_cache", lambda self, **_: few)
     result = run_ttft(family="tiny", prefix=[256], suffix=9, rounds=1)
     [given_up] = [one for one in result["measurements"] if one["name"].startswith("given up")]
