@@ -241,8 +241,8 @@ def test_a_prompt_that_ran_out_of_memory_uses_its_hit(model, machine, sent, gene
     cache = machine.times(make_cache(model, measure_costs=True, segment_tokens=None))
     shared = learn(cache, sent, generator)
     prompt = sent(shared)
-    expected, failures = plain(model, prompt, max_new_tokens=1), [1]
-    usual = machine.forward
+    expected, usual, failures = plain(model, prompt, max_new_tokens=1), machine.forward, [1]
+    cache._costs.uses = lambda saving: False
 
     def run_out(tokens):
         if failures and tokens > 2 * BLOCK:
@@ -308,20 +308,37 @@ def test_a_split_that_costs_more_than_it_saves_is_not_made(machine, cache, sent,
 def test_what_the_caller_names_is_kept_whatever_it_costs(cache, sent, generator):
     learn(cache, sent, generator)
     before, shared = cache.stats(), text(generator, SHARED)
+    ask(cache, sent(shared))
     cached(cache, sent(shared), max_new_tokens=1, checkpoints=[SHARED])
     stats = cache.stats()
     assert stats.splits - before.splits == 1
+    assert stats.declined_splits == before.declined_splits
     ask(cache, sent(shared))
     assert cache.stats().declined_hits - stats.declined_hits == 1
 
 
-def test_a_declined_prompt_is_not_split_where_its_state_is(cache, sent, generator):
-    shared = learn(cache, sent, generator)
-    before = cache.stats()
+def test_a_declined_prompt_is_not_split_where_its_state_is(machine, cache, sent, generator):
+    """Nor before it: what is not worth restoring there is not worth saving."""
+    shared = text(generator, SHARED)
     cached(cache, sent(shared), max_new_tokens=1, checkpoints=[SHARED])
+    cache._prefiller._capture, cache._prefiller._placement = None, EveryNthBlock(1)
+    cache._costs.uses = lambda saving: False
+    machine.prompts.clear()
+    cached(cache, sent(shared), max_new_tokens=1, checkpoints=[SHARED])
+    assert cache.stats().declined_hits == 1
+    assert machine.prompts == [SHARED + BLOCK]  # and the one token that is left
+
+
+def test_the_state_at_the_end_costs_no_split(machine, cache, sent, generator):
+    machine.restore = 100.0
+    learn(cache, sent, generator)
+    cache._prefiller._placement = EveryNthBlock((SHARED + BLOCK) // BLOCK)
+    before = cache.stats()
+    prompt = sent()[:, : SHARED + BLOCK]
+    ask(cache, prompt)
     stats = cache.stats()
-    assert stats.declined_hits - before.declined_hits == 1
-    assert stats.splits == before.splits
+    assert (stats.splits, stats.declined_splits) == (before.splits, before.declined_splits)
+    assert stats.saved_states - before.saved_states == 1
 
 
 @pytest.mark.parametrize("per_token", [0.0, 0.5])

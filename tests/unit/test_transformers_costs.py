@@ -90,7 +90,8 @@ def test_of_the_last_runs_the_fastest_counts(costs, machine):
 def test_lengths_that_are_near_share_their_runs(costs, machine):
     for length, seconds in ((100, 1), (102, 1.02), (101, 1.5)):
         forward(costs, machine, length, seconds)
-    assert costs.measured_lengths() == [102]
+    assert costs.forward_seconds(102, 0) == 1.02
+    assert costs.forward_seconds(100, 0) == 1.02, "its own run warmed up for all of them"
 
 
 def test_between_measured_lengths_times_are_linear(costs, machine):
@@ -186,7 +187,7 @@ def test_what_fails_is_not_learned(machine, has_device):
             raise ValueError("lost")
     machine.work_off()
     costs.collect()
-    assert costs.measured_lengths() == []
+    assert costs.forward_seconds(100, 0) is None
     for _ in range(2):
         forward(costs, machine, 100, 1)
     machine.work_off()
@@ -231,7 +232,7 @@ def test_if_it_is_off_no_clock_is_read():
     for _ in range(3):
         with costs.forward(100, 0), costs.restore(100):
             pass
-    assert costs.measured_lengths() == []
+    assert costs.forward_seconds(100, 0) is costs.restore_seconds(100) is None
 
 
 def test_other_devices_are_not_measured():
@@ -241,12 +242,12 @@ def test_other_devices_are_not_measured():
         for _ in range(9):
             with costs.forward(10, 0):
                 pass
-        assert bool(costs.measured_lengths()) == is_on
+        assert (costs.forward_seconds(10, 0) is not None) == is_on
     off = make_cost_model(torch.device("cpu"), is_on=False)
     for _ in range(2):
         with off.forward(10, 0):
             pass
-    assert off.measured_lengths() == []
+    assert off.forward_seconds(10, 0) is None
 
 
 @pytest.mark.parametrize(

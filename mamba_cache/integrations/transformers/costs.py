@@ -279,10 +279,6 @@ class CostModel:
         """Return what it takes to divide a forward's scans once more, None if it is not known."""
         return statistics.median(self._cuts) if self._cuts else None
 
-    def measured_lengths(self) -> list[int]:
-        """Return the lengths in tokens of the forwards over whole prompts that were measured."""
-        return list(self._whole.points()[0])
-
     def uses(self, saving: float | None) -> bool:
         """Decide whether a hit is used.
 

@@ -284,9 +284,7 @@ class Prefiller:
         """
         size = self._store.layout.block_size_tokens
         lengths = {size * step << power for power in range(12) for step in (2, 3)} | {size}
-        # What one forward took is known best at the lengths that were measured.
-        lengths |= {length - new_tokens for length in self._costs.measured_lengths()}
-        gains = {n: self._saving(n, n + new_tokens) for n in lengths if n > 0}
+        gains = {n: self._saving(n, n + new_tokens) for n in lengths}
         tokens = fewest_winning({n: gain for n, gain in gains.items() if gain is not None})
         return None if tokens is None else math.ceil(tokens)
 
@@ -316,7 +314,8 @@ class Prefiller:
     def _saving(self, position: int, end: int) -> float | None:
         """Returns the seconds that a state at ``position`` saves a prompt of ``end`` tokens."""
         restore = self._costs.restore_seconds(self._restored_bytes(position))
-        whole, rest = self._seconds(0, end), self._seconds(position, end)
+        whole = None if restore is None else self._seconds(0, end)
+        rest = None if whole is None else self._seconds(position, end)
         if restore is None or whole is None or rest is None:
             return None
         return whole - rest - restore

@@ -399,7 +399,7 @@ def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
     """Counts the tokens of each row; without a mask ``generate`` may find padding among them."""
     if attention_mask is None:
         return [input_ids.shape[1]] * input_ids.shape[0]
-    lengths: list[int] = attention_mask.sum(dim=1).tolist()
+    lengths: list[int] = (attention_mask != 0).sum(dim=1).tolist()
     return lengths
 
 
