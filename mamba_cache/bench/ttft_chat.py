@@ -2,7 +2,8 @@
 
 Each request is timed three ways in turn: by plain transformers, through the prefix cache, and as
 one bare forward of its new tokens over a cache of transformers that holds all that some request
-before it has computed: what a prefix cache without any cost of its own would take.
+before it has computed: what a prefix cache without any cost of its own would take. The prefix cache
+is told where the system prompt ends.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
             bare = 1e3 * subject.time(partial(subject.forward, new, user.past))
             _, plain = _first_token(subject, subject.model, prompt, 1)
             before = cache.stats().skipped_tokens
-            user.history, cached = _first_token(subject, cache, prompt, chat.answer_tokens)
+            user.history, cached = _first_token(
+                subject, cache, prompt, chat.answer_tokens, checkpoints=[chat.system_tokens]
+            )
             skipped = cache.stats().skipped_tokens - before
             answer = user.history[:, prompt.shape[1] : -1]  # its last token was not computed
             if answer.shape[1]:
@@ -167,13 +170,14 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
 
 
 def _first_token(
-    subject: Subject, who: Any, prompt: torch.Tensor, num_tokens: int
+    subject: Subject, who: Any, prompt: torch.Tensor, num_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, float]:
     """Return prompt and answer, and the milliseconds until the answer's first token."""
     streamer = _FirstToken()
     subject.synchronize()
     start = time.perf_counter()
-    ids = subject.generate(who, prompt, max_new_tokens=num_tokens, streamer=streamer)
+    options |= {"max_new_tokens": num_tokens, "streamer": streamer}
+    ids = subject.generate(who, prompt, **options)
     subject.synchronize()
     return ids, 1e3 * (streamer.at - start)
 
