@@ -27,7 +27,15 @@ from mamba_cache.bench.model_kernels import (
     without_kernels,
 )
 from mamba_cache.bench.ttft_chat import Chat, measure_chat
-from mamba_cache.bench.ttft_model import FAMILIES, Family, Subject, copy_of, evictions, make_model
+from mamba_cache.bench.ttft_model import (
+    FAMILIES,
+    Family,
+    FirstToken,
+    Subject,
+    copy_of,
+    evictions,
+    make_model,
+)
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.costs import fewest_winning
@@ -179,7 +187,8 @@ class PrefixTimes:
         rounds: How often each way is timed, after one round to warm up.
 
     Attributes:
-        seconds: The times, by way.
+        seconds: The times until the first token, by way.
+        call_seconds: The times until the call that made it returned, by way.
         skipped: Tokens that the prefix cache did not compute again, by way.
         declined: Hits that it declined, because it took them to lose, by way.
         expected_saving: Seconds that a hit saves by its own measurements; None: it does not know.
@@ -194,6 +203,7 @@ class PrefixTimes:
         self._rounds = rounds
         self._has_plain = True
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.call_seconds: dict[str, list[float]] = defaultdict(list)
         self.skipped: dict[str, list[int]] = defaultdict(list)
         self.declined: dict[str, int] = defaultdict(int)
         self.expected_saving: float | None = None
@@ -246,9 +256,10 @@ class PrefixTimes:
     def _time_bare(self, prompt: torch.Tensor, filled: Any) -> None:
         """Time the new tokens alone, over what plain transformers has computed of others."""
         new, past = prompt[:, self._lengths[0] :], copy_of(filled)
-        self._time(_BARE, lambda: self._subject.forward(new, past))
+        with self._measured_memory(_BARE):
+            self.seconds[_BARE].append(self._subject.time(lambda: self._subject.forward(new, past)))
         past = copy_of(filled)
-        self._time(_FILLED, lambda: self._subject.generate_filled(prompt, past))
+        self._time(_FILLED, lambda: self._subject.first_token_filled(prompt, past))
 
     def _time_first(self, cache: PrefixCache) -> None:
         self._time_plain()
@@ -262,29 +273,37 @@ class PrefixTimes:
             return
         prompt = self._subject.random(sum(self._lengths))
         try:
-            self._time(_PLAIN, lambda: self._subject.generate(self._subject.model, prompt))
+            self._time(_PLAIN, lambda: self._subject.first_token(self._subject.model, prompt))
         except torch.cuda.OutOfMemoryError:
             progress("plain transformers runs out of memory")
             self._has_plain = False
             self.seconds.pop(_PLAIN, None)
+            self.call_seconds.pop(_PLAIN, None)
         if not self._has_plain:  # once the exception has let go of its frames
             gc.collect()
             torch.cuda.empty_cache()
 
     def _time_cached(self, way: str, cache: PrefixCache, prompt: torch.Tensor) -> None:
         before = cache.stats()
-        self._time(way, lambda: self._subject.generate(cache, prompt))
+        self._time(way, lambda: self._subject.first_token(cache, prompt))
         after = cache.stats()
         self.skipped[way].append(after.skipped_tokens - before.skipped_tokens)
         self.declined[way] += after.declined_hits - before.declined_hits
 
-    def _time(self, way: str, run: Callable[[], object]) -> None:
+    def _time(self, way: str, run: Callable[[], FirstToken]) -> None:
+        with self._measured_memory(way):
+            first = run()
+        self.seconds[way].append(first.seconds)
+        self.call_seconds[way].append(first.call_seconds)
+
+    @contextmanager
+    def _measured_memory(self, way: str) -> Iterator[None]:
         self._subject.synchronize()
         used = 0
         if self._subject.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             used = torch.cuda.memory_allocated()
-        self.seconds[way].append(self._subject.time(run))
+        yield
         if self._subject.is_cuda:
             taken = torch.cuda.max_memory_allocated() - used
             self.peak_bytes[way] = max(self.peak_bytes[way], taken)
@@ -292,6 +311,7 @@ class PrefixTimes:
     def _forget(self) -> None:
         """Forget the times of the round that warmed up: kernels were compiled and tuned in it."""
         self.seconds.clear()
+        self.call_seconds.clear()
         self.skipped.clear()
         self.declined.clear()
         self.peak_bytes.clear()
@@ -407,8 +427,11 @@ def _times(times: PrefixTimes, title: str, num_tokens: int) -> Iterator[Measurem
         if way in times.skipped:
             skipped = statistics.median_low(times.skipped[way])
             detail += f"; {skipped:,} tokens skipped"
-            if times.declined[way]:
-                detail += f"; declined {times.declined[way]} of {len(seconds)} times"
+        if way in times.call_seconds:
+            call = statistics.median(times.call_seconds[way]) * 1e3
+            detail += f"; call {call:,.1f} ms"
+        if times.declined.get(way):
+            detail += f"; declined {times.declined[way]} of {len(seconds)} times"
         median = _median_ms(times, way)
         yield Measurement(f"{way}, {title}", median, "ms", runs=len(seconds), detail=detail)
 

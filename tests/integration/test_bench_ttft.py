@@ -58,7 +58,7 @@ def test_the_ways_compute_the_same(subject):
     filled = subject.fill(prompt[:, :256])
     bare = subject.forward(prompt[:, 256:], copy_of(filled))
     assert subject.generate(subject.model, prompt)[0, -1] == bare
-    assert subject.generate_filled(prompt, copy_of(filled))[0, -1] == bare
+    assert subject.first_token_filled(prompt, copy_of(filled)).ids[0, -1] == bare
     assert filled.get_seq_length() == 256, "a copy shares nothing"
     with subject.prefix_cache(num_tokens=1000, num_calls=3) as cache:
         assert subject.generate(cache, prompt)[0, -1] == bare
