@@ -1,0 +1,62 @@
+"""Holds random conversations with a prefix cache, and prints the table of what came of them.
+
+Run ``python tests/conversation_search.py --conversations 2000 --seed 0``: some thirty minutes on one
+core. Conversation ``n`` of a search is the one of seed ``seed + n``, and of no other number: it is
+repeated with ``--seed`` alone. The exit status is 1 if anything was wrong.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+
+import torch
+from conversations import SUBJECTS, Conversation, WrongAnswerError
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=2000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--every", type=int, default=1, help="this share only: every N-th of them")
+    parser.add_argument("--verbose", action="store_true", help="print what was asked")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    counts, ties, wrong, gap = Counter(), Counter(), [], 0.0
+    started = time.process_time()
+    seeds = range(options.seed, options.seed + options.conversations, options.every)
+    for number, seed in enumerate(seeds, 1):
+        conversation = Conversation(seed)
+        try:
+            conversation.run()
+        except WrongAnswerError as error:
+            wrong.append(seed)
+            print(error, file=sys.stderr, flush=True)
+        if options.verbose:
+            print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
+        counts += conversation.report.counts
+        ties[conversation.subject] += conversation.report.counts["ties"]
+        gap = max(gap, conversation.report.largest_gap)
+        if number % 100 == 0 or number == len(seeds):
+            print(
+                f"{number} conversations, {counts['calls judged']} calls, {counts['ties']} ties, "
+                f"{len(wrong)} wrong, {time.process_time() - started:.0f} s of process time",
+                file=sys.stderr,
+                flush=True,
+            )
+    table = {
+        "conversations": len(seeds),
+        "models": len(SUBJECTS),
+        "wrong": wrong,
+        "ties by model": {name: count for name, count in ties.items() if count},
+        "furthest off at a tie": gap,
+        "process_seconds": round(time.process_time() - started),
+        **dict(sorted(counts.items())),
+    }
+    print(json.dumps(table, indent=1))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
