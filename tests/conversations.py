@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers_rig import (
-    BLOCK,
     FAMILIES,
     UNRESUMABLE,
     VOCABULARY,
@@ -35,7 +35,6 @@ from transformers_rig import (
     make_model,
 )
 
-import transformers
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.slots import (
     BranchPoint,
@@ -63,6 +62,8 @@ FLOOR = 16 * torch.finfo(torch.float32).eps
 NUM_CUTS = 6
 MOST_TOKENS = 150
 PAD = 0
+EOS = 2
+"""The models' own, where a call names none."""
 
 Tokens = tuple[int, ...]
 
@@ -71,7 +72,7 @@ class WrongAnswerError(AssertionError):
     """The cache said what the model does not say, or its books are wrong."""
 
 
-class Boom(Exception):  # noqa: N818 - what a caller's code raises
+class Boom(Exception):
     """Raised in the middle of a call."""
 
 
@@ -323,6 +324,7 @@ class Conversation:
         ]
         self._adapter: _Adapter | None = None
         self._undo = contextlib.ExitStack()
+        self._is_reset = False
         self._seen: dict[Any, list[Tokens]] = {}
         self._extra_key: Any = None
 
@@ -338,7 +340,7 @@ class Conversation:
             with self._undo, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.cache = _cache(self.model, self.subject, **self.settings)
-                for _ in range(self._rng.randrange(4, 9)):
+                for _ in range(self._rng.randrange(3, 9)):
                     self._do_something()
                 self._check_that_all_can_be_had()
         except Exception as error:
@@ -356,9 +358,10 @@ class Conversation:
 
     def _do_something(self) -> None:
         kinds = {
-            "next turn": 30,
+            "next turn": 27,
             "again": 11,
-            "branch": 14,
+            "branch": 13,
+            "beginning": 8,
             "batch": 16,
             "several answers": 6,
             "beams": 6,
@@ -372,7 +375,6 @@ class Conversation:
             "adapter": 5,
         }
         kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
-        self.report.counts[kind] += 1
         special = {
             "prefill": self._prefill,
             "forward raises": self._forward_raises,
@@ -382,6 +384,7 @@ class Conversation:
             "adapter": self._change_adapter,
         }
         if kind in special:
+            self.report.counts[kind] += 1
             special[kind]()
             return
         call, users = self._choose_call(kind)
@@ -394,6 +397,9 @@ class Conversation:
 
     def _choose_call(self, kind: str) -> tuple[Call, list[_User | None]]:
         rng, user = self._rng, self._rng.choice(self._users)
+        if kind in ("again", "beginning", "branch") and not user.turns:
+            kind = "next turn"
+        self.report.counts[kind] += 1
         call = Call(kind, [], user.salt, seed=rng.randrange(2**31))
         users: list[_User | None] = [user]
         if kind == "batch":
@@ -405,9 +411,11 @@ class Conversation:
             if rng.random() < 0.3:  # of one length, so that plain takes them as they are
                 shortest = min(map(len, call.rows))
                 call.rows = [row[-shortest:] for row in call.rows]
-        elif kind == "again" and user.prompts:
+        elif kind == "again":
             call.rows = [rng.choice(user.prompts)]
-        elif kind == "branch" and user.turns:
+        elif kind == "beginning":
+            call.rows = [self._beginning_of(rng.choice(user.turns))]
+        elif kind == "branch":
             begin = rng.choice(user.turns)
             if rng.random() < 0.5:  # an edited message
                 begin = begin[: rng.randrange(len(begin) + 1)]
@@ -461,7 +469,7 @@ class Conversation:
         if kind == "pad token inside":
             [row] = call.rows
             at = rng.randrange(len(row))
-            call.rows, call.form = [row[:at] + (PAD,) + row[at:]], rng.choice(("ids", "masked"))
+            call.rows, call.form = [(*row[:at], PAD, *row[at:])], rng.choice(("ids", "masked"))
         if call.is_padded and call.form == "ids":
             call.form = "masked"
 
@@ -470,6 +478,13 @@ class Conversation:
         if len(user.history) > MOST_TOKENS:
             user.history = ()
         return (user.history or user.system) + self._text(self._length(1.5))
+
+    def _beginning_of(self, tokens: Tokens) -> Tokens:
+        """Just what was computed, or kept, before: the prompt's last token is none of its own."""
+        size = self._block
+        ends = [len(tokens), len(tokens) - 1, self._rng.randrange(len(tokens)) + 1]
+        ends += [len(tokens) // size * size, self._rng.randrange(len(tokens)) // size * size]
+        return tokens[: self._rng.choice([end for end in ends if end > 0])]
 
     def _system(self) -> Tokens:
         return self._rng.choice([*self._systems, *self._systems, ()])
@@ -560,6 +575,7 @@ class Conversation:
         else:
             prompts = self._prompts(call, call.rows)
         said = self._say(call, self.cache.generate, cache_salt=call.salt, **prompts)
+        self._is_reset = False
         self._check_skips(key, call.rows, self.cache.stats().skipped_tokens - skipped)
         self._seen.setdefault(key, []).extend(self._sequences(call, said))
         return said
@@ -620,7 +636,7 @@ class Conversation:
     def _answers(self, call: Call, said: Said) -> list[Tokens]:
         """The rows' answers, each to its end."""
         assert said.sequences is not None
-        ends = {*call.stop_tokens, *(call.options["eos_token_id"] or ())}
+        ends = {*call.stop_tokens, *(call.options["eos_token_id"] or (EOS,))}
         answers = []
         for row in said.sequences[:, call.width :].tolist():
             length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
@@ -742,6 +758,7 @@ class Conversation:
         prompt = self._prompt_of(user)
         message = self._text(self._rng.randrange(1, 6))
         self.log.append(f"prefill: {len(prompt)} tokens and {len(message)} by the caller")
+        self._is_reset = False
         skipped, key = self.cache.stats().skipped_tokens, (user.salt, self._extra_key)
         given = list(prompt) if self._rng.random() < 0.5 else torch.tensor([prompt])
         past = self.cache.prefill(given, cache_salt=user.salt)
@@ -808,11 +825,14 @@ class Conversation:
         self.log.append("reset")
         self.cache.reset()
         self._seen.clear()
+        self._is_reset = True
         if self.cache.stats().cached_slots or self.cache.stats().requests:
             raise WrongAnswerError("something is left after a reset")
 
     def _change_weights(self) -> None:
         """Others are noticed, and taken as they are after a reset."""
+        if self._is_reset:  # nothing is known of the weights before the next call
+            self._ask(self._choose_call("again")[0])
         matrices = [x for x in self.model.parameters() if x.dim() == 2]
         weight = self._rng.choice(matrices)
         original = weight.detach().clone()
