@@ -49,35 +49,42 @@ def main():
     torch.set_num_threads(1)
     if options.broken:
         return find_faults(options.seed, options.conversations)
+    return search(range(options.seed, options.seed + options.conversations, options.every), options)
+
+
+def search(seeds, options):
+    """Holds the conversations of ``seeds``, prints the table; returns whether any was wrong."""
     counts, ties, wrong, gap = Counter(), Counter(), [], 0.0
-    started = time.process_time()
-    seeds = range(options.seed, options.seed + options.conversations, options.every)
-    for number, seed in enumerate(seeds, 1):
-        conversation = Conversation(seed)
-        try:
-            conversation.run()
-        except WrongAnswerError as error:
-            wrong.append(seed)
-            print(error, file=sys.stderr, flush=True)
-        if options.verbose:
-            print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
-        counts += conversation.report.counts
-        ties[conversation.subject] += conversation.report.counts["ties"]
-        gap = max(gap, conversation.report.largest_gap)
-        if number % 100 == 0 or number == len(seeds):
-            print(
-                f"{number} conversations, {counts['calls judged']} calls, {counts['ties']} ties, "
-                f"{len(wrong)} wrong, {time.process_time() - started:.0f} s of process time",
-                file=sys.stderr,
-                flush=True,
-            )
+    started, number = time.process_time(), 0
+    try:
+        for number, seed in enumerate(seeds, 1):
+            conversation = Conversation(seed)
+            try:
+                conversation.run()
+            except WrongAnswerError as error:
+                wrong.append(seed)
+                print(error, file=sys.stderr, flush=True)
+            if options.verbose:
+                print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
+            counts += conversation.report.counts
+            ties[conversation.subject] += conversation.report.counts["ties"]
+            gap = max(gap, conversation.report.largest_gap)
+            if number % 100 == 0 or number == len(seeds):
+                print(
+                    f"{number} conversations, {counts['calls judged']} calls, {counts['ties']} "
+                    f"ties, {len(wrong)} wrong, {time.process_time() - started:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except KeyboardInterrupt:
+        print(f"interrupted in conversation {number} of {len(seeds)}", file=sys.stderr)
     table = {
-        "conversations": len(seeds),
+        "seeds": str(seeds),
         "models": len(SUBJECTS),
         "wrong": wrong,
         "ties by model": {name: count for name, count in ties.items() if count},
         "furthest off at a tie": gap,
-        "process_seconds": round(time.process_time() - started),
+        "process seconds": round(time.process_time() - started),
         **dict(sorted(counts.items())),
     }
     print(json.dumps(table, indent=1))
