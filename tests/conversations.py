@@ -462,7 +462,13 @@ class Conversation:
         if kind == "callback raises":
             where = ("criterion", "processor", *(("streamer",) if is_single else ()))
             call.breaks_in, call.breaks_at = rng.choice(where), rng.randrange(6)
-        elif call.is_greedy and not call.favours and rng.random() < 0.1:
+        elif (
+            call.is_greedy
+            and not call.favours
+            and rng.random() < 0.1
+            # What was chosen can then be judged only if nothing but logits decided.
+            and "repetition_penalty" not in call.options
+        ):
             call.options |= {"return_dict_in_generate": False, "output_logits": False}
         if any(PAD in row for row in call.rows) and call.form == "ids":
             call.form = "masked"
@@ -582,7 +588,8 @@ class Conversation:
 
     def _sequences(self, call: Call, said: Said) -> list[Tokens]:
         """What the cache may have kept of a call."""
-        if said.sequences is None:
+        keeps_answers = self.settings["reuse_answers"] and not self._is_clamping
+        if said.sequences is None or not keeps_answers or call.num_beams > 1:
             return call.rows
         answers = [row[call.width :] for row in said.sequences.tolist()]
         return [call.rows[i // call.num_answers] + tuple(row) for i, row in enumerate(answers)]
