@@ -474,7 +474,7 @@ class Conversation:
             call.form = "masked"
         if kind == "pad token inside":
             [row] = call.rows
-            at = rng.randrange(len(row))
+            at = max(rng.randrange(len(row)), 1)  # before the first token it is padding
             call.rows, call.form = [(*row[:at], PAD, *row[at:])], rng.choice(("ids", "masked"))
         if call.is_padded and call.form == "ids":
             call.form = "masked"
