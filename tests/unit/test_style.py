@@ -31,6 +31,7 @@ TEXTS = [
 READ_CLOCKS = {
     "tests/conftest.py",
     "tests/clocks.py",
+    "tests/conversation_search.py",
     "tests/fault_table.py",
     "tests/interrupt_table.py",
     "tests/mutation/__main__.py",
