@@ -96,6 +96,7 @@ def test_training_mode_that_was_switched_on_midway_is_refused_in_the_next_call(g
 def test_the_names_of_changed_weights_are_told(generator):
     model = make_model("nemotron_h")
     cache = make_cache(model)
+    cached(cache, text(generator, 2 * BLOCK))
     mixers(model)[0].in_proj.weight.data.mul_(2)
     with pytest.raises(ModelChangedError, match=r"\(model.layers.0.mixer.in_proj.weight\): call"):
         cache.generate(text(generator, 9), **GREEDY)
