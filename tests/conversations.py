@@ -840,8 +840,10 @@ class Conversation:
 
     def _change_weights(self) -> None:
         """Others are noticed, and taken as they are after a reset."""
-        if self._is_reset:  # nothing is known of the weights before the next call
+        if self._is_reset or not self.cache.stats().cached_blocks:
             self._ask(self._choose_call("again")[0])
+        if not self.cache.stats().cached_blocks:  # weights may change while nothing is cached
+            return
         matrices = [x for x in self.model.parameters() if x.dim() == 2]
         weight = self._rng.choice(matrices)
         original = weight.detach().clone()

@@ -39,6 +39,23 @@ class _LinesOfReplacements(LineInterrupt):
         return super()._trace(frame, event, argument) if is_one else None
 
 
+class _LinesOfParts(LineInterrupt):
+    """A moment is before each line that enters the part of a block, or takes it out."""
+
+    def _trace(self, frame, event, argument):
+        code = frame.f_code
+        is_one = code.co_filename.endswith("store.py") and code.co_name in ("add", "forget")
+        return super()._trace(frame, event, argument) if is_one else None
+
+
+@pytest.mark.parametrize("name", ["a hit", "a miss", "answers fill blocks"])
+def test_an_interrupt_while_a_part_is_entered_or_forgotten_breaks_nothing(name):
+    """A part that only one of two maps had was a KeyError when its block was evicted."""
+    search = Search(CALLS[f"PrefixCache.generate, {name}"], _LinesOfParts)
+    assert search.num_moments > 5
+    assert search.survey(search.moments())[1] == []
+
+
 @pytest.mark.parametrize("name", ["a hit", "a miss"])
 def test_an_interrupt_while_functions_are_replaced_hangs_nobody(name):
     """A lock was left locked by one at the end of its block, and the next call waited for ever."""

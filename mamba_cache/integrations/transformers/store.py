@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -102,6 +101,7 @@ class PrefixStore:
 
     def let_go(self) -> None:
         """Gives back all that records hold, when the call that opened them is over."""
+        self._parts.repair()
         counts = np.asarray(self.kv_blocks.block_ref_counts)
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
@@ -271,33 +271,44 @@ def _reaching(match: PrefixMatch, depth: int, num_tokens: int) -> PrefixMatch:
 
 
 class _PartIndex:
-    """Which lengths of parts are worth looking for, by what they are chained on."""
+    """Which lengths of parts are worth looking for, by what they are chained on.
+
+    Attributes:
+        blocks: The blocks that hold parts, each with the prefix before it and its length.
+    """
 
     def __init__(self) -> None:
-        self._lengths: dict[bytes, Counter[int]] = {}
         self.blocks: dict[int, tuple[bytes, int]] = {}
+        self._lengths: dict[bytes, dict[int, int]] = {}  # after each prefix, by block
 
     def add(self, block: int, parent: bytes, length: int) -> None:
         """Enters a registered block that holds ``length`` tokens after the prefix ``parent``."""
         self.blocks[block] = parent, length
-        self._lengths.setdefault(parent, Counter())[length] += 1
+        self._lengths.setdefault(parent, {})[block] = length
 
     def lengths_after(self, parent: bytes) -> list[int]:
         """Returns the lengths of parts that are registered after a prefix, the longest first."""
-        return sorted(self._lengths.get(parent, ()), reverse=True)
+        return sorted({*self._lengths.get(parent, {}).values()}, reverse=True)
 
     def forget(self, block_ids: Iterable[int], _: Iterable[int]) -> None:
-        """Takes out the blocks that are no longer registered."""
+        """Takes out the blocks that are no longer registered.
+
+        It must end well after an interrupt between any two lines of this class: it is called while
+        what a call held is given back.
+        """
         for block in block_ids:
-            parent, length = self.blocks.pop(block, (b"", 0))
-            if not length:
-                continue
-            lengths = self._lengths[parent]
-            lengths[length] -= 1
-            if not lengths[length]:
-                del lengths[length]
-            if not lengths:
-                del self._lengths[parent]
+            parent = self.blocks.get(block, (b"", 0))[0]
+            after = self._lengths.get(parent, {})
+            after.pop(block, None)
+            if not after:
+                self._lengths.pop(parent, None)
+            self.blocks.pop(block, None)
+
+    def repair(self) -> None:
+        """Makes the two maps agree again, after a call that broke off."""
+        self._lengths = {}
+        for block, (parent, length) in self.blocks.items():
+            self._lengths.setdefault(parent, {})[block] = length
 
     def clear(self) -> None:
         """Forgets every part."""
