@@ -8,17 +8,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_choice, check_int
+from mamba_cache._checks import (
+    INT32_MAX,
+    INT64_MAX,
+    as_ints,
+    as_items,
+    check_choice,
+    check_int,
+    outside,
+)
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.invariants import find_breaches
-from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
-from mamba_cache.blocks.registration import NO_HASH, check_carried_hashes, plan_registration
+from mamba_cache.blocks.prefix_tree import NO_HASH, PrefixTree
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     DoubleFreeError,
+    HashConflictError,
     InvalidArgumentError,
     InvariantError,
     PoisonedError,
@@ -107,21 +114,20 @@ class KVBlockAllocator:
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
         ref_counts = np.empty(self.pool_size, dtype=np.int32)
         timestamps = np.empty(self.pool_size, dtype=np.int64)
-        hashes = np.empty(self.pool_size, dtype=np.int64)
+        self._tree = PrefixTree(self.pool_size)
         self.block_ref_counts = as_tensor(ref_counts)
         self.block_timestamps = as_tensor(timestamps)
-        self.block_hashes = as_tensor(hashes)
+        self.block_hashes = as_tensor(self._tree.hashes)
         # Single elements are read and written several times faster through a memoryview.
         self._ref_counts = ref_counts.data
         self._timestamps = timestamps.data
-        self._hashes = hashes.data
+        self._hashes = self._tree.hashes.data
 
     def _clear(self) -> None:
         np.asarray(self._ref_counts)[:] = 0
         np.asarray(self._timestamps)[:] = 0
-        np.asarray(self._hashes)[:] = NO_HASH
+        self._tree.clear()
         self._free = deque(range(self.dummy_block_id))
-        self._tree = PrefixTree()
         # Exactly the cached blocks without cached children; those with used ones go last.
         self._leaves = EvictionQueue()
         self._num_cached = 0
@@ -177,16 +183,17 @@ class KVBlockAllocator:
         ids = self._held_or_cached(block_ids)
         self._guard.is_changing = True
         self._clock += 1
-        cached = []
+        reused = []
         for block_id in ids:
             if not self._ref_counts[block_id]:
-                cached.append(self._hashes[block_id])
+                reused.append(block_id)
                 self._leaves.discard(block_id)
             self._ref_counts[block_id] += 1
             self._timestamps[block_id] = self._clock
-        self._num_cached -= len(cached)
-        for parent_hash in self._tree.note_used(cached):
-            self._offer_for_eviction(parent_hash)
+        if reused:
+            self._num_cached -= len(reused)
+            for parent in self._tree.count_cached(reused, -1):
+                self._offer_for_eviction(parent)
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -217,10 +224,12 @@ class KVBlockAllocator:
                 self._free.append(block_id)
             else:
                 cached.append(block_id)
+        if not cached:
+            return
         self._num_cached += len(cached)
-        for parent_hash in self._tree.note_cached([self._hashes[b] for b in cached]):
-            if (parent := self._tree.find(parent_hash)) is not None:
-                self._leaves.discard(parent.block_id)
+        for parent in self._tree.count_cached(cached, 1):
+            if (block := self._tree.find(parent)) is not None:
+                self._leaves.discard(block)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
         else:
@@ -258,14 +267,26 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
-        plan = plan_registration(
-            self._tree, self._held_or_cached(block_ids), block_hashes, digests, parent_hash
-        )
-        check_carried_hashes(plan, self._hashes)
+        ids = self._held_or_cached(block_ids)
+        hash_ids = as_ints("block_hashes", block_hashes)
+        given = _as_digests(block_hashes, digests, len(ids))
+        if not len(ids) == len(hash_ids) == len(given):
+            raise InvalidArgumentError(
+                "block_ids, block_hashes and digests must be of one length, "
+                f"got {len(ids)}, {len(hash_ids)} and {len(given)}"
+            )
+        if parent_hash is not None:
+            parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
+        for hash_id in outside(hash_ids, 1, INT64_MAX):
+            check_int("a hash id", hash_id, minimum=1, maximum=INT64_MAX)
+        parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
+        if None in given:
+            self._tree.check_ancestry(hash_ids, parents)
+        self._check_carried_hashes(ids, hash_ids)
         if not self.enable_prefix_caching:
-            return [None] * len(plan)
+            return [None] * len(ids)
         self._guard.is_changing = True
-        return [self._register(hash_id, block) for hash_id, block in plan]
+        return list(map(self._register, ids, hash_ids, given, parents))
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
@@ -290,7 +311,12 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: The id is no int, or the digest is not ``bytes``.
         """
-        return self._tree.find_block(hash_id, digest)
+        if digest is not None and not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
+        block_id = self._tree.find(check_int("a hash id", hash_id))
+        if block_id is None or (digest is not None and self._tree.digest_of(block_id) != digest):
+            return None
+        return block_id
 
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
@@ -328,19 +354,19 @@ class KVBlockAllocator:
         """
         if self.before_reset is not None:
             self.before_reset()
-        registered = {block.block_id: hash_id for hash_id, block in self._tree.items()}
-        self._untold = self._untold | registered
+        registered = self._tree.blocks()
+        hash_ids = map(self._hashes.__getitem__, registered)
+        self._untold = self._untold | dict(zip(registered, hash_ids, strict=True))
         self._clear()
         self._notify()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         ids = as_ints("block_ids", block_ids)
-        for block_id in ids:
-            if not 0 <= block_id < self.dummy_block_id:
-                raise UnknownBlockError(
-                    f"block ids go from 0 to {self.dummy_block_id - 1} "
-                    f"({self.dummy_block_id} is the dummy block), got {block_id}"
-                )
+        for block_id in outside(ids, 0, self.dummy_block_id - 1):
+            raise UnknownBlockError(
+                f"block ids go from 0 to {self.dummy_block_id - 1} "
+                f"({self.dummy_block_id} is the dummy block), got {block_id}"
+            )
         return ids
 
     def _held_or_cached(self, block_ids: Iterable[int]) -> list[int]:
@@ -350,20 +376,37 @@ class KVBlockAllocator:
                 raise UnknownBlockError(f"block {block_id} is free: allocate it first")
         return ids
 
-    def _register(self, hash_id: int, block: RegisteredBlock) -> int | None:
+    def _check_carried_hashes(self, block_ids: list[int], hash_ids: list[int]) -> None:
+        """Check that no block would get a second hash.
+
+        Raises:
+            HashConflictError: A block carries another hash already, or is named twice with two.
+        """
+        carried: dict[int, int] = {}
+        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
+            own = carried.setdefault(block_id, self._hashes[block_id])
+            if own not in (NO_HASH, hash_id):
+                raise HashConflictError(
+                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
+                )
+            carried[block_id] = hash_id
+
+    def _register(
+        self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None
+    ) -> int | None:
+        """Make a block findable, unless another one is; return the one that is found."""
         holder = self._tree.find(hash_id)
         if holder is None:
-            if block.digest is not None and self._tree.closes_ring(hash_id, block.parent_hash):
+            if digest is not None and self._tree.closes_ring(hash_id, parent):
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
-            self._tree.add(hash_id, block)
-            self._hashes[block.block_id] = hash_id
-            self._offer_for_eviction(block.parent_hash)
-            return block.block_id
-        if holder.digest != block.digest:
+            self._tree.add(block_id, hash_id, digest, parent)
+            self._offer_for_eviction(parent)
+            return block_id
+        if self._tree.digest_of(holder) != digest:
             self.hash_collisions_total += 1
             return None
-        return holder.block_id
+        return holder
 
     def _choose_victims(self, num_blocks: int) -> list[int]:
         """Take from the queue the blocks to evict so that ``num_blocks`` are free, in order.
@@ -380,34 +423,33 @@ class KVBlockAllocator:
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
             block_id, _ = self._leaves.pop()
             victims.append(block_id)
-            block = self._tree.find(self._hashes[block_id])
-            assert block is not None
-            if block.parent_hash is not None:
-                chosen_children[block.parent_hash] += 1
-                self._offer_for_eviction(block.parent_hash, chosen_children[block.parent_hash])
+            parent = self._tree.parent_of(block_id)
+            if parent is not None:
+                chosen_children[parent] += 1
+                self._offer_for_eviction(parent, chosen_children[parent])
         return victims
 
     def _offer_for_eviction(self, hash_id: int | None, num_chosen_children: int = 0) -> None:
         """Queue the block behind ``hash_id`` if it and none but chosen children are cached."""
-        block = self._tree.find(hash_id)
-        if hash_id is None or block is None or self._ref_counts[block.block_id]:
+        block_id = self._tree.find(hash_id)
+        if hash_id is None or block_id is None or self._ref_counts[block_id]:
             return
         num_cached = self._tree.num_cached_children(hash_id)
         if num_cached == num_chosen_children:
             delay = _LAST_RESORT if self._tree.num_children(hash_id) > num_cached else 0
-            self._leaves.push(block.block_id, self._timestamps[block.block_id] + delay)
+            self._leaves.push(block_id, self._timestamps[block_id] + delay)
 
     def _deregister(self, block_ids: list[int]) -> None:
         self._guard.is_changing = True
         self._untold = {block_id: self._hashes[block_id] for block_id in block_ids}
-        for block_id, hash_id in self._untold.items():
-            self._hashes[block_id] = NO_HASH
+        for block_id in self._untold:
             self._leaves.discard(block_id)
-            if not self._ref_counts[block_id]:
-                self._tree.note_used([hash_id])
+            is_cached = not self._ref_counts[block_id]
+            parent = self._tree.remove(block_id, is_cached=is_cached)
+            if is_cached:
                 self._num_cached -= 1
                 self._free.append(block_id)
-            self._offer_for_eviction(self._tree.remove(hash_id).parent_hash)
+            self._offer_for_eviction(parent)
         self._guard.is_changing = False  # whatever an observer raises, these books are right
         self._notify()
 
@@ -433,14 +475,25 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        breaches = find_breaches(
-            ref_counts=np.asarray(self._ref_counts),
-            hashes=np.asarray(self._hashes),
-            free_block_ids=self._free,
-            tree=self._tree,
-            leaves=self._leaves,
-            num_cached=self._num_cached,
-        )
+        refs, tree = np.asarray(self._ref_counts), self._tree
+        used = set(np.flatnonzero(refs).tolist())
+        cached = set(tree.blocks()) - used
+        evictable = {b for b in cached if not tree.num_cached_children(self._hashes[b])}
+        free = set(self._free)
+        statements = {
+            "no reference count is negative": bool((refs >= 0).all()),
+            "block_hashes and the registered blocks agree": tree.agrees_with_hashes(),
+            "children are counted by what their parents say": tree.counts_children_right(cached),
+            "no block is free twice": len(free) == len(self._free),
+            "free + used + cached is every block but the dummy": (
+                sorted([*free, *used, *cached]) == list(range(self.dummy_block_id))
+            ),
+            "cached blocks are counted right": self._num_cached == len(cached),
+            "the queue holds exactly the cached blocks without cached children": (
+                len(self._leaves) == len(evictable) and all(b in self._leaves for b in evictable)
+            ),
+        }
+        breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
 
@@ -455,3 +508,22 @@ class KVBlockAllocator:
             raise InvariantError(
                 f"nobody was told that blocks {list(self._untold)[:8]} were deregistered"
             )
+
+
+def _as_digests(
+    block_hashes: Sequence[int], digests: Sequence[bytes] | None, num_blocks: int
+) -> Sequence[bytes | None]:
+    """Return the digests that are given with hash ids, or None for each block if there are none.
+
+    Raises:
+        InvalidArgumentError: One of them is not ``bytes``.
+    """
+    if digests is None:
+        if isinstance(block_hashes, BlockHashes):
+            return block_hashes.digests
+        return [None] * num_blocks
+    given: list[bytes | None] = as_items("digests", digests, "bytes")
+    for digest in given:
+        if not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
+    return given
