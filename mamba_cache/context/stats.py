@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.requests import Admission
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots import SlotPool
 
 __all__ = ["CacheStats", "StatsCounters", "collect_stats"]
 
@@ -116,7 +116,7 @@ class StatsCounters:
 def collect_stats(
     counters: StatsCounters,
     kv_blocks: KVBlockAllocator,
-    slots: SlotControl,
+    slots: SlotPool,
     bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""

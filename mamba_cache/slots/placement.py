@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from mamba_cache._checks import as_ints
+from mamba_cache._checks import as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
@@ -106,8 +106,7 @@ class EveryNthBlock:
     n: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise InvalidArgumentError(f"n must be an int >= 1, got {self.n!r}")
+        object.__setattr__(self, "n", check_int("n", self.n, minimum=1))
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
         """Returns the positions up to the prompt's end."""

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots._context import as_host_array
 
 __all__ = [
     "ConsumedSlotPolicy",
@@ -19,6 +18,7 @@ __all__ = [
     "RefZeroSlotPolicy",
     "ScoreSlotPolicy",
     "SlotEvictionPolicy",
+    "as_host_array",
     "check_policy",
     "hand_over",
     "policy_named",
@@ -272,6 +272,15 @@ def hand_over(
     new.reset(len(slot_to_block))
     for slot in order:
         new.on_stored([slot], [1])
+
+
+def as_host_array(values: Any) -> npt.NDArray[Any]:
+    """Return an embedder's array or tensor as numpy, sharing its memory where that is the host's.
+
+    Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
+    so does this then.
+    """
+    return np.asarray(values.cpu() if getattr(values, "is_cuda", False) else values)
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import (
+    PAD_SLOT_ID,
     RowIndices,
     SlotQuantization,
     StateCopier,
@@ -20,7 +21,7 @@ from mamba_cache.states import (
     quantize_states,
 )
 
-__all__ = ["StateTransfers"]
+__all__ = ["StateTransfers", "last_write_wins"]
 
 
 class StateTransfers:
@@ -141,6 +142,15 @@ class StateTransfers:
         if self._quantization is None:
             return StateCopier(self._slots, states)
         return StateDequantizer(self._slots, states)
+
+
+def last_write_wins(destinations: Sequence[int]) -> list[int]:
+    """Turns all but the last mention of each destination into ``PAD_SLOT_ID``.
+
+    The pairs of one launch run side by side: two that write to one slot would leave a mixture.
+    """
+    last = {destination: index for index, destination in enumerate(destinations)}
+    return [d if last[d] == index else PAD_SLOT_ID for index, d in enumerate(destinations)]
 
 
 def _check_fits(state: object, wanted: StateTensorSpec) -> None:
