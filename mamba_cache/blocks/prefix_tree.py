@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -61,6 +61,10 @@ class PrefixTree:
     def blocks(self) -> list[int]:
         """Return the registered blocks, in the order in which they were registered."""
         return list(self._block_of.values())
+
+    def items(self) -> Iterable[tuple[int, int]]:
+        """Return every (hash id, block), in the order in which they were registered."""
+        return self._block_of.items()
 
     def find(self, hash_id: int | None) -> int | None:
         """Return the block behind a hash id, verified by nothing but the id."""

@@ -42,9 +42,10 @@ _COUNTERS = {
 }
 """Fields of ``CacheStats`` that are metrics as they are, and what they say."""
 
+_WAYS = ("leaving", "arriving")
 _KINDS = {
-    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used")),
-    "slots": ("Slots, by what they hold", ("free", "reserved", "cached")),
+    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used", *_WAYS)),
+    "slots": ("Slots, by what they hold", ("free", "reserved", "cached", *_WAYS)),
 }
 """Fields of ``CacheStats`` such as "free_blocks": one metric each, with a label ``kind``."""
 

@@ -1,6 +1,7 @@
 """Slots: room for saved states, who has which, and where states are worth saving."""
 
 from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
+from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.slots.placement import (
     BranchPoint,
@@ -35,5 +36,9 @@ __all__ = [
     "SlotEvictionPolicy",
     "SlotLease",
     "SlotPool",
+    "StateEvent",
+    "StateObserver",
+    "StatesRemoved",
+    "StatesStored",
     "scrub_free_slots",
 ]

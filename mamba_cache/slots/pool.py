@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ints, as_items, check_int, outside
 from mamba_cache._guard import CallGuard, guarded, query
+from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -21,6 +24,7 @@ from mamba_cache.errors import (
     UnknownBlockError,
 )
 from mamba_cache.protocols import KVBlockView
+from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.policies import (
     LruSlotPolicy,
@@ -51,9 +55,10 @@ class SlotLease:
 class SlotPool:
     """The books of slots over KV blocks: decisions only, no tensors of states.
 
-    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it) or
-    cached (the state of the block that ``slot_to_block`` names). A block has at most one slot, and
-    a slot at most one block. A cached slot that is pinned is being read and is never evicted.
+    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it), cached
+    (the state of the block that ``slot_to_block`` names), leaving or arriving (held by a copy out
+    of it or into it, and neither free nor findable). A block has at most one slot, and a slot at
+    most one block. A cached slot that is pinned is being read and is never evicted.
 
     Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
     ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
@@ -80,8 +85,7 @@ class SlotPool:
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         free_count: Free slots: the height of that stack.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
-        slot_to_block: [max_slots] int32, CPU. The block that each slot caches; -1: the slot is free
-            or reserved.
+        slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
         pin_counts: [max_slots] int32. Readers of each cached slot.
         generations: [max_slots] int64. Changes whenever a slot is taken from a block.
         epoch: Changes with every reset. Who reserves slots keeps it, to be told of a reset.
@@ -125,7 +129,12 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self._awaited: set[int] = set()  # the blocks that slots are reserved for
+        self._arriving: dict[int, int] = {}  # as reserved, but a copy writes the slot
+        self._awaited: set[int] = set()  # the blocks of both
+        self._copies = CopiesInFlight()
+        self._observers: list[StateObserver] = []
+        # Slot, block and hash of what became findable or ceased to be, until that was told.
+        self._untold: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
         self.hash_to_block_id: dict[int, int] = {}
         # The hash that each block's state was registered under here. It is not what the block
         # holds now, which the KV blocks' owner knows: where the two differ, the state is stale.
@@ -143,8 +152,10 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        for table in (self.reserved, self._awaited, self.hash_to_block_id, self._hash_of):
-            table.clear()
+        for books in (self.reserved, self._arriving, self._awaited, self._copies):
+            books.clear()
+        self.hash_to_block_id.clear()
+        self._hash_of.clear()
         self.evicted_slots_total = 0
         self.skipped_checkpoints_total = 0
         self.policy.reset(self.max_slots)
@@ -163,6 +174,16 @@ class SlotPool:
     def num_reserved_slots(self) -> int:
         """Slots taken for states that are not written yet."""
         return len(self.reserved)
+
+    @property
+    def num_leaving_slots(self) -> int:
+        """Slots that were given up, and whose states are still being read."""
+        return self._copies.num_leaving
+
+    @property
+    def num_arriving_slots(self) -> int:
+        """Slots whose states are being written by a copy, and that will be findable then."""
+        return self._copies.num_arriving
 
     # Who has which slot.
 
@@ -260,6 +281,7 @@ class SlotPool:
                 self._assign(slot, block_id)
                 slots[block_id] = slot
             self.policy.on_stored(taken, [1] * len(taken))
+            self._tell(hands_out=True)
         return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
@@ -329,7 +351,8 @@ class SlotPool:
         saved = [1] * len(taken) if saved_tokens is None else _as_saved_tokens(saved_tokens)
         check_same_length(slots=taken, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
         self._guard.is_changing = True
-        self._end_reservations(taken)
+        for slot in taken:
+            self._awaited.discard(self.reserved.pop(slot))
         return self._publish(taken, ids, hash_ids, saved)
 
     @guarded(nests=True)
@@ -349,7 +372,8 @@ class SlotPool:
             return
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
-        self._end_reservations(taken)
+        for slot in taken:
+            self._awaited.discard(self.reserved.pop(slot))
         self._push(taken)
 
     @guarded(nests=True)
@@ -369,6 +393,157 @@ class SlotPool:
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
         self._register(ids, hash_ids)
+        self._tell()
+
+    # Copies in flight.
+
+    @guarded(nests=True)
+    def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
+        """Give up cached slots whose states are still to be read: ``end_leaving`` frees them.
+
+        Call it before the copy is enqueued. The blocks have no state any more; whether they live on
+        is another matter.
+
+        Args:
+            slots: Different cached slots that are not pinned.
+
+        Returns:
+            What ``end_leaving`` takes.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool, comes twice, is not cached or is
+                pinned. Nothing was given up.
+        """
+        leaving = self._check_evictable(slots)
+        self._guard.is_changing = True
+        copy = self._copies.begin("leaving", leaving)
+        self._unassign(leaving)
+        try:
+            self._tell(hands_out=True)
+        except Exception:
+            # The caller never learns which copy it was, so it reads nothing.
+            self._copies.end(copy)
+            self._push(leaving)
+            self._guard.is_changing = False
+            raise
+        return copy
+
+    @guarded(nests=True)
+    def end_leaving(self, copy: CopyInFlight) -> None:
+        """Free the slots of a copy that has been read to its end.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "leaving"):
+            self._guard.is_changing = True
+            self._copies.end(copy)
+            self._push(copy.ids)
+
+    @guarded(nests=True)
+    def begin_arriving(self, block_ids: Iterable[int]) -> CopyInFlight:
+        """Take a slot for each block, which a copy from elsewhere is to write.
+
+        As long as it is in flight, no slot can be reserved for these blocks.
+
+        Args:
+            block_ids: Different blocks without a slot, a reservation or another such copy.
+
+        Returns:
+            What ``complete_arriving`` and ``cancel_arriving`` take; its ``ids`` are the slots.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            InvalidArgumentError: A block comes twice, or has a slot or is about to have one.
+            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
+                of the blocks named here are not evictable.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        served = [b for b in ids if b in self._awaited or self._block_to_slot[b] >= 0]
+        if served or len(set(ids)) < len(ids):
+            raise InvalidArgumentError(
+                f"blocks must be different and without a slot, got {ids}, of which {served} have "
+                "one or are about to"
+            )
+        victims = self._choose_victims(len(ids) - self.free_count)
+        if len(ids) > self.free_count + len(victims):
+            raise MambaSlotCapacityError(len(ids), self.free_count + len(victims))
+        taken = self._take(len(ids), victims)
+        self._awaited.update(ids)
+        self._arriving.update(zip(taken, ids, strict=True))
+        return self._copies.begin("arriving", taken)
+
+    @guarded(nests=True)
+    def complete_arriving(
+        self,
+        copy: CopyInFlight,
+        block_ids: Iterable[int],
+        hashes: Iterable[int],
+        *,
+        saved_tokens: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Make states findable whose copy is done.
+
+        Args:
+            copy: What ``begin_arriving`` returned. After a reset, which freed its slots, nothing
+                is done.
+            block_ids: The block of each slot, as in ``commit_reserved``.
+            hashes: The hash id of each block, likewise.
+            saved_tokens: Likewise.
+
+        Returns:
+            The slot that caches each block now, as ``commit_reserved`` does.
+
+        Raises:
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: It is no such copy, or as in ``commit_reserved``. The slots are
+                still arriving.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        if not self._copies.is_held(copy, "arriving"):
+            return self._slots_of(ids)
+        hash_ids = _as_hash_ids(hashes)
+        slots = list(copy.ids)
+        saved = [1] * len(slots) if saved_tokens is None else _as_saved_tokens(saved_tokens)
+        check_same_length(slots=slots, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
+        self._guard.is_changing = True
+        self._end_arrival(copy)
+        return self._publish(slots, ids, hash_ids, saved)
+
+    @guarded(nests=True)
+    def cancel_arriving(self, copy: CopyInFlight) -> None:
+        """Free the slots of a copy that failed, or is not wanted, once nothing writes them.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "arriving"):
+            self._guard.is_changing = True
+            self._end_arrival(copy)
+            self._push(copy.ids)
+
+    # Observing.
+
+    def add_observer(self, observer: StateObserver) -> None:
+        """Have ``observer(event)`` called for all states that become findable, and cease to be.
+
+        It is called in order, when the bookkeeping of a call is done, and must not call back into
+        the commands of these books. If one raises, the others still run and the error goes on to
+        the caller. What is written into the tables from outside is not seen.
+
+        Raises:
+            InvalidArgumentError: It cannot be called.
+        """
+        if not callable(observer):
+            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        self._observers.append(observer)
 
     # Reading slots.
 
@@ -458,6 +633,7 @@ class SlotPool:
         ids = _as_block_ids(block_ids, self.num_blocks)
         self._guard.is_changing = True
         self._free_blocks(ids)
+        self._tell()
 
     @guarded(nests=True)
     def on_kv_blocks_deregistered(
@@ -487,6 +663,7 @@ class SlotPool:
             self._forget_block(block_id)  # it may have had a hash, but no slot
         for hash_id in hashes:
             self._forget_hash(hash_id)
+        self._tell()
 
     @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
@@ -502,6 +679,12 @@ class SlotPool:
         if len(victims) < num_needed:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
+        try:
+            self._tell(hands_out=True)
+        except Exception:
+            self._push(victims)
+            self._guard.is_changing = False
+            raise
         return victims
 
     @guarded(nests=True, renews=True)
@@ -517,7 +700,14 @@ class SlotPool:
         self._num_ends += 1
         self.epoch = self._num_ends
         self.generations.fill(self._num_ends)
+        gone = [
+            (self._block_to_slot.item(block_id), block_id, hash_id)
+            for block_id, hash_id in self._hash_of.items()
+            if self._block_to_slot[block_id] >= 0
+        ]
         self._clear()
+        slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
+        self._call_observers([StatesRemoved(slots, block_ids, hash_ids, is_reset=True)])
 
     # Proofs.
 
@@ -539,6 +729,8 @@ class SlotPool:
             self.pin_counts[cached],
             self._free_slots[: self.free_count],
             _by_key(self.reserved),
+            _by_key(self._arriving),
+            self._copies.ids("leaving"),
             _by_key(self.hash_to_block_id),
             self.policy.state(),
         )
@@ -563,15 +755,24 @@ class SlotPool:
         self._check_conservation()
         self._check_ties()
         self._check_hashes()
+        if self._untold:
+            raise InvariantError(f"not everybody was told of {self._untold[0]}")
 
     def _check_conservation(self) -> None:
         _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
         free = self._free_slots[: self.free_count].tolist()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
+        leaving = self._copies.ids("leaving")
+        together = sorted([*free, *self.reserved, *cached, *leaving, *self._arriving])
         _require(
-            sorted([*free, *self.reserved, *cached]) == list(range(self.max_slots)),
-            f"{len(free)} free, {len(self.reserved)} reserved and {len(cached)} cached slots are "
-            f"not each of {self.max_slots} slots once",
+            together == list(range(self.max_slots)),
+            f"{len(free)} free, {len(self.reserved)} reserved, {len(cached)} cached, "
+            f"{len(leaving)} leaving and {len(self._arriving)} arriving slots are not each of "
+            f"{self.max_slots} slots once",
+        )
+        _require(
+            sorted(self._copies.ids("arriving")) == sorted(self._arriving),
+            "the arriving slots are not those of copies",
         )
 
     def _check_ties(self) -> None:
@@ -580,9 +781,9 @@ class SlotPool:
         _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
         _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = list(self.reserved.values())
+        blocks = [*self.reserved.values(), *self._arriving.values()]
         _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
-        _require(self._awaited == set(blocks), "reserved and the blocks awaited disagree")
+        _require(self._awaited == set(blocks), "the blocks awaited are not those of slots to be")
         _require(bool((self.pin_counts >= 0).all()), "a slot has less than no readers")
         pinned = self.pin_counts[self._slot_to_block < 0]
         _require(not pinned.any(), "a slot that holds no state has readers")
@@ -640,31 +841,46 @@ class SlotPool:
         short = max(num_slots - self.free_count, 0)
         if victims or short:
             self._evict(victims, short)
+            # If an observer raises, the victims are free and nothing was taken: no slot leaks.
+            self._push(victims)
+            self._tell()
         self._guard.is_changing = True
-        start = self.free_count - (num_slots - short)
+        start = self.free_count - num_slots
         slots: list[int] = self._free_slots[start : self.free_count].tolist()
-        slots.extend(victims)
         self.free_count = start
         return slots
 
     def _evict(self, victims: Sequence[int], num_wanted: int) -> None:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""
-        slots = as_slots(victims, self.max_slots)
-        kept = [slot for slot in slots if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
-        if kept or len(set(slots)) < len(slots) or len(slots) != num_wanted:
-            raise InvalidArgumentError(
-                "slots to evict must be different, cached and not pinned, "
-                f"{num_wanted} of them, got {slots}"
-            )
+        slots = self._check_evictable(victims, num_wanted)
         self._guard.is_changing = True
         self._unassign(slots)
         self.evicted_slots_total += len(slots)
 
+    def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
+        """Check slots that are to be taken from their blocks.
+
+        Raises:
+            InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
+                they are not as many as are wanted.
+        """
+        given = as_slots(slots, self.max_slots)
+        kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
+        wanted = len(given) if num_wanted is None else num_wanted
+        if kept or len(set(given)) < len(given) or len(given) != wanted:
+            raise InvalidArgumentError(
+                "slots to evict must be different, cached and not pinned, "
+                f"{wanted} of them, got {given}"
+            )
+        return given
+
     def _assign(self, slot: int, block_id: int) -> None:
         self._block_to_slot[block_id] = slot
         self._slot_to_block[slot] = block_id
+        if self._observers and block_id in self._hash_of:
+            self._untold.append((StatesStored, slot, block_id, self._hash_of[block_id]))
 
-    def _unassign(self, slots: Iterable[int]) -> None:
+    def _unassign(self, slots: Sequence[int]) -> None:
         """End the cached slots' ties to their blocks, and the blocks' hashes with it.
 
         All traces go now, since an embedder may give the slots away by index.
@@ -673,14 +889,14 @@ class SlotPool:
         hashes = None if known is None else as_host_array(known)
         for slot in slots:
             block_id = self._slot_to_block.item(slot)
+            self._forget_block(block_id)
+            if hashes is not None:
+                self._unlink(block_id, hashes.item(block_id))
             self._slot_to_block[slot] = -1
             self._block_to_slot[block_id] = -1
             self.pin_counts[slot] = 0
             self._num_ends += 1
             self.generations[slot] = self._num_ends
-            self._forget_block(block_id)
-            if hashes is not None:
-                self._unlink(block_id, hashes.item(block_id))
 
     def _free_blocks(self, block_ids: Iterable[int]) -> None:
         """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
@@ -693,10 +909,6 @@ class SlotPool:
         end = self.free_count + len(slots)
         self._free_slots[self.free_count : end] = slots
         self.free_count = end
-
-    def _end_reservations(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._awaited.discard(self.reserved.pop(slot))
 
     def _publish(
         self, slots: list[int], block_ids: list[int], hash_ids: list[int], saved_tokens: list[int]
@@ -712,32 +924,78 @@ class SlotPool:
         self._register(block_ids, hash_ids)
         if stored:
             self.policy.on_stored(list(stored), list(stored.values()))
+        self._tell()
         return self._slots_of(block_ids)
+
+    def _end_arrival(self, copy: CopyInFlight) -> None:
+        self._copies.end(copy)
+        for slot in copy.ids:
+            self._awaited.discard(self._arriving.pop(slot))
 
     def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
-            if hash_id > 0:
-                self._forget_hash(hash_id)
-                self._forget_block(block_id)
-                self._hash_of[block_id] = hash_id
-                self.hash_to_block_id[hash_id] = block_id
+            if hash_id <= 0 or (
+                self._hash_of.get(block_id) == hash_id
+                and self.hash_to_block_id.get(hash_id) == block_id
+            ):
+                continue
+            self._forget_hash(hash_id)
+            self._forget_block(block_id)
+            self._hash_of[block_id] = hash_id
+            self.hash_to_block_id[hash_id] = block_id
+            if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
+                self._untold.append((StatesStored, slot, block_id, hash_id))
 
     def _forget_block(self, block_id: int) -> None:
         """Forget the hash under which a block was registered here, if it was."""
-        if block_id in self._hash_of:
-            self._unlink(block_id, self._hash_of.pop(block_id))
+        hash_id = self._hash_of.pop(block_id, None)
+        if hash_id is None:
+            return
+        self._unlink(block_id, hash_id)
+        if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
+            self._untold.append((StatesRemoved, slot, block_id, hash_id))
 
     def _forget_hash(self, hash_id: int) -> None:
         """Make a hash find nothing."""
-        if hash_id in self.hash_to_block_id:
-            block_id = self.hash_to_block_id.pop(hash_id)
-            if self._hash_of.get(block_id) == hash_id:
-                del self._hash_of[block_id]
+        block_id = self.hash_to_block_id.pop(hash_id, None)
+        if block_id is not None and self._hash_of.get(block_id) == hash_id:
+            self._forget_block(block_id)
 
     def _unlink(self, block_id: int, hash_id: int) -> None:
         """Make a hash find nothing, unless it finds another block by now."""
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
+
+    def _tell(self, *, hands_out: bool = False) -> None:
+        """Call the observers with what happened.
+
+        Args:
+            hands_out: Whether the caller is about to hand out what nobody could give back if an
+                observer raised. Otherwise the books are right then.
+        """
+        if not self._untold:
+            return
+        was_changing = self._guard.is_changing
+        self._guard.is_changing = hands_out
+        events = [
+            kind(*zip(*(entry[1:] for entry in entries), strict=True))
+            for kind, entries in groupby(self._untold, key=itemgetter(0))
+        ]
+        self._call_observers(events)
+        self._guard.is_changing = was_changing
+
+    def _call_observers(self, events: Sequence[StateEvent]) -> None:
+        """Call each observer with each event; whatever one raises, the others are called."""
+        failure: Exception | None = None
+        for event in events:
+            for observer in self._observers:
+                try:
+                    observer(event)
+                except Exception as error:  # noqa: PERF203 - the others must run
+                    failure = failure or error
+        self._untold = []
+        if failure is not None:
+            raise failure
 
 
 def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
