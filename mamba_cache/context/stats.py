@@ -98,7 +98,6 @@ class StatsCounters:
     skipped_tokens: int = 0
     computed_tokens: int = 0
     saved_states: int = 0
-    skipped_checkpoints: int = 0
     unwritten_states: int = 0
     aborted_steps: int = 0
     preemptions: int = 0
@@ -138,7 +137,7 @@ def collect_stats(
         skipped_tokens=counters.skipped_tokens,
         computed_tokens=counters.computed_tokens,
         saved_states=counters.saved_states,
-        skipped_checkpoints=counters.skipped_checkpoints + slots.skipped_checkpoints_total,
+        skipped_checkpoints=slots.skipped_checkpoints_total,
         unwritten_states=counters.unwritten_states,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,

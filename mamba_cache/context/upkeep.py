@@ -207,7 +207,6 @@ class ContextUpkeep(CacheMemory):
         return CheckpointPlanner(
             self.slot_allocator,
             placement,
-            self._counters,
             block_size_tokens=config.block_size_tokens,
             max_inside=config.checkpoints_per_step,
             save_prompt_states=config.enable_prefix_caching,

@@ -120,7 +120,7 @@ class MambaSlotAllocator(SlotPool):
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> MambaSlotAllocator:
-        """Makes an allocator for the states that a spec describes.
+        """Make an allocator for the states that a spec describes.
 
         Raises:
             InvalidArgumentError: The spec is not one that ``StateSpec.mamba`` makes, or as above.
@@ -169,7 +169,7 @@ class MambaSlotAllocator(SlotPool):
     def store_from_tensors(
         self, block_id: int, layer_idx: int, ssm_state: torch.Tensor, conv_state: torch.Tensor
     ) -> None:
-        """Writes one layer of the state in a block's slot.
+        """Write one layer of the state in a block's slot.
 
         Args:
             block_id: A block with a slot.
@@ -189,7 +189,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
-        """Saves the live states of requests, all layers in one launch.
+        """Save the live states of requests, all layers in one launch.
 
         Args:
             slots: Where to; if one is named twice, the last counts.
@@ -208,7 +208,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves live states by their rows, all layers in one launch.
+        """Save live states by their rows, all layers in one launch.
 
         Args:
             rows: [n] rows of the live states, on the host or the device; ``PAD_SLOT_ID`` skips.
@@ -222,7 +222,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restores or clears live states by their rows, all layers in one launch.
+        """Restore or clear live states by their rows, all layers in one launch.
 
         Args:
             sources: [n] slots, on the host or the device; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID``
@@ -237,7 +237,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
-        """Restores a request's live state from a block's slot.
+        """Restore a request's live state from a block's slot.
 
         Returns:
             False if the block has no slot; the live state is untouched then.
@@ -252,7 +252,7 @@ class MambaSlotAllocator(SlotPool):
     def restore_to_live_batch(
         self, request_indices: Sequence[int], block_ids: Sequence[int]
     ) -> list[bool]:
-        """Restores the live states of requests, all in one launch.
+        """Restore the live states of requests, all in one launch.
 
         Args:
             request_indices: Different rows of the context.
@@ -287,7 +287,7 @@ class MambaSlotAllocator(SlotPool):
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Records where states are to be saved in a request's prefill chunk.
+        """Record where states are to be saved in a request's prefill chunk.
 
         What the scratch has no row for, beside what is recorded for the other requests of the
         step, is dropped and counted in ``skipped_checkpoints_total``.
@@ -326,7 +326,7 @@ class MambaSlotAllocator(SlotPool):
     def get_intermediate_cpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Returns what is recorded for the batch's prefill requests, on the CPU.
+        """Return what is recorded for the batch's prefill requests, on the CPU.
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32: views. (None, None) if
@@ -341,7 +341,7 @@ class MambaSlotAllocator(SlotPool):
     def get_intermediate_gpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Returns what is recorded for the batch's prefill requests, on the device.
+        """Return what is recorded for the batch's prefill requests, on the device.
 
         Returns:
             As in ``get_intermediate_cpu_data``, but copied to the device without waiting for it.
@@ -354,7 +354,7 @@ class MambaSlotAllocator(SlotPool):
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Copies recorded rows to the device without waiting for it.
+        """Copy recorded rows to the device without waiting for it.
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device, at
@@ -366,7 +366,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def commit_intermediate_states(self) -> None:
-        """Saves the checkpoints of a step whose forward has been enqueued, and publishes them.
+        """Save the checkpoints of a step whose forward has been enqueued, and publish them.
 
         What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
         refused, the slots taken for it are freed again.
@@ -403,7 +403,7 @@ class MambaSlotAllocator(SlotPool):
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copies a batch into its slots, then makes it findable."""
+        """Copy a batch into its slots, then makes it findable."""
         num_intermediates = len(batch.src_offsets)
         self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
@@ -413,7 +413,7 @@ class MambaSlotAllocator(SlotPool):
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """Lists what the step has to save, as the fields of ``CommitBatch``.
+        """List what the step has to save, as the fields of ``CommitBatch``.
 
         Returns:
             None if there is nothing; what was recorded is cleared then.
@@ -433,12 +433,12 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies states from the scratch to slots, all layers in one launch."""
+        """Copy states from the scratch to slots, all layers in one launch."""
         self._write(lambda: self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots)))
 
     @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
-        """Forgets what was recorded for the batch's prefill requests."""
+        """Forget what was recorded for the batch's prefill requests."""
         rows = self._prefill_rows()
         self._guard.is_changing = True
         self._tables.clear(*rows)
@@ -453,7 +453,7 @@ class MambaSlotAllocator(SlotPool):
             raise
 
     def _prefill_rows(self) -> tuple[int, int]:
-        """Returns the first row and the number of the batch's prefill requests."""
+        """Return the first row and the number of the batch's prefill requests."""
         batch = self.context.batch_dimensions
         return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
 

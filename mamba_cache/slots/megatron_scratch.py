@@ -67,7 +67,7 @@ def plan_checkpoints(
     block_size_tokens: int,
     alignment: int,
 ) -> CheckpointPlan:
-    """Plans the checkpoints of a prefill chunk.
+    """Plan the checkpoints of a prefill chunk.
 
     Args:
         placement: Which positions are worth a state. Of more than three the last are kept, because
@@ -109,7 +109,7 @@ def plan_checkpoints(
 
 
 def num_scratch_rows(context: SlotContext) -> int:
-    """Reads how many states the forward may write into the scratch in one step.
+    """Read how many states the forward may write into the scratch in one step.
 
     Megatron Core before 0.19 does not say, and its forward writes three rows for each of
     ``max_requests``, whether a state belongs there or not.
@@ -121,7 +121,7 @@ def num_scratch_rows(context: SlotContext) -> int:
 
 
 def checkpoint_alignment(context: SlotContext) -> int:
-    """Reads the tokens between positions where states can be saved: by default an SSM chunk's.
+    """Read the tokens between positions where states can be saved: by default an SSM chunk's.
 
     Raises:
         InvalidArgumentError: Not every such position ends an SSM chunk.
@@ -166,11 +166,11 @@ class IntermediateTables:
         self.reset()
 
     def reset(self) -> None:
-        """Empties every row."""
+        """Empty every row."""
         self.clear(0, len(self.counts_cpu))
 
     def fitting(self, row: int, plan: CheckpointPlan, num_scratch_rows: int) -> CheckpointPlan:
-        """Drops the checkpoints of a plan that the scratch has no row for, the first ones first.
+        """Drop the checkpoints of a plan that the scratch has no row for, the first ones first.
 
         Args:
             row: The request's row, whose present content does not count.
@@ -192,7 +192,7 @@ class IntermediateTables:
         )
 
     def record(self, row: int, plan: CheckpointPlan) -> None:
-        """Replaces what a request's row holds."""
+        """Replace what a request's row holds."""
         num_offsets = len(plan.offsets)
         unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - num_offsets
         # Through numpy: one element of a tensor costs as much as a whole row of an array.
@@ -204,7 +204,7 @@ class IntermediateTables:
             self.has_intermediates = True
 
     def clear(self, start: int, num_rows: int) -> None:
-        """Empties the rows of the batch's prefill requests, and the flag."""
+        """Empty the rows of the batch's prefill requests, and the flag."""
         stop = start + num_rows
         self.offsets_cpu[start:stop] = 0
         self.counts_cpu[start:stop] = 0
@@ -213,12 +213,12 @@ class IntermediateTables:
         self.has_intermediates = False
 
     def rows(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of rows of ``offsets_cpu`` and ``counts_cpu``."""
+        """Return views of rows of ``offsets_cpu`` and ``counts_cpu``."""
         stop = start + num_rows
         return self.offsets_cpu[start:stop], self.counts_cpu[start:stop]
 
     def upload(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies rows to the device without waiting for it.
+        """Copy rows to the device without waiting for it.
 
         Returns:
             Offsets [num_rows, 3] and counts [num_rows], int32: views on the device whose addresses
@@ -236,7 +236,7 @@ class IntermediateTables:
     def reached(
         self, start: int, num_rows: int, num_written: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Lists the checkpoints that a forward has reached.
+        """List the checkpoints that a forward has reached.
 
         Args:
             start: The first prefill request's row.
@@ -280,7 +280,7 @@ class CommitBatch:
         return self.intermediate_block_ids + self.eos_block_ids
 
     def within_capacity(self, with_slot: Collection[int], num_slots: int) -> CommitBatch:
-        """Keeps, in order, what there is room for.
+        """Keep, in order, what there is room for.
 
         Args:
             with_slot: Blocks that have a slot already, and so need no other.
@@ -322,11 +322,11 @@ class DeviceIndexedTable:
         self._table = table
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns the entries at an index, on the CPU."""
+        """Return the entries at an index, on the CPU."""
         return self._table[_on_cpu(index)]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes the entries at an index."""
+        """Write the entries at an index."""
         self._table[_on_cpu(index)] = _on_cpu(value)
 
 

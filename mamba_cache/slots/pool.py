@@ -92,7 +92,8 @@ class SlotPool:
         reserved: Block for which each reserved slot was taken.
         hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
-        skipped_checkpoints_total: States not saved because no slot could be had.
+        skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
+            adds those that did not fit into a step.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
             refuse by raising. None: nobody is asked.
 

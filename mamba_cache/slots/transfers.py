@@ -56,7 +56,7 @@ class StateTransfers:
         self._scratch_to_slots = self._storing(self._scratch)
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
-        """Writes one layer of one slot's state.
+        """Write one layer of one slot's state.
 
         Args:
             layer: The layer, from 0.
@@ -78,7 +78,7 @@ class StateTransfers:
             tensor[layer, slot].copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves live states.
+        """Save live states.
 
         Args:
             rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
@@ -92,7 +92,7 @@ class StateTransfers:
         self._live_to_slots.copy(rows, slots)
 
     def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restores live states.
+        """Restore live states.
 
         Args:
             sources: [n] slots; ``ZERO_SOURCE`` clears the row, ``PAD_SLOT_ID`` skips the pair.
@@ -106,7 +106,7 @@ class StateTransfers:
         self._slots_to_live.copy(sources, rows)
 
     def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves states that the forward left in the scratch.
+        """Save states that the forward left in the scratch.
 
         Raises:
             InvalidArgumentError: As in ``StateCopier.copy``.
@@ -125,7 +125,7 @@ class StateTransfers:
                 tensor[:, :num_rows] = math.nan if tensor.is_floating_point() else 0
 
     def _bind_live_states(self) -> None:
-        """Makes the copiers anew if the embedder has put other tensors in place."""
+        """Make the copiers anew if the embedder has put other tensors in place."""
         live = list(self._live_states())
         storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
         if storage != self._live_storage:
@@ -145,7 +145,7 @@ class StateTransfers:
 
 
 def last_write_wins(destinations: Sequence[int]) -> list[int]:
-    """Turns all but the last mention of each destination into ``PAD_SLOT_ID``.
+    """Turn all but the last mention of each destination into ``PAD_SLOT_ID``.
 
     The pairs of one launch run side by side: two that write to one slot would leave a mixture.
     """

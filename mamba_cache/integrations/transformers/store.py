@@ -409,7 +409,7 @@ class SequenceRecord:
             self._publish(memory, num_tokens, captured, is_end)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._commit_reserved(())
-            self._store.counters.skipped_checkpoints += 1
+            self._store.slots.skipped_checkpoints_total += 1
 
     def _publish(
         self, memory: SequenceMemory, num_tokens: int, captured: Collection[int], is_end: bool
