@@ -740,7 +740,8 @@ class KVBlockAllocator:
         """Make registered blocks unfindable; cached ones become free, or are the caller's."""
         if not block_ids:
             return
-        self._untold.append(self._removal(block_ids))
+        if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
+            self._untold.append(self._removal(block_ids))
         for block_id in block_ids:
             self._leaves.discard(block_id)
             is_cached = not self._ref_counts[block_id]
