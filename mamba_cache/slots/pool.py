@@ -98,7 +98,8 @@ class SlotPool:
             refuse by raising. None: nobody is asked.
 
     Raises:
-        InvalidArgumentError: ``max_slots`` is not an int or out of range, or the policy is none.
+        InvalidArgumentError: ``max_slots`` or the number of KV blocks is not an int or out of
+            range, or the policy is none.
     """
 
     def __init__(
@@ -111,9 +112,7 @@ class SlotPool:
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
-        self.num_blocks = check_int(
-            "the number of KV blocks", _num_kv_blocks(kv_blocks), minimum=0, maximum=INT32_MAX
-        )
+        self.num_blocks = _num_kv_blocks(kv_blocks)
         self.kv_blocks = kv_blocks
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
         self.before_reset: Callable[[], object] | None = None
@@ -1046,8 +1045,9 @@ def _as_saved_tokens(values: Sequence[int]) -> list[int]:
 
 def _num_kv_blocks(kv_blocks: Any) -> int:
     """Read the size of the KV pool: ``pool_size``, or ``total_count`` as it was called before."""
-    size: int = kv_blocks.pool_size if hasattr(kv_blocks, "pool_size") else kv_blocks.total_count
-    return size
+    size = getattr(kv_blocks, "pool_size", None)
+    size = getattr(kv_blocks, "total_count", None) if size is None else size
+    return check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
 
 
 def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:

@@ -11,7 +11,7 @@ from mamba_cache.errors import (
     MissingStateError,
     UnknownBlockError,
 )
-from mamba_cache.slots import SlotLease
+from mamba_cache.slots import SlotLease, SlotPool
 
 
 def evictable(pool, protected=()):
@@ -40,6 +40,11 @@ def sound_books(pool):
 def test_sizes_must_be_counts(sizes):
     with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
         make_pool(*sizes)
+
+
+def test_the_kv_blocks_owner_must_say_how_many_there_are():
+    with pytest.raises(InvalidArgumentError, match="number of KV blocks must be an int"):
+        SlotPool(3, 10)
 
 
 def test_a_pool_may_be_empty():
