@@ -185,8 +185,6 @@ class SlotPool:
         """Slots whose states are being written by a copy, and that will be findable then."""
         return self._copies.num_arriving
 
-    # Who has which slot.
-
     @query
     def get_slot(self, block_id: int) -> int:
         """Return the slot that caches a block's state, or -1.
@@ -252,8 +250,6 @@ class SlotPool:
             self._slot_to_block[slot] == lease.block_id
             and self.generations[slot] == lease.generation
         )
-
-    # Giving slots to blocks.
 
     @guarded(nests=True)
     def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
@@ -395,8 +391,6 @@ class SlotPool:
         self._register(ids, hash_ids)
         self._tell()
 
-    # Copies in flight.
-
     @guarded(nests=True)
     def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
         """Give up cached slots whose states are still to be read: ``end_leaving`` frees them.
@@ -529,8 +523,6 @@ class SlotPool:
             self._end_arrival(copy)
             self._push(copy.ids)
 
-    # Observing.
-
     def add_observer(self, observer: StateObserver) -> None:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
 
@@ -544,8 +536,6 @@ class SlotPool:
         if not callable(observer):
             raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
         self._observers.append(observer)
-
-    # Reading slots.
 
     @guarded(nests=True)
     def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
@@ -616,8 +606,6 @@ class SlotPool:
             raise InvalidArgumentError("the new slot policy must be another than the present one")
         hand_over(self.policy, policy, self._slot_to_block, self.kv_blocks)
         self.policy = policy
-
-    # Taking slots from blocks.
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
@@ -708,8 +696,6 @@ class SlotPool:
         self._clear()
         slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
         self._call_observers([StatesRemoved(slots, block_ids, hash_ids, is_reset=True)])
-
-    # Proofs.
 
     def fingerprint(self) -> int:
         """Digest the books and the policy's memory: who has which slot, and who gives one up next.
