@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
     "INT32_MAX",
+    "INT64_MAX",
     "as_ints",
     "as_items",
     "check_choice",
@@ -18,10 +19,14 @@ __all__ = [
     "check_kind",
     "check_number",
     "is_unreadable",
+    "outside",
 ]
 
 INT32_MAX: Final = 2**31 - 1
 """The most of anything that is numbered: blocks, slots, rows, tokens. Tables of them are int32."""
+
+INT64_MAX: Final = 2**63 - 1
+"""The largest hash id."""
 
 _UNREADABLE: Final = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
@@ -142,6 +147,19 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
             if number is None:
                 raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
     return ints
+
+
+def outside(ints: Sequence[int], minimum: int, maximum: int) -> list[int]:
+    """Return those of many ints that are not in [minimum, maximum]; what to raise is the caller's.
+
+    Args:
+        ints: Plain ints, as ``as_ints`` returns them.
+        minimum: The least that is allowed.
+        maximum: The most.
+    """
+    if not ints or (min(ints) >= minimum and max(ints) <= maximum):
+        return []
+    return [number for number in ints if not minimum <= number <= maximum]
 
 
 def is_unreadable(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from context_rig import (
 )
 from fault_rig import frozen
 from kv_rig import cache, prefix
-from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states
+from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states, make_pool
 from slot_rig import full as full_slots
 
 from mamba_cache import (
@@ -106,11 +106,23 @@ def kv_pool():
 
 def slot_pool():
     """Slots 0 and 1 cached, one of them pinned, one reserved, one free."""
-    pool = SlotPool(4, 8)
-    pool.store([0, 1])
-    pool.register_hashes([0, 1], [10, 11])
-    pool.reserve([2])
-    pool.pin([3])
+    pool = make_pool(4, 8)
+    pool.allocate_slots_batch([0, 1])
+    pool.register_block_hashes_batch([0, 1], [10, 11])
+    pool.reserve_slots([2])
+    pool.pin_slots([3])
+    return pool
+
+
+def slots_arriving():
+    pool = slot_pool()
+    pool.arriving = pool.begin_arriving([5])
+    return pool
+
+
+def blocks_arriving():
+    pool = kv_pool()
+    pool.arriving = pool.begin_arriving(2)
     return pool
 
 
@@ -240,19 +252,50 @@ TARGETS = {
     "kv.make": plain(
         KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
     ),
-    "pool.make": plain(SlotPool, max_slots=3, num_blocks=4),
+    "kv.listen": method(kv_pool, "add_observer", observer=lambda event: 0),
+    "kv.begin_leaving": method(kv_pool, "begin_leaving", block_ids=[2, 4]),
+    "kv.begin_arriving": method(kv_pool, "begin_arriving", num_blocks=2),
+    "kv.end_leaving": Target(
+        kv_pool,
+        lambda it, **given: it.end_leaving(**given),
+        lambda it: {"copy": it.begin_leaving([2])},
+    ),
+    "kv.complete_arriving": Target(
+        blocks_arriving,
+        lambda it, **given: it.complete_arriving(**given),
+        lambda it: {
+            "copy": it.arriving,
+            "block_hashes": [8, 9],
+            "digests": list(HASHES.digests),
+            "parent_hash": 5,
+            "tokens": [1, 2],
+        },
+    ),
+    "kv.cancel_arriving": Target(
+        blocks_arriving,
+        lambda it, **given: it.cancel_arriving(**given),
+        lambda it: {"copy": it.arriving},
+    ),
+    "pool.make": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
     "pool.slots_of": method(slot_pool, "slots_of", block_ids=[0, 3]),
-    "pool.store": method(slot_pool, "store", block_ids=[4], victims=[]),
-    "pool.reserve": method(slot_pool, "reserve", block_ids=[4], victims=[]),
-    "pool.commit": method(slot_pool, "commit", slots=[1], block_ids=[5], hashes=[12]),
-    "pool.cancel": method(slot_pool, "cancel", slots=[1]),
-    "pool.evict": method(slot_pool, "evict", slots=[2]),
-    "pool.free_blocks": method(slot_pool, "free_blocks", block_ids=[0, 1]),
-    "pool.register": method(slot_pool, "register_hashes", block_ids=[4], hashes=[12]),
-    "pool.pin": method(slot_pool, "pin", slots=[2]),
-    "pool.unpin": method(slot_pool, "unpin", leases=[SlotLease(3, 0, 0)]),
-    "pool.is_current": method(slot_pool, "is_current", lease=SlotLease(3, 0, 0)),
-    "pool.is_pinned": method(slot_pool, "is_pinned", slot=3),
+    "pool.listen": method(slot_pool, "add_observer", observer=lambda event: 0),
+    "pool.begin_leaving": method(slot_pool, "begin_leaving", slots=[2]),
+    "pool.begin_arriving": method(slot_pool, "begin_arriving", block_ids=[5]),
+    "pool.end_leaving": Target(
+        slot_pool,
+        lambda it, **given: it.end_leaving(**given),
+        lambda it: {"copy": it.begin_leaving([2])},
+    ),
+    "pool.complete_arriving": Target(
+        slots_arriving,
+        lambda it, **given: it.complete_arriving(**given),
+        lambda it: {"copy": it.arriving, "block_ids": [6], "hashes": [66], "saved_tokens": [8]},
+    ),
+    "pool.cancel_arriving": Target(
+        slots_arriving,
+        lambda it, **given: it.cancel_arriving(**given),
+        lambda it: {"copy": it.arriving},
+    ),
     "slots.get_slot": method(slot_allocator, "get_slot", block_id=1),
     "slots.has_state": method(slot_allocator, "has_state", block_id=1),
     "slots.allocate": method(slot_allocator, "allocate_slots_batch", block_ids=[6, 7]),

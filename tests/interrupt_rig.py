@@ -259,6 +259,7 @@ ENGINE_CALLS = {
 # Bare allocators.
 
 NUM_BLOCKS, NUM_SLOTS = 7, 4
+WAYS = "leaving", "arriving"
 
 
 class Bare:
@@ -292,6 +293,9 @@ class Bare:
             self.context, NUM_SLOTS, 1, (1,), (1,), torch.float32, torch.float32
         )
         self.kv.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
+        self.heard = {"blocks": {}, "states": {}}  # by hash, as who only hears of events knows it
+        self.kv.add_observer(lambda event: self.hear("blocks", event))
+        self.slots.add_observer(lambda event: self.hear("states", event))
         self.held = []
         self.reserved = []
 
@@ -310,8 +314,30 @@ class Bare:
             self.kv.release_memory_blocks([block])
         return block
 
+    def hear(self, what, event):
+        known = self.heard[what]
+        if type(event).__name__.endswith("Stored"):
+            known.update(zip(event.hash_ids, event.block_ids, strict=True))
+            return
+        for hash_id in event.hash_ids:
+            known.pop(hash_id, None)
+        if event.is_reset:
+            known.clear()
+
+    def check_heard(self):
+        """What was announced is what is there."""
+        hashes = np.asarray(self.kv.block_hashes)
+        there = {int(hashes[block]): int(block) for block in np.flatnonzero(hashes >= 0)}
+        if self.heard["blocks"] != there:
+            raise WrongAnswer(f"announced: {self.heard['blocks']}, there: {there}")
+        found = self.slots.hash_to_block_id
+        there = {h: block for h, block in found.items() if self.slots.has_state(block)}
+        if self.heard["states"] != there:
+            raise WrongAnswer(f"announced: {self.heard['states']}, there: {there}")
+
     def check_states(self):
         """No state is found beside a block of other content."""
+        self.check_heard()
         for number in range(1, 10):
             hashes = hashes_of(number)
             for block in self.kv.match_prefix(hashes):
@@ -411,7 +437,8 @@ def _frozen(made):
 def _held(made):
     pool = made.slots.pool
     refs = np.asarray(made.kv.block_ref_counts).tolist()
-    return refs, dict(pool.reserved), int(pool.pin_counts.sum())
+    in_flight = [sorted(it._copies.ids(way)) for it in (pool, made.kv) for way in WAYS]
+    return refs, dict(pool.reserved), int(pool.pin_counts.sum()), in_flight
 
 
 def _reserve(made):
@@ -441,6 +468,19 @@ def _offsets(made):
     made.slots.compute_and_store_offsets(request, 1, 0, 8, 1, [], 2)
 
 
+def _arrive(made):
+    [block] = made.kv.allocate_memory_blocks(1)
+    copy = made.slots.begin_arriving([block])
+    made.slots.ssm_states[:, copy.ids] = made.slots.conv_states[:, copy.ids] = 5.0
+    made.kv.register_kv_block_hashes([block], hashes_of(5))
+    return copy, block
+
+
+def _complete(made):
+    copy, block = made.prepare
+    made.slots.complete_arriving(copy, [block], list(hashes_of(5)))
+
+
 def _cached(made):
     return [int(block) for block in np.flatnonzero(np.asarray(made.kv.block_hashes) >= 0)]
 
@@ -461,6 +501,24 @@ BARE_CALLS = {
     ),
     "KVBlockAllocator.deregister_blocks": BareCall(
         lambda made: made.kv.deregister_blocks(_cached(made))
+    ),
+    "KVBlockAllocator.begin_leaving": BareCall(
+        lambda made: made.kv.begin_leaving(_cached(made)), hands_out=True
+    ),
+    "KVBlockAllocator.end_leaving": BareCall(
+        lambda made: made.kv.end_leaving(made.prepare),
+        prepare=lambda made: made.kv.begin_leaving(_cached(made)),
+    ),
+    "KVBlockAllocator.begin_arriving, evicting": BareCall(
+        lambda made: made.kv.begin_arriving(5), hands_out=True
+    ),
+    "KVBlockAllocator.complete_arriving": BareCall(
+        lambda made: made.kv.complete_arriving(made.prepare, hashes_of(7)),
+        prepare=lambda made: made.kv.begin_arriving(1),
+    ),
+    "KVBlockAllocator.cancel_arriving": BareCall(
+        lambda made: made.kv.cancel_arriving(made.prepare),
+        prepare=lambda made: made.kv.begin_arriving(2),
     ),
     "KVBlockAllocator.reset": BareCall(lambda made: made.kv.reset()),
     "MambaSlotAllocator.allocate_slots_batch, evicting": BareCall(
@@ -486,6 +544,21 @@ BARE_CALLS = {
     "MambaSlotAllocator.unpin_slots": BareCall(
         lambda made: made.slots.unpin_slots(made.prepare),
         prepare=lambda made: made.slots.pin_slots([made.slots.get_slot(made.held[0])]),
+    ),
+    "MambaSlotAllocator.begin_leaving": BareCall(
+        lambda made: made.slots.begin_leaving([0, 3]), hands_out=True
+    ),
+    "MambaSlotAllocator.end_leaving": BareCall(
+        lambda made: made.slots.end_leaving(made.prepare),
+        prepare=lambda made: made.slots.begin_leaving([1]),
+    ),
+    "MambaSlotAllocator.begin_arriving, evicting": BareCall(
+        lambda made: made.slots.begin_arriving(made.prepare),
+        prepare=lambda made: made.kv.allocate_memory_blocks(2), hands_out=True,
+    ),
+    "MambaSlotAllocator.complete_arriving": BareCall(_complete, prepare=_arrive),
+    "MambaSlotAllocator.cancel_arriving": BareCall(
+        lambda made: made.slots.cancel_arriving(made.prepare[0]), prepare=_arrive
     ),
     "MambaSlotAllocator.invalidate_block": BareCall(
         lambda made: made.slots.invalidate_block(made.held[0])

@@ -2,12 +2,36 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
-from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.slots import LruSlotPolicy, MambaSlotAllocator, SlotPool
 
 NUM_LAYERS, CONV, SSM = 2, (3, 2), (2, 5)
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Chosen(LruSlotPolicy):
+    """A policy that evicts what it is told to, in that order."""
+
+    def __init__(self, victims=()):
+        self.victims, self.offered = list(victims), None
+
+    def choose(self, num_slots, slots, blocks, kv_blocks):
+        self.offered = slots.tolist()
+        return self.victims
+
+
+def make_pool(max_slots, num_blocks, *, victims=(), **options):
+    """The books alone, over KV blocks that nobody uses or registers."""
+    size = num_blocks if num_blocks in range(99) else 0  # it may be one that is to be refused
+    view = SimpleNamespace(
+        pool_size=num_blocks,
+        block_ref_counts=np.zeros(int(size), np.int32),
+        block_timestamps=np.zeros(int(size), np.int64),
+        block_hashes=np.full(int(size), -1),
+    )
+    return SlotPool(max_slots, view, policy=Chosen(victims), **options)
 
 
 def make_context(num_blocks=12, max_requests=4, **fields):
@@ -75,6 +99,8 @@ def books(pool):
         pool.slot_to_block.tolist(),
         pool.pin_counts.tolist(),
         dict(pool.reserved),
+        dict(pool._arriving),
+        pool._copies.ids(),
         dict(pool.hash_to_block_id),
         pool.evicted_slots_total,
     )

@@ -57,13 +57,15 @@ class UncachedAnswers:
 
 
 def check_conservation(stats: CacheStats, config: CacheConfig) -> None:
-    """Check that free, reserved and used ones add up to all, for slots and for blocks.
+    """Check that all slots, and all blocks, are one thing or another.
 
     Raises:
         InvariantError: They do not.
     """
     slots = stats.free_slots + stats.reserved_slots + stats.cached_slots
+    slots += stats.leaving_slots + stats.arriving_slots
     blocks = stats.free_blocks + stats.cached_blocks + stats.used_blocks
+    blocks += stats.leaving_blocks + stats.arriving_blocks
     if (slots, blocks) != (config.max_slots, config.num_kv_blocks):
         raise InvariantError(
             f"{slots} slots and {blocks} KV blocks add up, of {config.max_slots} and "

@@ -1,9 +1,10 @@
 """Block hashes, and the pool of KV blocks that are found again by them.
 
 Stands alone: it needs numpy and xxhash, knows nothing of slots or states, and tells whoever asks
-when a block is no longer findable (``KVBlockAllocator.add_deregistration_observer``).
+which blocks become findable and which cease to be (``KVBlockAllocator.add_observer``).
 """
 
+from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hash_chain import BlockHashChain, compute_block_hashes
 from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.blocks.kv_block_allocator import DeregistrationObserver, KVBlockAllocator
@@ -11,9 +12,13 @@ from mamba_cache.blocks.tokens import MAX_TOKEN_ID, as_token_array
 
 __all__ = [
     "MAX_TOKEN_ID",
+    "BlockEvent",
     "BlockHashChain",
     "BlockHasher",
     "BlockHashes",
+    "BlockObserver",
+    "BlocksRemoved",
+    "BlocksStored",
     "DeregistrationObserver",
     "ExtraKey",
     "KVBlockAllocator",

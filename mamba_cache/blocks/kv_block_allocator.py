@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_choice, check_int
+from mamba_cache._checks import (
+    INT32_MAX,
+    INT64_MAX,
+    as_ints,
+    as_items,
+    check_choice,
+    check_int,
+    outside,
+)
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
+from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.invariants import find_breaches
-from mamba_cache.blocks.prefix_tree import PrefixTree, RegisteredBlock
-from mamba_cache.blocks.registration import NO_HASH, check_carried_hashes, plan_registration
+from mamba_cache.blocks.prefix_tree import NO_HASH, PrefixTree
+from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     DoubleFreeError,
+    HashConflictError,
     InvalidArgumentError,
     InvariantError,
     PoisonedError,
@@ -30,6 +41,17 @@ __all__ = ["DeregistrationObserver", "KVBlockAllocator"]
 DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
 """Called with the blocks that were deregistered and the hash id that each of them had."""
 
+
+class _Registration(NamedTuple):
+    """Consecutive blocks that are to be registered, checked."""
+
+    block_ids: list[int]
+    hash_ids: list[int]
+    digests: Sequence[bytes | None]
+    parents: Sequence[int | None]
+    tokens: npt.NDArray[np.int32] | None
+
+
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
 
@@ -37,8 +59,9 @@ _LAST_RESORT = 1 << 62
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
 
-    A block is *free*, *used* (its reference count is positive), or *cached* (nobody refers to it,
-    but it is registered under a hash, so that a later request can take it up). Room is made by
+    A block is *free*, *used* (its reference count is positive), *cached* (nobody refers to it,
+    but it is registered under a hash, so that a later request can take it up), *leaving* or
+    *arriving* (held by a copy out of it or into it, and neither free nor findable). Room is made by
     evicting cached blocks, the least recently used first, but no parent before its children: a
     child without its parent could never be matched. Only when nothing else is left does a parent go
     whose last children are used: by a request that computed the parent's tokens too, and keeps a
@@ -93,10 +116,12 @@ class KVBlockAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.on_blocks_deregistered: DeregistrationObserver | None = None
         self.before_reset: Callable[[], object] | None = None
-        self._observers: list[DeregistrationObserver] = []
+        self._deregistration_observers: list[DeregistrationObserver] = []
+        self._observers: list[BlockObserver] = []
         self._guard = CallGuard(self.check_between_calls, proves_changes=False)
-        # Blocks that are deregistered, with their hash ids, until every observer was called.
-        self._untold: dict[int, int] = {}
+        # What happened, until every observer was called.
+        self._untold: list[BlockEvent] = []
+        self._copies = CopiesInFlight()
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
 
@@ -107,23 +132,23 @@ class KVBlockAllocator:
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
         ref_counts = np.empty(self.pool_size, dtype=np.int32)
         timestamps = np.empty(self.pool_size, dtype=np.int64)
-        hashes = np.empty(self.pool_size, dtype=np.int64)
+        self._tree = PrefixTree(self.pool_size)
         self.block_ref_counts = as_tensor(ref_counts)
         self.block_timestamps = as_tensor(timestamps)
-        self.block_hashes = as_tensor(hashes)
+        self.block_hashes = as_tensor(self._tree.hashes)
         # Single elements are read and written several times faster through a memoryview.
         self._ref_counts = ref_counts.data
         self._timestamps = timestamps.data
-        self._hashes = hashes.data
+        self._hashes = self._tree.hashes.data
 
     def _clear(self) -> None:
         np.asarray(self._ref_counts)[:] = 0
         np.asarray(self._timestamps)[:] = 0
-        np.asarray(self._hashes)[:] = NO_HASH
+        self._tree.clear()
         self._free = deque(range(self.dummy_block_id))
-        self._tree = PrefixTree()
         # Exactly the cached blocks without cached children; those with used ones go last.
         self._leaves = EvictionQueue()
+        self._copies.clear()
         self._num_cached = 0
         self._clock = 0
         self.evicted_blocks_total = 0
@@ -142,7 +167,28 @@ class KVBlockAllocator:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody refers to."""
-        return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
+        in_flight = self.num_leaving_blocks + self.num_arriving_blocks
+        return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks - in_flight
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that were given up, and whose bytes are still being read."""
+        return self._copies.num_leaving
+
+    @property
+    def num_arriving_blocks(self) -> int:
+        """Blocks whose bytes are being written, and that will be findable then."""
+        return self._copies.num_arriving
+
+    @property
+    def free_block_ids(self) -> list[int]:
+        """Blocks that are neither used nor cached nor held by a copy in flight."""
+        return list(self._free)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody hears of what is stored, so that its tokens are worth telling."""
+        return bool(self._observers)
 
     @guarded(nests=True)
     def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
@@ -152,15 +198,7 @@ class KVBlockAllocator:
             InvalidArgumentError: ``num_blocks`` is not an int >= 0.
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
-        num_blocks = check_int("num_blocks", num_blocks, minimum=0)
-        if num_blocks > len(self._free):
-            victims = self._choose_victims(num_blocks)
-            self._guard.is_changing = True
-            self.evicted_blocks_total += len(victims)
-            # If an observer raises, the victims are free and nothing was taken: no block leaks.
-            self._deregister(victims)
-        self._guard.is_changing = True
-        block_ids = [self._free.popleft() for _ in range(num_blocks)]
+        block_ids = self._take(check_int("num_blocks", num_blocks, minimum=0))
         self._clock += 1
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
@@ -177,16 +215,17 @@ class KVBlockAllocator:
         ids = self._held_or_cached(block_ids)
         self._guard.is_changing = True
         self._clock += 1
-        cached = []
+        reused = []
         for block_id in ids:
             if not self._ref_counts[block_id]:
-                cached.append(self._hashes[block_id])
+                reused.append(block_id)
                 self._leaves.discard(block_id)
             self._ref_counts[block_id] += 1
             self._timestamps[block_id] = self._clock
-        self._num_cached -= len(cached)
-        for parent_hash in self._tree.note_used(cached):
-            self._offer_for_eviction(parent_hash)
+        if reused:
+            self._num_cached -= len(reused)
+            for parent in self._tree.count_cached(reused, -1):
+                self._offer_for_eviction(parent)
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -217,15 +256,11 @@ class KVBlockAllocator:
                 self._free.append(block_id)
             else:
                 cached.append(block_id)
-        self._num_cached += len(cached)
-        for parent_hash in self._tree.note_cached([self._hashes[b] for b in cached]):
-            if (parent := self._tree.find(parent_hash)) is not None:
-                self._leaves.discard(parent.block_id)
+        if not cached:
+            return
+        self._cache(cached)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
-        else:
-            for block_id in cached:
-                self._offer_for_eviction(self._hashes[block_id])
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -235,6 +270,7 @@ class KVBlockAllocator:
         *,
         digests: Sequence[bytes] | None = None,
         parent_hash: int | None = None,
+        tokens: Any = None,
     ) -> list[int | None]:
         """Make consecutive blocks of one sequence findable by their hashes.
 
@@ -246,6 +282,8 @@ class KVBlockAllocator:
                 digests along.
             digests: One full digest each. A block registered without one is never found by one.
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
+            tokens: What the blocks hold, equally many in each, for observers; of any kind that
+                ``compute_block_hashes`` takes. Not needed unless ``is_observed``.
 
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
@@ -253,19 +291,167 @@ class KVBlockAllocator:
             another digest, be it as the id of an ancestor, or if prefix caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, a hash id is out of range, or ids without digests
-                make a block its own ancestor.
+            InvalidArgumentError: Lengths differ, a hash id is out of range, ids without digests
+                make a block its own ancestor, or the tokens are no ids or not equally many.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
-        plan = plan_registration(
-            self._tree, self._held_or_cached(block_ids), block_hashes, digests, parent_hash
-        )
-        check_carried_hashes(plan, self._hashes)
+        ids = self._held_or_cached(block_ids)
+        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
+        self._check_carried_hashes(ids, plan.hash_ids)
         if not self.enable_prefix_caching:
-            return [None] * len(plan)
+            return [None] * len(ids)
         self._guard.is_changing = True
-        return [self._register(hash_id, block) for hash_id, block in plan]
+        holders = self._register_all(plan)
+        self._guard.is_changing = False  # whatever an observer raises, these books are right
+        self._tell()
+        return holders
+
+    @guarded(nests=True)
+    def begin_leaving(self, block_ids: Iterable[int]) -> CopyInFlight:
+        """Give up blocks whose bytes are still to be read: they are free when ``end_leaving`` says.
+
+        Call it before the copy is enqueued. The blocks are not findable any more, and observers are
+        told so.
+
+        Args:
+            block_ids: Different blocks, each cached, or used with one reference, which is the
+                caller's and ends.
+
+        Returns:
+            What ``end_leaving`` takes.
+
+        Raises:
+            UnknownBlockError: A block id is out of range; nothing is changed.
+            InvalidArgumentError: A block comes twice, is free or in flight already, or has more
+                than one reference; nothing is changed.
+        """
+        ids = self._checked_ids(block_ids)
+        for block_id in ids:
+            refs, is_registered = self._ref_counts[block_id], self._hashes[block_id] != NO_HASH
+            if refs != 1 and (refs or not is_registered):
+                raise InvalidArgumentError(
+                    "blocks that leave must be cached, or used with one reference, "
+                    f"but block {block_id} has {refs} references"
+                )
+        if len(set(ids)) < len(ids):
+            raise InvalidArgumentError(f"blocks that leave must be different, got {ids}")
+        self._guard.is_changing = True
+        copy = self._copies.begin("leaving", ids)
+        self._forget([b for b in ids if self._hashes[b] != NO_HASH], free=False)
+        for block_id in ids:
+            self._ref_counts[block_id] = 0
+        try:
+            self._tell()
+        except Exception:
+            # The caller never learns which copy it was, so it reads nothing.
+            self._copies.end(copy)
+            self._free.extend(ids)
+            self._guard.is_changing = False
+            raise
+        return copy
+
+    @guarded(nests=True)
+    def end_leaving(self, copy: CopyInFlight) -> None:
+        """Free the blocks of a copy that has been read to its end.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "leaving"):
+            self._guard.is_changing = True
+            self._copies.end(copy)
+            self._free.extend(copy.ids)
+
+    @guarded(nests=True)
+    def begin_arriving(self, num_blocks: int) -> CopyInFlight:
+        """Take blocks that a copy is to write: free ones first, then evicted ones.
+
+        Nobody refers to them, nobody finds them, and nobody is given them, until
+        ``complete_arriving`` or ``cancel_arriving`` is called.
+
+        Returns:
+            What those take; its ``ids`` are the blocks.
+
+        Raises:
+            InvalidArgumentError: ``num_blocks`` is not an int >= 0.
+            BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
+        """
+        block_ids = self._take(check_int("num_blocks", num_blocks, minimum=0))
+        return self._copies.begin("arriving", block_ids)
+
+    @guarded(nests=True)
+    def complete_arriving(
+        self,
+        copy: CopyInFlight,
+        block_hashes: Sequence[int],
+        *,
+        digests: Sequence[bytes] | None = None,
+        parent_hash: int | None = None,
+        tokens: Any = None,
+    ) -> list[int | None]:
+        """Make blocks findable whose copy is done: consecutive blocks of one sequence.
+
+        They are cached then. Those whose content has been registered meanwhile become free.
+
+        Args:
+            copy: What ``begin_arriving`` returned. After a reset, which freed its blocks, nothing
+                is done.
+            block_hashes: One hash id for each of its blocks, as in ``register_kv_block_hashes``.
+            digests: Likewise.
+            parent_hash: Likewise.
+            tokens: Likewise.
+
+        Returns:
+            As ``register_kv_block_hashes`` does; None for each block after a reset.
+
+        Raises:
+            InvalidArgumentError: It is no such copy, or as in ``register_kv_block_hashes``. The
+                blocks are still arriving.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if not self._copies.is_held(copy, "arriving"):
+            return [None] * len(copy.ids)
+        ids = list(copy.ids)
+        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
+        self._guard.is_changing = True
+        self._copies.end(copy)
+        holders: list[int | None] = [None] * len(ids)
+        if self.enable_prefix_caching:
+            for block_id in ids:
+                self._ref_counts[block_id] = 1  # until they are cached: a parent waits for children
+            holders = self._register_all(plan)
+        self._clock += 1
+        stored = []
+        for block_id, holder in zip(ids, holders, strict=True):
+            self._ref_counts[block_id] = 0
+            if block_id == holder:
+                stored.append(block_id)
+                self._timestamps[block_id] = self._clock
+            else:
+                self._free.append(block_id)
+        self._cache(stored)
+        self._guard.is_changing = False
+        self._tell()
+        return holders
+
+    @guarded(nests=True)
+    def cancel_arriving(self, copy: CopyInFlight) -> None:
+        """Free the blocks of a copy that failed, or is not wanted, once nothing writes them.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "arriving"):
+            self._guard.is_changing = True
+            self._copies.end(copy)
+            self._free.extend(copy.ids)
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
@@ -290,7 +476,12 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: The id is no int, or the digest is not ``bytes``.
         """
-        return self._tree.find_block(hash_id, digest)
+        if digest is not None and not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
+        block_id = self._tree.find(check_int("a hash id", hash_id))
+        if block_id is None or (digest is not None and self._tree.digest_of(block_id) != digest):
+            return None
+        return block_id
 
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
@@ -317,6 +508,19 @@ class KVBlockAllocator:
         """
         if not callable(observer):
             raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        self._deregistration_observers.append(observer)
+
+    def add_observer(self, observer: BlockObserver) -> None:
+        """Have ``observer(event)`` called for all that is stored and removed from now on, in order.
+
+        It is called when the bookkeeping of a call is done, after those who only hear of
+        deregistrations. What holds for these holds for it.
+
+        Raises:
+            InvalidArgumentError: It cannot be called.
+        """
+        if not callable(observer):
+            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
         self._observers.append(observer)
 
     @guarded(nests=True, renews=True)
@@ -328,42 +532,171 @@ class KVBlockAllocator:
         """
         if self.before_reset is not None:
             self.before_reset()
-        registered = {block.block_id: hash_id for hash_id, block in self._tree.items()}
-        self._untold = self._untold | registered
+        gone = {
+            block_id: (hash_id, digest)
+            for event in self._untold  # of a call that was interrupted
+            if isinstance(event, BlocksRemoved)
+            for block_id, hash_id, digest in zip(
+                event.block_ids, event.hash_ids, event.digests, strict=True
+            )
+        }
+        for hash_id, block_id in self._tree.items():
+            gone[block_id] = hash_id, self._tree.digest_of(block_id)
+        hash_ids = tuple(hash_id for hash_id, _ in gone.values())
+        digests = tuple(digest for _, digest in gone.values())
+        self._untold = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
         self._clear()
-        self._notify()
+        self._tell()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         ids = as_ints("block_ids", block_ids)
-        for block_id in ids:
-            if not 0 <= block_id < self.dummy_block_id:
-                raise UnknownBlockError(
-                    f"block ids go from 0 to {self.dummy_block_id - 1} "
-                    f"({self.dummy_block_id} is the dummy block), got {block_id}"
-                )
+        for block_id in outside(ids, 0, self.dummy_block_id - 1):
+            raise UnknownBlockError(
+                f"block ids go from 0 to {self.dummy_block_id - 1} "
+                f"({self.dummy_block_id} is the dummy block), got {block_id}"
+            )
         return ids
 
     def _held_or_cached(self, block_ids: Iterable[int]) -> list[int]:
         ids = self._checked_ids(block_ids)
         for block_id in ids:
             if not self._ref_counts[block_id] and self._hashes[block_id] == NO_HASH:
-                raise UnknownBlockError(f"block {block_id} is free: allocate it first")
+                in_flight = block_id in self._copies.ids()
+                what = "held by a copy in flight" if in_flight else "free: allocate it first"
+                raise UnknownBlockError(f"block {block_id} is {what}")
         return ids
 
-    def _register(self, hash_id: int, block: RegisteredBlock) -> int | None:
+    def _plan_registration(
+        self,
+        block_ids: list[int],
+        block_hashes: Sequence[int],
+        digests: Sequence[bytes] | None,
+        parent_hash: int | None,
+        tokens: Any,
+    ) -> _Registration:
+        """Check what is to be registered; the arguments are those of the public calls."""
+        hash_ids = as_ints("block_hashes", block_hashes)
+        given = _as_digests(block_hashes, digests, len(block_ids))
+        if not len(block_ids) == len(hash_ids) == len(given):
+            raise InvalidArgumentError(
+                "block_ids, block_hashes and digests must be of one length, "
+                f"got {len(block_ids)}, {len(hash_ids)} and {len(given)}"
+            )
+        if parent_hash is not None:
+            parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
+        for hash_id in outside(hash_ids, 1, INT64_MAX):
+            check_int("a hash id", hash_id, minimum=1, maximum=INT64_MAX)
+        parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
+        if None in given:
+            self._tree.check_ancestry(hash_ids, parents)
+        if tokens is not None:
+            tokens = as_token_array(tokens)
+            if len(tokens) % max(1, len(block_ids)) or bool(len(tokens)) != bool(block_ids):
+                raise InvalidArgumentError(
+                    f"tokens must be equally many in each block, got {len(tokens)} of them for "
+                    f"{len(block_ids)} blocks"
+                )
+        return _Registration(block_ids, hash_ids, given, parents, tokens)
+
+    def _check_carried_hashes(self, block_ids: list[int], hash_ids: list[int]) -> None:
+        """Check that no block would get a second hash.
+
+        Raises:
+            HashConflictError: A block carries another hash already, or is named twice with two.
+        """
+        carried: dict[int, int] = {}
+        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
+            own = carried.setdefault(block_id, self._hashes[block_id])
+            if own not in (NO_HASH, hash_id):
+                raise HashConflictError(
+                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
+                )
+            carried[block_id] = hash_id
+
+    def _register_all(self, plan: _Registration) -> list[int | None]:
+        """Make blocks findable; what is to be told of it is put into ``_untold``."""
+        if not self._observers:
+            return list(map(self._register, *plan[:4]))
+        holders: list[int | None] = []
+        runs: list[slice] = []
+        for index, block_id in enumerate(plan.block_ids):
+            is_new = self._hashes[block_id] == NO_HASH
+            entry = plan.hash_ids[index], plan.digests[index], plan.parents[index]
+            holders.append(self._register(block_id, *entry))
+            if is_new and holders[-1] == block_id:
+                follows = bool(runs) and runs[-1].stop == index
+                start = runs.pop().start if follows else index
+                runs.append(slice(start, index + 1))
+        self._untold += [self._storage(plan, run) for run in runs]
+        return holders
+
+    def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
+        """Describe blocks of a plan that became findable."""
+        parent_hash, size = plan.parents[run.start], None
+        if run.start:
+            parent_digest = plan.digests[run.start - 1]
+        else:
+            parent = self._tree.find(parent_hash)
+            parent_digest = None if parent is None else self._tree.digest_of(parent)
+        tokens = plan.tokens
+        if tokens is not None:
+            size = len(tokens) // len(plan.block_ids)
+            tokens = tokens[run.start * size : run.stop * size].copy()
+        return BlocksStored(
+            tuple(plan.block_ids[run]),
+            tuple(plan.hash_ids[run]),
+            tuple(plan.digests[run]),
+            parent_hash,
+            parent_digest,
+            tokens,
+            size,
+        )
+
+    def _removal(self, block_ids: Sequence[int]) -> BlocksRemoved:
+        """Describe registered blocks that are about to be deregistered."""
+        hash_ids = tuple(map(self._hashes.__getitem__, block_ids))
+        return BlocksRemoved(
+            tuple(block_ids), hash_ids, tuple(map(self._tree.digest_of, block_ids))
+        )
+
+    def _register(
+        self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None
+    ) -> int | None:
+        """Make a block findable, unless another one is; return the one that is found."""
         holder = self._tree.find(hash_id)
         if holder is None:
-            if block.digest is not None and self._tree.closes_ring(hash_id, block.parent_hash):
+            if digest is not None and self._tree.closes_ring(hash_id, parent):
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
-            self._tree.add(hash_id, block)
-            self._hashes[block.block_id] = hash_id
-            self._offer_for_eviction(block.parent_hash)
-            return block.block_id
-        if holder.digest != block.digest:
+            self._tree.add(block_id, hash_id, digest, parent)
+            self._offer_for_eviction(parent)
+            return block_id
+        if self._tree.digest_of(holder) != digest:
             self.hash_collisions_total += 1
             return None
-        return holder.block_id
+        return holder
+
+    def _cache(self, block_ids: Sequence[int]) -> None:
+        """Count registered blocks as cached, to which nobody refers any more."""
+        if not block_ids:
+            return
+        self._num_cached += len(block_ids)
+        for parent in self._tree.count_cached(block_ids, 1):
+            if (block_id := self._tree.find(parent)) is not None:
+                self._leaves.discard(block_id)
+        for block_id in block_ids:
+            self._offer_for_eviction(self._hashes[block_id])
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """Take blocks off the free ones, evicting cached ones where those do not suffice."""
+        if num_blocks > len(self._free):
+            victims = self._choose_victims(num_blocks)
+            self._guard.is_changing = True
+            self.evicted_blocks_total += len(victims)
+            # If an observer raises, the victims are free and nothing was taken: no block leaks.
+            self._deregister(victims)
+        self._guard.is_changing = True
+        return [self._free.popleft() for _ in range(num_blocks)]
 
     def _choose_victims(self, num_blocks: int) -> list[int]:
         """Take from the queue the blocks to evict so that ``num_blocks`` are free, in order.
@@ -380,52 +713,69 @@ class KVBlockAllocator:
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
             block_id, _ = self._leaves.pop()
             victims.append(block_id)
-            block = self._tree.find(self._hashes[block_id])
-            assert block is not None
-            if block.parent_hash is not None:
-                chosen_children[block.parent_hash] += 1
-                self._offer_for_eviction(block.parent_hash, chosen_children[block.parent_hash])
+            parent = self._tree.parent_of(block_id)
+            if parent is not None:
+                chosen_children[parent] += 1
+                self._offer_for_eviction(parent, chosen_children[parent])
         return victims
 
     def _offer_for_eviction(self, hash_id: int | None, num_chosen_children: int = 0) -> None:
         """Queue the block behind ``hash_id`` if it and none but chosen children are cached."""
-        block = self._tree.find(hash_id)
-        if hash_id is None or block is None or self._ref_counts[block.block_id]:
+        block_id = self._tree.find(hash_id)
+        if hash_id is None or block_id is None or self._ref_counts[block_id]:
             return
         num_cached = self._tree.num_cached_children(hash_id)
         if num_cached == num_chosen_children:
             delay = _LAST_RESORT if self._tree.num_children(hash_id) > num_cached else 0
-            self._leaves.push(block.block_id, self._timestamps[block.block_id] + delay)
+            self._leaves.push(block_id, self._timestamps[block_id] + delay)
 
     def _deregister(self, block_ids: list[int]) -> None:
+        """Make registered blocks unfindable and tell observers; cached ones become free."""
         self._guard.is_changing = True
-        self._untold = {block_id: self._hashes[block_id] for block_id in block_ids}
-        for block_id, hash_id in self._untold.items():
-            self._hashes[block_id] = NO_HASH
-            self._leaves.discard(block_id)
-            if not self._ref_counts[block_id]:
-                self._tree.note_used([hash_id])
-                self._num_cached -= 1
-                self._free.append(block_id)
-            self._offer_for_eviction(self._tree.remove(hash_id).parent_hash)
+        self._forget(block_ids, free=True)
         self._guard.is_changing = False  # whatever an observer raises, these books are right
-        self._notify()
+        self._tell()
 
-    def _notify(self) -> None:
+    def _forget(self, block_ids: list[int], *, free: bool) -> None:
+        """Make registered blocks unfindable; cached ones become free, or are the caller's."""
+        if not block_ids:
+            return
+        if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
+            self._untold.append(self._removal(block_ids))
+        for block_id in block_ids:
+            self._leaves.discard(block_id)
+            is_cached = not self._ref_counts[block_id]
+            parent = self._tree.remove(block_id, is_cached=is_cached)
+            if is_cached:
+                self._num_cached -= 1
+                if free:
+                    self._free.append(block_id)
+            self._offer_for_eviction(parent)
+
+    def _tell(self) -> None:
+        """Call the observers with what happened; whatever one raises, the others are called."""
         if not self._untold:
             return
-        block_ids, hash_ids = list(self._untold), list(self._untold.values())
-        first = [] if self.on_blocks_deregistered is None else [self.on_blocks_deregistered]
         failure: Exception | None = None
-        for observer in [*first, *self._observers]:
-            try:
-                observer(list(block_ids), list(hash_ids))
-            except Exception as error:  # noqa: PERF203 - the others must run, whatever one raises
-                # One that is poisoned finds nothing any more, until its reset.
-                failure = failure or (None if isinstance(error, PoisonedError) else error)
-        self._untold = {}
+        for event in self._untold:
+            for observer, *arguments in self._calls(event):
+                try:
+                    observer(*arguments)
+                except Exception as error:  # noqa: PERF203 - the others must run
+                    # One that is poisoned finds nothing any more, until its reset.
+                    failure = failure or (None if isinstance(error, PoisonedError) else error)
+        self._untold = []
         if failure is not None:
             raise failure
+
+    def _calls(self, event: BlockEvent) -> Iterator[tuple[Any, ...]]:
+        """Yield who is to be called, and with what: lists are each observer's own."""
+        if isinstance(event, BlocksRemoved) and event.block_ids:
+            first = self.on_blocks_deregistered
+            for observer in [*([first] if first else []), *self._deregistration_observers]:
+                yield observer, list(event.block_ids), list(event.hash_ids)
+        for block_observer in self._observers:
+            yield block_observer, event
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -433,14 +783,26 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        breaches = find_breaches(
-            ref_counts=np.asarray(self._ref_counts),
-            hashes=np.asarray(self._hashes),
-            free_block_ids=self._free,
-            tree=self._tree,
-            leaves=self._leaves,
-            num_cached=self._num_cached,
-        )
+        refs, tree = np.asarray(self._ref_counts), self._tree
+        used = set(np.flatnonzero(refs).tolist())
+        cached = set(tree.blocks()) - used
+        evictable = {b for b in cached if not tree.num_cached_children(self._hashes[b])}
+        free = set(self._free)
+        in_flight = self._copies.ids()
+        statements = {
+            "no reference count is negative": bool((refs >= 0).all()),
+            "block_hashes and the registered blocks agree": tree.agrees_with_hashes(),
+            "children are counted by what their parents say": tree.counts_children_right(cached),
+            "no block is free twice": len(free) == len(self._free),
+            "free + used + cached + leaving + arriving is every block but the dummy": (
+                sorted([*free, *used, *cached, *in_flight]) == list(range(self.dummy_block_id))
+            ),
+            "cached blocks are counted right": self._num_cached == len(cached),
+            "the queue holds exactly the cached blocks without cached children": (
+                len(self._leaves) == len(evictable) and all(b in self._leaves for b in evictable)
+            ),
+        }
+        breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
 
@@ -452,6 +814,23 @@ class KVBlockAllocator:
         """
         self.check_invariants()
         if self._untold:
-            raise InvariantError(
-                f"nobody was told that blocks {list(self._untold)[:8]} were deregistered"
-            )
+            raise InvariantError(f"not everybody was told of {self._untold[0]}")
+
+
+def _as_digests(
+    block_hashes: Sequence[int], digests: Sequence[bytes] | None, num_blocks: int
+) -> Sequence[bytes | None]:
+    """Return the digests that are given with hash ids, or None for each block if there are none.
+
+    Raises:
+        InvalidArgumentError: One of them is not ``bytes``.
+    """
+    if digests is None:
+        if isinstance(block_hashes, BlockHashes):
+            return block_hashes.digests
+        return [None] * num_blocks
+    given: list[bytes | None] = as_items("digests", digests, "bytes")
+    for digest in given:
+        if not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
+    return given

@@ -9,7 +9,7 @@ from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashChain, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import CheckpointPlanner
-from mamba_cache.context.matching import MissReason, PrefixMatch, farthest_state, find_prefix
+from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.request_memory import RequestMemory
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
@@ -157,7 +157,7 @@ class Admitter:
     def _resume_elsewhere(self, active: ActiveRequest) -> None:
         admission = active.current_admission
         shared = active.block_ids[: active.num_shared_blocks]
-        state_blocks = farthest_state(self._slots, shared[: admission.state_matched_blocks])
+        state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
         lease = self._pin(shared, state_blocks)
         active.num_computed = active.state_position = start

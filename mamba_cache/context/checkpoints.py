@@ -24,9 +24,8 @@ class CheckpointPlanner:
     """Chooses the checkpoints of a chunk and reserves a slot for each that can have one.
 
     Args:
-        slots: Where slots are reserved.
+        slots: Where slots are reserved, and checkpoints that found no room are counted.
         placement: Which positions are worth a state.
-        counters: Where checkpoints that found no room are counted.
         block_size_tokens: Tokens of a block. A state is saved at block boundaries only, and those
             lie on the SSM chunk grid because the settings say so.
         max_inside: Checkpoints inside prefill chunks that the buffers of one step hold.
@@ -38,7 +37,6 @@ class CheckpointPlanner:
         self,
         slots: MambaSlotAllocator,
         placement: CheckpointPlacement,
-        counters: StatsCounters,
         *,
         block_size_tokens: int,
         max_inside: int,
@@ -47,7 +45,6 @@ class CheckpointPlanner:
     ) -> None:
         self._slots = slots
         self._placement = placement
-        self._counters = counters
         self._block_size = block_size_tokens
         self._max_inside = self._room = max_inside
         self._save_prompt_states = save_prompt_states
@@ -65,7 +62,7 @@ class CheckpointPlanner:
         positions = sorted(self._positions(active, chunk))
         inside = [p for p in positions if p < chunk.end]
         without_room = max(0, len(inside) - self._room)
-        self._counters.skipped_checkpoints += without_room
+        self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
         kept = self._reserve(active, positions[without_room:])
         inside_kept = tuple(c for c in kept if c.position < chunk.end)

@@ -7,31 +7,23 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import InvariantError
-from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots import MambaSlotAllocator, SlotPool
 
 __all__ = ["check_requests", "check_states_of_blocks"]
 
 
-def check_states_of_blocks(kv_blocks: KVBlockAllocator, slots: SlotControl) -> None:
+def check_states_of_blocks(slots: SlotPool) -> None:
     """Prove that each state that is findable by a hash lies beside the block of that hash.
 
-    A block that lost its hash is filled with other tokens next, and its state would be theirs.
-
     Args:
-        kv_blocks: What the blocks are registered under.
-        slots: What their states were registered under.
+        slots: Those whose states were registered under the hashes of their blocks.
 
     Raises:
         InvariantError: A state outlived the content of its block.
     """
-    hashes = np.asarray(kv_blocks.block_hashes)
-    cached = slots.pool.slot_to_block[slots.pool.slot_to_block >= 0].tolist()
-    hash_of = slots.pool.hashes.hash_of
-    stale = [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
+    stale = slots.stale_blocks()
     if stale:
         raise InvariantError(f"blocks {stale[:8]} have states of what they held before")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots import SlotPool
 
-__all__ = ["MissReason", "PrefixMatch", "farthest_state", "find_prefix"]
+__all__ = ["MissReason", "PrefixMatch", "find_prefix"]
 
 
 class MissReason(str, Enum):
@@ -61,7 +58,7 @@ def find_prefix(
     hashes: BlockHashes,
     prompt_tokens: int,
     kv_blocks: KVBlockAllocator,
-    slots: SlotControl,
+    slots: SlotPool,
     *,
     block_size_tokens: int,
     min_computed_tokens: int,
@@ -82,7 +79,7 @@ def find_prefix(
     """
     block_ids = kv_blocks.match_prefix(hashes)
     usable_blocks = max(0, prompt_tokens - min_computed_tokens) // block_size_tokens
-    state_blocks = farthest_state(slots, block_ids[:usable_blocks])
+    state_blocks = slots.num_blocks_to_state(block_ids[:usable_blocks])
 
     reason = None
     if not len(hashes):
@@ -90,16 +87,8 @@ def find_prefix(
     elif not block_ids:
         reason = MissReason.NO_KV_MATCH
     elif not state_blocks:
-        too_late = farthest_state(slots, block_ids)
+        too_late = slots.num_blocks_to_state(block_ids)
         reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
     return PrefixMatch(
         prompt_tokens, tuple(block_ids), state_blocks, state_blocks * block_size_tokens, reason
     )
-
-
-def farthest_state(slots: SlotControl, block_ids: Sequence[int]) -> int:
-    """Return how many of ``block_ids``, from the first, lie before the last saved state."""
-    if not block_ids:
-        return 0
-    with_state = np.flatnonzero(slots.pool.block_to_slot[list(block_ids)] >= 0)
-    return int(with_state[-1]) + 1 if with_state.size else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from mamba_cache.context.memory import CacheMemory
@@ -47,9 +46,7 @@ def _scrub_blocks(
 ) -> None:
     kv_blocks, block_size = memory.kv_block_allocator, memory.block_size_tokens
     # The dummy block counts as free: padding is written to it.
-    is_free = np.asarray(kv_blocks.block_ref_counts) == 0
-    is_free &= np.asarray(kv_blocks.block_hashes) < 0
-    unwritten: list[int] = np.flatnonzero(is_free).tolist()
+    unwritten = [*kv_blocks.free_block_ids, kv_blocks.dummy_block_id]
     for active in requests:
         # Blocks that it shares are full, also where it computes their tokens again.
         written = max(active.num_computed, active.num_shared_tokens)

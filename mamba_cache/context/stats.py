@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.requests import Admission
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots import SlotPool
 
 __all__ = ["CacheStats", "StatsCounters", "collect_stats"]
 
@@ -45,9 +45,13 @@ class CacheStats:
         free_blocks: KV blocks that hold nothing, now.
         cached_blocks: KV blocks that hold a prefix and belong to no request, now.
         used_blocks: KV blocks of requests, now.
+        leaving_blocks: KV blocks given up while a copy reads them, now.
+        arriving_blocks: KV blocks that a copy fills, now.
         free_slots: Slots that hold nothing, now.
         reserved_slots: Slots taken for states that are being computed, now.
         cached_slots: Slots that hold a state, now.
+        leaving_slots: Slots given up while a copy reads them, now.
+        arriving_slots: Slots that a copy fills, now.
         bytes_per_slot: What one slot holds, in bytes.
     """
 
@@ -69,9 +73,13 @@ class CacheStats:
     free_blocks: int
     cached_blocks: int
     used_blocks: int
+    leaving_blocks: int
+    arriving_blocks: int
     free_slots: int
     reserved_slots: int
     cached_slots: int
+    leaving_slots: int
+    arriving_slots: int
     bytes_per_slot: int
 
 
@@ -90,7 +98,6 @@ class StatsCounters:
     skipped_tokens: int = 0
     computed_tokens: int = 0
     saved_states: int = 0
-    skipped_checkpoints: int = 0
     unwritten_states: int = 0
     aborted_steps: int = 0
     preemptions: int = 0
@@ -116,7 +123,7 @@ class StatsCounters:
 def collect_stats(
     counters: StatsCounters,
     kv_blocks: KVBlockAllocator,
-    slots: SlotControl,
+    slots: SlotPool,
     bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
@@ -130,7 +137,7 @@ def collect_stats(
         skipped_tokens=counters.skipped_tokens,
         computed_tokens=counters.computed_tokens,
         saved_states=counters.saved_states,
-        skipped_checkpoints=counters.skipped_checkpoints + slots.skipped_checkpoints_total,
+        skipped_checkpoints=slots.skipped_checkpoints_total,
         unwritten_states=counters.unwritten_states,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,
@@ -140,8 +147,12 @@ def collect_stats(
         free_blocks=kv_blocks.num_free_blocks,
         cached_blocks=kv_blocks.num_cached_blocks,
         used_blocks=kv_blocks.num_used_blocks,
+        leaving_blocks=kv_blocks.num_leaving_blocks,
+        arriving_blocks=kv_blocks.num_arriving_blocks,
         free_slots=slots.free_count,
         reserved_slots=slots.num_reserved_slots,
         cached_slots=slots.num_cached_slots,
+        leaving_slots=slots.num_leaving_slots,
+        arriving_slots=slots.num_arriving_slots,
         bytes_per_slot=bytes_per_slot,
     )

@@ -183,7 +183,7 @@ class ContextUpkeep(CacheMemory):
         """
         self.kv_block_allocator.check_between_calls()
         self.slot_allocator.check_invariants()
-        check_states_of_blocks(self.kv_block_allocator, self.slot_allocator)
+        check_states_of_blocks(self.slot_allocator)
         self.request_memory.check_invariants(self._requests.holding_memory())
         self._planner.check_invariants(self._requests.chunks())
         check_requests(self._requests, self._runner.requests, self.slot_allocator)
@@ -207,7 +207,6 @@ class ContextUpkeep(CacheMemory):
         return CheckpointPlanner(
             self.slot_allocator,
             placement,
-            self._counters,
             block_size_tokens=config.block_size_tokens,
             max_inside=config.checkpoints_per_step,
             save_prompt_states=config.enable_prefix_caching,

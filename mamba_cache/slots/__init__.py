@@ -1,8 +1,8 @@
 """Slots: room for saved states, who has which, and where states are worth saving."""
 
-from mamba_cache.slots.allocator import MambaSlotAllocator
-from mamba_cache.slots.intermediates import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
-from mamba_cache.slots.lease import SlotLease
+from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
+from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
+from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.slots.placement import (
     BranchPoint,
     CheckpointPlacement,
@@ -18,8 +18,7 @@ from mamba_cache.slots.policies import (
     ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
-from mamba_cache.slots.pool import SlotPool
-from mamba_cache.slots.scrubbing import scrub_free_slots
+from mamba_cache.slots.pool import SlotLease, SlotPool
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -37,5 +36,9 @@ __all__ = [
     "SlotEvictionPolicy",
     "SlotLease",
     "SlotPool",
+    "StateEvent",
+    "StateObserver",
+    "StatesRemoved",
+    "StatesStored",
     "scrub_free_slots",
 ]

@@ -17,32 +17,25 @@ from mamba_cache.errors import (
     MissingStateError,
 )
 from mamba_cache.protocols import PrefillRequest, SlotContext
-from mamba_cache.slots._context import (
-    check_model,
-    checkpoint_alignment,
-    live_rows,
-    num_scratch_rows,
-    state_device,
-)
-from mamba_cache.slots._ids import as_slots, check_same_length
-from mamba_cache.slots.commit import CommitBatch, last_write_wins
-from mamba_cache.slots.control import SlotControl, block_hashes
-from mamba_cache.slots.intermediates import (
-    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+from mamba_cache.slots.megatron_scratch import (
+    CommitBatch,
     DeviceIndexedTable,
     IntermediateTables,
+    checkpoint_alignment,
+    num_scratch_rows,
     plan_checkpoints,
 )
 from mamba_cache.slots.placement import CheckpointPlacement, check_placement
-from mamba_cache.slots.policies import SlotEvictionPolicy
-from mamba_cache.slots.transfers import StateTransfers
+from mamba_cache.slots.policies import SlotEvictionPolicy, as_host_array, policy_named
+from mamba_cache.slots.pool import SlotPool, as_slots, check_same_length
+from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
-__all__ = ["MambaSlotAllocator"]
+__all__ = ["MambaSlotAllocator", "check_model", "scrub_free_slots"]
 
 
-class MambaSlotAllocator(SlotControl):
-    """Joins the control of slots to the tensors of their states.
+class MambaSlotAllocator(SlotPool):
+    """Slots with the tensors of their states: a drop-in for Megatron Core's class of this name.
 
     Copies are enqueued on the current stream, and nothing waits for the device. A state is saved in
     one of two ways. If the forward writes checkpoints into a scratch, ``compute_and_store_offsets``
@@ -68,10 +61,14 @@ class MambaSlotAllocator(SlotControl):
         quantization: How slots keep SSM states in int8; None: as they are.
 
     Attributes:
-        free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
-        block_to_slot: [pool_size] int32, CPU. -1: the block has no slot.
-        slot_to_block: [max_slots] int32, CPU. -1: the slot is free or reserved. These three share
-            the memory of the arrays in ``pool`` and may be written by index.
+        context: As given.
+        num_mamba_layers: As given.
+        placement: Where checkpoints lie.
+        quantization: As given.
+        free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
+        block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
+        slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
+            are the books themselves, and may be written by index.
         conv_states: [num_mamba_layers, max_slots, *conv] on the device.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
@@ -102,12 +99,13 @@ class MambaSlotAllocator(SlotControl):
     ) -> None:
         check_model(context)
         placement = check_placement(placement)
-        super().__init__(context, max_slots, policy=policy)
+        if policy is None:
+            policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
+        kv_blocks = context.kv_block_allocator
+        super().__init__(max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
+        self.context = context
         self.num_mamba_layers = num_mamba_layers
         self.placement = placement
-        self.free_slots = torch.from_numpy(self.pool.free_slots)
-        self.block_to_slot = torch.from_numpy(self.pool.block_to_slot)
-        self.slot_to_block = torch.from_numpy(self.pool.slot_to_block)
         kinds = (conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype)
         self._make_states(StateSpec.mamba(num_mamba_layers, *kinds), quantization)
         self._make_tables()
@@ -122,7 +120,7 @@ class MambaSlotAllocator(SlotControl):
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
     ) -> MambaSlotAllocator:
-        """Makes an allocator for the states that a spec describes.
+        """Make an allocator for the states that a spec describes.
 
         Raises:
             InvalidArgumentError: The spec is not one that ``StateSpec.mamba`` makes, or as above.
@@ -134,10 +132,8 @@ class MambaSlotAllocator(SlotControl):
         return cls(context, max_slots, conv.num_layers, *kinds, policy=policy, placement=placement)
 
     def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
-        device = state_device(self.context)
-        self.max_intermediate_count = num_scratch_rows(
-            self.context, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
-        )
+        device = _state_device(self.context)
+        self.max_intermediate_count = num_scratch_rows(self.context)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
@@ -173,7 +169,7 @@ class MambaSlotAllocator(SlotControl):
     def store_from_tensors(
         self, block_id: int, layer_idx: int, ssm_state: torch.Tensor, conv_state: torch.Tensor
     ) -> None:
-        """Writes one layer of the state in a block's slot.
+        """Write one layer of the state in a block's slot.
 
         Args:
             block_id: A block with a slot.
@@ -193,7 +189,7 @@ class MambaSlotAllocator(SlotControl):
 
     @guarded(nests=True)
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
-        """Saves the live states of requests, all layers in one launch.
+        """Save the live states of requests, all layers in one launch.
 
         Args:
             slots: Where to; if one is named twice, the last counts.
@@ -207,12 +203,12 @@ class MambaSlotAllocator(SlotControl):
         requests = as_ints("request_indices", request_indices)
         check_same_length(slots=targets, request_indices=requests)
         if targets:
-            rows = live_rows(self.context, requests)
+            rows = _live_rows(self.context, requests)
             self._write(lambda: self.transfers.live_to_slots(rows, last_write_wins(targets)))
 
     @guarded(nests=True)
     def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves live states by their rows, all layers in one launch.
+        """Save live states by their rows, all layers in one launch.
 
         Args:
             rows: [n] rows of the live states, on the host or the device; ``PAD_SLOT_ID`` skips.
@@ -226,7 +222,7 @@ class MambaSlotAllocator(SlotControl):
 
     @guarded(nests=True)
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restores or clears live states by their rows, all layers in one launch.
+        """Restore or clear live states by their rows, all layers in one launch.
 
         Args:
             sources: [n] slots, on the host or the device; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID``
@@ -241,7 +237,7 @@ class MambaSlotAllocator(SlotControl):
 
     @guarded(nests=True)
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
-        """Restores a request's live state from a block's slot.
+        """Restore a request's live state from a block's slot.
 
         Returns:
             False if the block has no slot; the live state is untouched then.
@@ -256,7 +252,7 @@ class MambaSlotAllocator(SlotControl):
     def restore_to_live_batch(
         self, request_indices: Sequence[int], block_ids: Sequence[int]
     ) -> list[bool]:
-        """Restores the live states of requests, all in one launch.
+        """Restore the live states of requests, all in one launch.
 
         Args:
             request_indices: Different rows of the context.
@@ -270,13 +266,13 @@ class MambaSlotAllocator(SlotControl):
             InvalidArgumentError: The lists differ in length, or a request has no live state or
                 comes twice.
         """
-        slots = self.pool.slots_of(block_ids)
+        slots = self.slots_of(block_ids)
         requests = as_ints("request_indices", request_indices)
         check_same_length(request_indices=requests, block_ids=slots)
         found = [slot for slot in slots if slot >= 0]
         if found:
             served = [r for r, slot in zip(requests, slots, strict=True) if slot >= 0]
-            self.transfers.slots_to_live(found, live_rows(self.context, served))
+            self.transfers.slots_to_live(found, _live_rows(self.context, served))
             self.policy.on_consumed(found)
         return [slot >= 0 for slot in slots]
 
@@ -291,7 +287,7 @@ class MambaSlotAllocator(SlotControl):
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Records where states are to be saved in a request's prefill chunk.
+        """Record where states are to be saved in a request's prefill chunk.
 
         What the scratch has no row for, beside what is recorded for the other requests of the
         step, is dropped and counted in ``skipped_checkpoints_total``.
@@ -330,7 +326,7 @@ class MambaSlotAllocator(SlotControl):
     def get_intermediate_cpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Returns what is recorded for the batch's prefill requests, on the CPU.
+        """Return what is recorded for the batch's prefill requests, on the CPU.
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32: views. (None, None) if
@@ -345,7 +341,7 @@ class MambaSlotAllocator(SlotControl):
     def get_intermediate_gpu_data(
         self,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Returns what is recorded for the batch's prefill requests, on the device.
+        """Return what is recorded for the batch's prefill requests, on the device.
 
         Returns:
             As in ``get_intermediate_cpu_data``, but copied to the device without waiting for it.
@@ -358,7 +354,7 @@ class MambaSlotAllocator(SlotControl):
     def transfer_intermediate_to_gpu(
         self, prefill_start: int, prefill_count: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Copies recorded rows to the device without waiting for it.
+        """Copy recorded rows to the device without waiting for it.
 
         Returns:
             Offsets [prefill_count, 3] and counts [prefill_count], int32, on the device, at
@@ -370,7 +366,7 @@ class MambaSlotAllocator(SlotControl):
 
     @guarded(nests=True)
     def commit_intermediate_states(self) -> None:
-        """Saves the checkpoints of a step whose forward has been enqueued, and publishes them.
+        """Save the checkpoints of a step whose forward has been enqueued, and publish them.
 
         What finds no slot is dropped and counted in ``skipped_checkpoints_total``. If a copy is
         refused, the slots taken for it are freed again.
@@ -384,12 +380,12 @@ class MambaSlotAllocator(SlotControl):
             return
         batch = CommitBatch(*collected)
         num_scratch_rows = len(batch.src_offsets)
-        housed = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
+        with_slot = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
         try:
             slots = self.allocate_slots_batch(batch.block_ids)
         except MambaSlotCapacityError as error:
             num_wanted = len(batch.block_ids)
-            batch = batch.within_capacity(housed, error.available)
+            batch = batch.within_capacity(with_slot, error.available)
             self.skipped_checkpoints_total += num_wanted - len(batch.block_ids)
             if not batch.block_ids:
                 self._clear_intermediate_state()
@@ -400,14 +396,14 @@ class MambaSlotAllocator(SlotControl):
         except BaseException as error:
             # An error of the package comes before its copy: what was in a slot before is whole.
             is_whole = isinstance(error, MambaCacheError)
-            self._invalidate_blocks_batch(set(batch.block_ids) - (housed if is_whole else set()))
+            self._invalidate_blocks_batch(set(batch.block_ids) - (with_slot if is_whole else set()))
             self._guard.is_changing = False
             raise
         self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copies a batch into its slots, then makes it findable."""
+        """Copy a batch into its slots, then makes it findable."""
         num_intermediates = len(batch.src_offsets)
         self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
@@ -417,7 +413,7 @@ class MambaSlotAllocator(SlotControl):
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """Lists what the step has to save, as the fields of ``CommitBatch``.
+        """List what the step has to save, as the fields of ``CommitBatch``.
 
         Returns:
             None if there is nothing; what was recorded is cleared then.
@@ -432,17 +428,17 @@ class MambaSlotAllocator(SlotControl):
         if not blocks and not eos_blocks:
             self._clear_intermediate_state()
             return None
-        hashes = block_hashes(self.context)[blocks + eos_blocks]
+        hashes = as_host_array(self.kv_blocks.block_hashes)[blocks + eos_blocks]
         return blocks, list(range(len(blocks))), eos_blocks, eos_rows, hashes.tolist()
 
     @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies states from the scratch to slots, all layers in one launch."""
+        """Copy states from the scratch to slots, all layers in one launch."""
         self._write(lambda: self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots)))
 
     @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
-        """Forgets what was recorded for the batch's prefill requests."""
+        """Forget what was recorded for the batch's prefill requests."""
         rows = self._prefill_rows()
         self._guard.is_changing = True
         self._tables.clear(*rows)
@@ -457,19 +453,79 @@ class MambaSlotAllocator(SlotControl):
             raise
 
     def _prefill_rows(self) -> tuple[int, int]:
-        """Returns the first row and the number of the batch's prefill requests."""
+        """Return the first row and the number of the batch's prefill requests."""
         batch = self.context.batch_dimensions
         return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
-        """Returns everything to the initial state: no slot taken, no hash, every state zero."""
+        """Return everything to the initial state: no slot taken, no hash, every state zero.
+
+        In a context it is refused with ``StepOrderError`` while a step is in flight.
+        """
         super().reset()
         self._tables.reset()
         self._states.zero_()
         self._scratch.zero_()
 
 
+def scrub_free_slots(slots: MambaSlotAllocator, *, reserved: bool = False) -> None:
+    """Zero the states of all free slots, and the scratch.
+
+    Cached slots are left alone. For an operator's calls, not for the path of a step:
+    it takes as long as writing that memory does.
+
+    Args:
+        slots: The slots, between two steps.
+        reserved: Reserved slots too, for callers who know that nobody has written them yet.
+    """
+    free = slots.free_slots[: slots.free_count].tolist()
+    free = sorted(free + list(slots.reserved) if reserved else free)
+    tensors = [slots.conv_states, slots.ssm_states, slots.ssm_scales]
+    for tensor in tensors:
+        if tensor is not None and free:
+            tensor[:, free] = 0
+    slots.intermediate_conv_out.zero_()
+    slots.intermediate_ssm_out.zero_()
+
+
 def _live_states(context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
     # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
     return context.mamba_conv_states, context.mamba_ssm_states
+
+
+def check_model(context: SlotContext) -> None:
+    """Check that the context's model is of a kind whose states can be saved.
+
+    Raises:
+        InvalidArgumentError: It is not, or ``checkpoint_alignment`` refuses.
+    """
+    num_householder = getattr(context, "gdp_num_householder", 0)
+    if num_householder > 0:
+        raise InvalidArgumentError(
+            f"gdp_num_householder must be 0, got {num_householder}: states of Gated Delta Product "
+            "layers are not supported"
+        )
+    checkpoint_alignment(context)
+
+
+def _live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
+    """Look up the rows of requests in the live states.
+
+    Raises:
+        InvalidArgumentError: There is no such request row, or it has no live state.
+    """
+    table = as_host_array(context.mamba_metadata.request_to_mamba_state_idx)
+    rows = [int(table[request]) if 0 <= request < len(table) else -1 for request in requests]
+    if min(rows) < 0:
+        raise InvalidArgumentError(
+            f"requests must be in [0, {len(table)}) and have a live state; "
+            f"of {list(requests)} the rows of live state are {rows}"
+        )
+    return rows
+
+
+def _state_device(context: SlotContext) -> torch.device:
+    """Return the context's own ``device``, or the current CUDA device if it names none."""
+    device = getattr(context, "device", None)
+    return torch.device(torch.cuda.current_device() if device is None else device)

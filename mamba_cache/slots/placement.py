@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from mamba_cache._checks import as_ints
+from mamba_cache._checks import as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
@@ -44,7 +44,7 @@ class CheckpointPlacement(Protocol):
     """Chooses the checkpoints of a prompt."""
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns absolute positions, in tokens from the prompt's start, in any order.
+        """Return absolute positions, in tokens from the prompt's start, in any order.
 
         A position inside a block stands for the block's beginning, where a state can be saved. It
         may repeat, and may lie outside what is computed or the prompt itself: those who use it keep
@@ -62,7 +62,7 @@ class MegatronPlacement:
     """
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns the three positions."""
+        """Return the three positions."""
         block = facts.block_size_tokens
         return (
             facts.num_matched_blocks * block,
@@ -79,7 +79,7 @@ class BranchPoint:
     """
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns the one position."""
+        """Return the one position."""
         return (facts.num_matched_blocks * facts.block_size_tokens,)
 
 
@@ -88,7 +88,7 @@ class LastBlock:
     """One: the end of the last complete block."""
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns the one position."""
+        """Return the one position."""
         return (facts.prompt_tokens // facts.block_size_tokens * facts.block_size_tokens,)
 
 
@@ -106,17 +106,16 @@ class EveryNthBlock:
     n: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise InvalidArgumentError(f"n must be an int >= 1, got {self.n!r}")
+        object.__setattr__(self, "n", check_int("n", self.n, minimum=1))
 
     def positions(self, facts: PlacementFacts) -> Iterable[int]:
-        """Returns the positions up to the prompt's end."""
+        """Return the positions up to the prompt's end."""
         step = self.n * facts.block_size_tokens
         return range(step, facts.prompt_tokens + 1, step)
 
 
 def check_placement(placement: object) -> CheckpointPlacement:
-    """Returns what a caller gives as a placement, Megatron's three positions for None.
+    """Return what a caller gives as a placement, Megatron's three positions for None.
 
     Raises:
         InvalidArgumentError: It is neither, or it is a class.
@@ -134,7 +133,7 @@ def check_placement(placement: object) -> CheckpointPlacement:
 def checkpoint_offsets(
     positions: Iterable[int], *, chunk_start: int, num_tokens: int, alignment: int
 ) -> list[int]:
-    """Finds the checkpoints inside a prefill chunk.
+    """Find the checkpoints inside a prefill chunk.
 
     Args:
         positions: Absolute positions, as a placement gives them.
@@ -152,7 +151,7 @@ def checkpoint_offsets(
 
 
 def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> set[int]:
-    """Asks a placement for its positions, and keeps of each the block boundary at or before it.
+    """Ask a placement for its positions, and keep of each the block boundary at or before it.
 
     A state saved at any other position would be found as that of the boundary.
 

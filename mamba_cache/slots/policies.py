@@ -11,7 +11,6 @@ import numpy.typing as npt
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots._context import as_host_array
 
 __all__ = [
     "ConsumedSlotPolicy",
@@ -19,6 +18,7 @@ __all__ = [
     "RefZeroSlotPolicy",
     "ScoreSlotPolicy",
     "SlotEvictionPolicy",
+    "as_host_array",
     "check_policy",
     "hand_over",
     "policy_named",
@@ -44,7 +44,7 @@ class SlotEvictionPolicy(Protocol):
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the slots to evict, the first to go first. Changes nothing.
+        """Return the slots to evict, the first to go first. Changes nothing.
 
         Args:
             num_slots: How many are wanted, 1 or more.
@@ -58,7 +58,7 @@ class SlotEvictionPolicy(Protocol):
         ...
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Hears that a state was put into each of the slots.
+        """Hear that a state was put into each of the slots.
 
         Args:
             slots: The slots; there may be none.
@@ -69,18 +69,18 @@ class SlotEvictionPolicy(Protocol):
         ...
 
     def on_consumed(self, slots: Sequence[int]) -> None:
-        """Hears that the states in the slots were used by a hit."""
+        """Hear that the states in the slots were used by a hit."""
         ...
 
     def state(self) -> npt.NDArray[np.int64]:
-        """Returns what the next choices depend on beside the arguments of ``choose``.
+        """Return what the next choices depend on beside the arguments of ``choose``.
 
         Fingerprints are made of it: processes of equal states must choose alike.
         """
         ...
 
     def reset(self, max_slots: int) -> None:
-        """Forgets everything, before first use and whenever the pool of that size is emptied."""
+        """Forget everything, before first use and whenever the pool of that size is emptied."""
         ...
 
 
@@ -90,17 +90,17 @@ class _Stateless:
     __slots__ = ()
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Takes no note."""
+        """Ignore it: what the KV blocks' owner knows decides."""
 
     def on_consumed(self, slots: Sequence[int]) -> None:
-        """Takes no note."""
+        """Ignore it: what the KV blocks' owner knows decides."""
 
     def state(self) -> npt.NDArray[np.int64]:
-        """Returns nothing, [0] int64."""
+        """Return nothing, [0] int64."""
         return np.empty(0, np.int64)
 
     def reset(self, max_slots: int) -> None:
-        """Has nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
 
 class LruSlotPolicy(_Stateless):
@@ -115,7 +115,7 @@ class LruSlotPolicy(_Stateless):
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the slots whose blocks have the lowest ``block_timestamps``."""
+        """Return the slots whose blocks have the lowest ``block_timestamps``."""
         return _lowest(num_slots, slots, as_host_array(kv_blocks.block_timestamps).take(blocks))
 
 
@@ -131,7 +131,7 @@ class RefZeroSlotPolicy(_Stateless):
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the first ``num_slots`` slots."""
+        """Return the first ``num_slots`` slots."""
         chosen: list[int] = slots[:num_slots].tolist()
         return chosen
 
@@ -155,23 +155,23 @@ class ConsumedSlotPolicy:
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the slots that were stored or consumed the longest ago."""
+        """Return the slots that were stored or consumed the longest ago."""
         return _lowest(num_slots, slots, self._last_use.take(slots))
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Makes the slots the most recent."""
+        """Make the slots the most recent."""
         self._touch(slots)
 
     def on_consumed(self, slots: Sequence[int]) -> None:
-        """Makes the slots the most recent."""
+        """Make the slots the most recent."""
         self._touch(slots)
 
     def state(self) -> npt.NDArray[np.int64]:
-        """Returns when each slot was last used, [max_slots] int64."""
+        """Return when each slot was last used, [max_slots] int64."""
         return self._last_use
 
     def reset(self, max_slots: int) -> None:
-        """Forgets all uses."""
+        """Forget all uses."""
         self._clock = 0
         self._last_use = np.zeros(max_slots, np.int64)
 
@@ -200,29 +200,29 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
         blocks: npt.NDArray[np.int32],
         kv_blocks: KVBlockView,
     ) -> list[int]:
-        """Returns the slots of the lowest scores."""
+        """Return the slots of the lowest scores."""
         ages = self._clock + 1 - self._last_use.take(slots)
         # Of integers, so that all ranks divide alike; below 2**62, for tokens are below 2**31.
         scores = (self._saved_tokens.take(slots) << _SCORE_BITS) // ages
         return _lowest(num_slots, slots, scores)
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Makes the slots the most recent, and notes what their states save."""
+        """Make the slots the most recent, and keep what their states save."""
         super().on_stored(slots, saved_tokens)
         self._saved_tokens[list(slots)] = saved_tokens
 
     def state(self) -> npt.NDArray[np.int64]:
-        """Returns when each slot was last used, then what it saves, [2 * max_slots] int64."""
+        """Return when each slot was last used, then what it saves, [2 * max_slots] int64."""
         return np.concatenate((self._last_use, self._saved_tokens))
 
     def reset(self, max_slots: int) -> None:
-        """Forgets all uses and what was saved."""
+        """Forget all uses, and what was saved."""
         super().reset(max_slots)
         self._saved_tokens = np.zeros(max_slots, np.int64)
 
 
 def policy_named(name: Any) -> SlotEvictionPolicy:
-    """Makes the policy for an embedder's setting.
+    """Make the policy for an embedder's setting.
 
     Args:
         name: "lru" or "ref_zero", or a member of any enum with such a value.
@@ -240,7 +240,7 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
 
 
 def check_policy(policy: object) -> SlotEvictionPolicy:
-    """Returns what a caller gives as a policy, if it is one.
+    """Return what a caller gives as a policy, if it is one.
 
     Raises:
         InvalidArgumentError: It lacks a method, or it is a class.
@@ -258,7 +258,7 @@ def hand_over(
     slot_to_block: npt.NDArray[np.int32],
     kv_blocks: KVBlockView,
 ) -> None:
-    """Resets a policy and tells it of the cached slots as another one would have evicted them.
+    """Reset a policy and tell it of the cached slots as another one would have evicted them.
 
     Args:
         old: Who chose until now; unchanged.
@@ -274,8 +274,17 @@ def hand_over(
         new.on_stored([slot], [1])
 
 
+def as_host_array(values: Any) -> npt.NDArray[Any]:
+    """Return an embedder's array or tensor as numpy, sharing its memory where that is the host's.
+
+    Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
+    so does this then.
+    """
+    return np.asarray(values.cpu() if getattr(values, "is_cuda", False) else values)
+
+
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
-    """Returns the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
+    """Return the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
     order: list[int] = []
     if num_slots <= min(_FEW, len(keys)):
         rest = keys.astype(np.int64)

@@ -1,327 +1,569 @@
-"""Which slot belongs to which block: bookkeeping without tensors."""
+"""The pool of slots: who has which slot, who gives one up, and which hash finds which state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_items, check_int
+from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ints, as_items, check_int, outside
 from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MissingStateError
-from mamba_cache.slots._hashes import StateHashes
-from mamba_cache.slots._ids import as_block_ids, as_hash_ids, as_slots, check_same_length
-from mamba_cache.slots._invariants import check_slot_pool
-from mamba_cache.slots.lease import SlotLease, check_lease
+from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache.errors import (
+    DoubleFreeError,
+    InvalidArgumentError,
+    InvariantError,
+    MambaCacheError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    UnknownBlockError,
+)
+from mamba_cache.protocols import KVBlockView
+from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
+from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.slots.policies import (
+    LruSlotPolicy,
+    SlotEvictionPolicy,
+    as_host_array,
+    check_policy,
+    hand_over,
+)
 
-__all__ = ["SlotPool"]
+__all__ = ["SlotLease", "SlotPool", "as_slots", "check_same_length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """A reader's claim on what a slot held when it was pinned.
+
+    Attributes:
+        slot: The pinned slot.
+        block_id: The block whose state the slot held.
+        generation: Which of the slot's states that was.
+    """
+
+    slot: int
+    block_id: int
+    generation: int
 
 
 class SlotPool:
-    """Books of ``max_slots`` slots over ``num_blocks`` KV blocks.
+    """The books of slots over KV blocks: decisions only, no tensors of states.
 
-    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it) or
-    cached (the state of the block that ``slot_to_block`` names). A block has at most one slot, and
-    a slot at most one block. A cached slot that is pinned is being read and is never evicted.
+    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it), cached
+    (the state of the block that ``slot_to_block`` names), leaving or arriving (held by a copy out
+    of it or into it, and neither free nor findable). A block has at most one slot, and a slot at
+    most one block. A cached slot that is pinned is being read and is never evicted.
 
-    Every method checks its arguments before it changes anything. The arrays may also be written
-    by index from outside: no copy of what they say is kept. Single entries are read and written
-    one by one, because for the few slots of a call that costs less than indexing with a list.
+    Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
+    ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
+    copy of what they say is kept.
+
+    When a call breaks off in the middle of a change, by an interrupt or another exception from
+    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
+    of all of it decide that.
 
     Args:
-        max_slots: Slots in the pool, 0 or more.
-        num_blocks: KV blocks that can have a slot.
-        block_hashes: Returns the hash ids of all blocks as the KV blocks' owner has them,
-            [num_blocks] int64, -1 for none. When a block loses its slot, the hash found there is
-            dropped as well as the one registered here.
-        guard: That of the object which this is a part of; default: one of its own. When a call
-            breaks off in the middle of a change, every later one raises ``PoisonedError`` until
-            ``reset``.
+        max_slots: Slots for saved states, 0 or more.
+        kv_blocks: The KV blocks' owner. Its arrays are read as they are at each call.
+        policy: Which slots are evicted; default: ``LruSlotPolicy``.
+        evicts_held: Whether a slot may be evicted although requests refer to its block, as where a
+            state is read as soon as it is found.
+        as_tensor: Makes what the three tables are exposed as, such as ``torch.from_numpy``. It must
+            share their memory.
 
     Attributes:
-        free_slots: [max_slots] int32. A stack: the entries below ``free_count`` are free.
-        free_count: Free slots.
-        block_to_slot: [num_blocks] int32. The slot that caches each block, -1 for none.
-        slot_to_block: [max_slots] int32. The block that each slot caches; -1 if it is free or
-            reserved.
+        max_slots: As given.
+        num_blocks: KV blocks that can have a slot.
+        kv_blocks: As given.
+        policy: Who chooses now; ``change_policy`` puts another in its place.
+        free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
+        free_count: Free slots: the height of that stack.
+        block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
+        slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
         pin_counts: [max_slots] int32. Readers of each cached slot.
-        generations: [max_slots] int64. How often each slot was taken from a block.
-        epoch: How often everything was reset: what was reserved in an earlier epoch is gone.
+        generations: [max_slots] int64. Changes whenever a slot is taken from a block.
+        epoch: Changes with every reset. Who reserves slots keeps it, to be told of a reset.
         reserved: Block for which each reserved slot was taken.
-        hashes: Which hash finds which block's state, once the block has a slot.
+        hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
+        skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
+            adds those that did not fit into a step.
+        before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
+            refuse by raising. None: nobody is asked.
 
     Raises:
-        InvalidArgumentError: A count is not an int, or is out of range.
+        InvalidArgumentError: ``max_slots`` or the number of KV blocks is not an int or out of
+            range, or the policy is none.
     """
 
     def __init__(
         self,
         max_slots: int,
-        num_blocks: int,
+        kv_blocks: KVBlockView,
         *,
-        block_hashes: Callable[[], npt.NDArray[Any]] | None = None,
-        guard: CallGuard | None = None,
+        policy: SlotEvictionPolicy | None = None,
+        evicts_held: bool = False,
+        as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
-        self.num_blocks = check_int("num_blocks", num_blocks, minimum=0, maximum=INT32_MAX)
-        self._block_hashes = block_hashes
-        self._guard = guard or CallGuard(self.check_invariants, proves_changes=False)
-        self.free_slots = np.empty(self.max_slots, np.int32)
-        self.block_to_slot = np.empty(self.num_blocks, np.int32)
-        self.slot_to_block = np.empty(self.max_slots, np.int32)
+        self.num_blocks = _num_kv_blocks(kv_blocks)
+        self.kv_blocks = kv_blocks
+        self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
+        self.before_reset: Callable[[], object] | None = None
+        self._evicts_held = evicts_held
+        self._guard = CallGuard(self.check_invariants, proves_changes=False)
+        self._free_slots = np.empty(self.max_slots, np.int32)
+        self._block_to_slot = np.empty(self.num_blocks, np.int32)
+        self._slot_to_block = np.empty(self.max_slots, np.int32)
+        as_tensor = as_tensor or (lambda array: array)
+        self.free_slots = as_tensor(self._free_slots)
+        self.block_to_slot = as_tensor(self._block_to_slot)
+        self.slot_to_block = as_tensor(self._slot_to_block)
         self.pin_counts = np.empty(self.max_slots, np.int32)
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self.hashes = StateHashes()
+        self._arriving: dict[int, int] = {}  # as reserved, but a copy writes the slot
+        self._awaited: set[int] = set()  # the blocks of both
+        self._copies = CopiesInFlight()
+        self._observers: list[StateObserver] = []
+        # Slot, block and hash of what became findable or ceased to be, until that was told.
+        self._untold: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
+        self.hash_to_block_id: dict[int, int] = {}
+        # The hash that each block's state was registered under here. It is not what the block
+        # holds now, which the KV blocks' owner knows: where the two differ, the state is stale.
+        self._hash_of: dict[int, int] = {}
+        self._num_ends = 0  # of a block's hold on a slot, and of all holds at once by a reset
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: its books are proved together with these."""
         self._guard = guard
 
-    @guarded(nests=True, renews=True)
-    def reset(self) -> None:
-        """Frees every slot and forgets every hash and lease; a new ``epoch`` begins."""
-        self.generations += 1
-        self.epoch += 1
-        self._clear()
-
     def _clear(self) -> None:
-        self.free_slots[:] = np.arange(self.max_slots)
+        self._free_slots[:] = np.arange(self.max_slots)
         self.free_count = self.max_slots
-        self.block_to_slot.fill(-1)
-        self.slot_to_block.fill(-1)
+        self._block_to_slot.fill(-1)
+        self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        self.reserved.clear()
-        self.hashes.clear()
+        for books in (self.reserved, self._arriving, self._awaited, self._copies):
+            books.clear()
+        self.hash_to_block_id.clear()
+        self._hash_of.clear()
         self.evicted_slots_total = 0
+        self.skipped_checkpoints_total = 0
+        self.policy.reset(self.max_slots)
 
     @property
-    def hash_to_block_id(self) -> dict[int, int]:
-        """Block whose state each hash id finds."""
-        return self.hashes.block_of
-
-    @property
-    def num_reserved_slots(self) -> int:
-        """Slots that are reserved."""
-        return len(self.reserved)
+    def pool(self) -> SlotPool:
+        """These books: an allocator has no others."""
+        return self
 
     @property
     def num_cached_slots(self) -> int:
-        """Slots that hold a findable state."""
-        return int(np.count_nonzero(self.slot_to_block >= 0))
+        """Slots that hold a state which can be restored."""
+        return int(np.count_nonzero(self._slot_to_block >= 0))
+
+    @property
+    def num_reserved_slots(self) -> int:
+        """Slots taken for states that are not written yet."""
+        return len(self.reserved)
+
+    @property
+    def num_leaving_slots(self) -> int:
+        """Slots that were given up, and whose states are still being read."""
+        return self._copies.num_leaving
+
+    @property
+    def num_arriving_slots(self) -> int:
+        """Slots whose states are being written by a copy, and that will be findable then."""
+        return self._copies.num_arriving
+
+    @query
+    def get_slot(self, block_id: int) -> int:
+        """Return the slot that caches a block's state, or -1.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+        """
+        return self.slots_of([block_id])[0]
 
     @query
     def slots_of(self, block_ids: Iterable[int]) -> list[int]:
-        """Returns the slot that caches each block, -1 where there is none.
+        """Return the slot that caches each block, -1 where there is none.
 
         Raises:
-            UnknownBlockError: An id is outside the pool.
+            UnknownBlockError: An id is outside the KV pool.
         """
-        return [self.block_to_slot.item(b) for b in as_block_ids(block_ids, self.num_blocks)]
+        return self._slots_of(_as_block_ids(block_ids, self.num_blocks))
 
-    def evictable_slots(
-        self, ref_counts: npt.NDArray[Any], protected_blocks: Sequence[int] = ()
-    ) -> npt.NDArray[np.int64]:
-        """Finds the cached slots that may be evicted now.
-
-        Args:
-            ref_counts: [num_blocks] int. Only blocks with the count 0 can lose their slot.
-            protected_blocks: Blocks that keep their slots in any case.
-
-        Returns:
-            [evictable] int64, ascending: slots that are cached, not pinned and not protected.
-        """
-        blocks = self.slot_to_block
-        evictable = blocks >= 0
-        evictable &= self.pin_counts == 0
-        # A slot without a block has -1 there and reads some block's count: it is out already.
-        evictable &= ref_counts.take(blocks) == 0
-        for slot in self.slots_of(protected_blocks):
-            if slot >= 0:
-                evictable[slot] = False
-        return evictable.nonzero()[0]
-
-    @guarded(nests=True)
-    def store(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
-        """Gives each block a cached slot.
-
-        Args:
-            block_ids: Different blocks without a slot.
-            victims: Cached slots to evict for them, as many as the free slots fall short by.
-
-        Returns:
-            The slot of each block: free slots first, then the victims.
+    def has_state(self, block_id: int) -> bool:
+        """Say whether a block's state is cached.
 
         Raises:
-            UnknownBlockError: An id is outside the pool.
-            InvalidArgumentError: A block has a slot or comes twice, or the victims are not as
-                described, or one of them is pinned.
+            UnknownBlockError: The id is outside the KV pool.
         """
-        ids = self._new_tenants(block_ids)
-        slots = self._take(len(ids), victims)
-        for slot, block_id in zip(slots, ids, strict=True):
-            self._house(slot, block_id)
-        return slots
+        return self.get_slot(block_id) >= 0
 
-    @guarded(nests=True)
-    def reserve(self, block_ids: Sequence[int], victims: Sequence[int] = ()) -> list[int]:
-        """Reserves a slot for each block, which nobody can find until it is committed.
+    @query
+    def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
+        """Return how many of consecutive blocks lie before the farthest state, its own included.
 
         Args:
-            block_ids: Different blocks without a slot or a reservation.
-            victims: As in ``store``.
+            block_ids: The blocks of a prefix, as the KV blocks' owner found them.
 
         Returns:
-            The reserved slot of each block.
+            0 if none of them has a state.
+        """
+        if not block_ids:
+            return 0
+        with_state = np.flatnonzero(self._block_to_slot[list(block_ids)] >= 0)
+        return int(with_state[-1]) + 1 if len(with_state) else 0
+
+    @query
+    def is_pinned(self, slot: int) -> bool:
+        """Say whether a cached slot is being read.
 
         Raises:
-            UnknownBlockError: An id is outside the pool.
-            InvalidArgumentError: As in ``store``, or a block has a reservation.
+            InvalidArgumentError: The slot is outside the pool.
         """
-        ids = self._new_tenants(block_ids)
-        twice = set(ids).intersection(self.reserved.values())
-        if twice:
-            raise InvalidArgumentError(f"blocks {sorted(twice)} have a reserved slot already")
-        slots = self._take(len(ids), victims)
-        self.reserved.update(zip(slots, ids, strict=True))
-        return slots
+        [slot] = as_slots([slot], self.max_slots)
+        return bool(self._slot_to_block[slot] >= 0 and self.pin_counts[slot])
+
+    @query
+    def is_current(self, lease: SlotLease) -> bool:
+        """Say whether a lease's slot still holds the state that was pinned.
+
+        Raises:
+            InvalidArgumentError: It is no lease, or its slot is outside the pool.
+        """
+        if not isinstance(lease, SlotLease):
+            raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")
+        [slot] = as_slots([lease.slot], self.max_slots)
+        return bool(
+            self._slot_to_block[slot] == lease.block_id
+            and self.generations[slot] == lease.generation
+        )
 
     @guarded(nests=True)
-    def commit(
-        self, slots: Sequence[int], block_ids: Iterable[int], hashes: Iterable[int]
+    def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
+        """Give each block a slot: its own if it has one, else a free one, else an evicted one.
+
+        The blocks count as cached at once, so write their states before anybody reads them.
+
+        Returns:
+            The slot of each block, in order; a block that is named twice has one slot.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
+                of the blocks named here are not evictable.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        slots = dict(zip(ids, self._slots_of(ids), strict=True))
+        new = [block_id for block_id, slot in slots.items() if slot < 0]
+        if new:
+            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+            if len(new) > self.free_count + len(victims):
+                raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
+            taken = self._take(len(new), victims)
+            for slot, block_id in zip(taken, new, strict=True):
+                self._assign(slot, block_id)
+                slots[block_id] = slot
+            self.policy.on_stored(taken, [1] * len(taken))
+            self._tell(hands_out=True)
+        return [slots[block_id] for block_id in ids]
+
+    @guarded(nests=True)
+    def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
+        """Reserve a slot for each block, to be written and then committed or cancelled.
+
+        Blocks are served in order while there are free or evictable slots; those left over are
+        counted in ``skipped_checkpoints_total``.
+
+        Returns:
+            For each block its reserved slot, or None: it has a slot or a reservation already, or
+            there was no room. Slots of the blocks named here are not evicted.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool; nothing was reserved.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        own = dict(zip(ids, self._slots_of(ids), strict=True))
+        new = [b for b, slot in own.items() if slot < 0 and b not in self._awaited]
+        if not new:
+            return [None] * len(ids)
+        victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+        kept = new[: self.free_count + len(victims)]
+        taken = self._take(len(kept), victims)
+        self.skipped_checkpoints_total += len(new) - len(kept)
+        slots = dict(zip(kept, taken, strict=True))
+        self._awaited.update(kept)
+        self.reserved.update(zip(taken, kept, strict=True))
+        return [slots.pop(block_id, None) for block_id in ids]
+
+    @guarded(nests=True)
+    def commit_reserved(
+        self,
+        slots: Sequence[int],
+        block_ids: Iterable[int],
+        hashes: Iterable[int],
+        *,
+        saved_tokens: Sequence[int] | None = None,
+        epoch: int | None = None,
     ) -> list[int]:
-        """Turns reserved slots into cached ones and makes them findable.
-
-        A block that has a slot by now keeps it, and the reserved slot becomes free.
+        """Make reserved slots findable, after the work that writes them has been enqueued.
 
         Args:
-            slots: Different reserved slots.
-            block_ids: The block of each; it need not be the one that the slot was reserved for.
+            slots: Reserved slots.
+            block_ids: The block of each, which need not be the one that it was reserved for. If
+                that block has a slot by now, the reserved one becomes free.
             hashes: The hash id of each block; one that is not positive is not registered.
+            saved_tokens: For each, the tokens that its state saves beyond the state before it in
+                the same prefix, for policies that ask. None: nobody knows, so all are alike.
+            epoch: The ``epoch`` in which the slots were reserved. If a reset has ended it, they
+                are another's by now, and nothing is committed. None: the current one.
 
         Returns:
-            The slot that caches each block now.
+            The slot that caches each block now: the reserved one, or the one that it had; -1 if it
+            has none after a reset.
 
         Raises:
-            UnknownBlockError: A block id is outside the pool.
-            InvalidArgumentError: The lists differ in length, a hash id is too large, or a slot is
-                not reserved or comes twice.
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length, a number of tokens is no int from 0
+                to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
         """
-        ids = as_block_ids(block_ids, self.num_blocks)
-        hash_ids = as_hash_ids(hashes)
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        if self._is_over(epoch):
+            return self._slots_of(ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
-        check_same_length(slots=taken, block_ids=ids, hashes=hash_ids)
+        hash_ids = _as_hash_ids(hashes)
+        saved = [1] * len(taken) if saved_tokens is None else _as_saved_tokens(saved_tokens)
+        check_same_length(slots=taken, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
         self._guard.is_changing = True
-        for slot, block_id in zip(taken, ids, strict=True):
-            del self.reserved[slot]
-            if self.block_to_slot[block_id] >= 0:
-                self._push([slot])
-            else:
-                self._house(slot, block_id)
-        self.register_hashes(ids, hash_ids)
-        return self.slots_of(ids)
+        for slot in taken:
+            self._awaited.discard(self.reserved.pop(slot))
+        return self._publish(taken, ids, hash_ids, saved)
 
     @guarded(nests=True)
-    def cancel(self, slots: Sequence[int]) -> None:
-        """Gives reserved slots back.
+    def cancel_reserved(self, slots: Sequence[int], *, epoch: int | None = None) -> None:
+        """Give reserved slots back, as when a step is aborted.
+
+        Args:
+            slots: Reserved slots.
+            epoch: The ``epoch`` in which they were reserved. If a reset has ended it, nothing is
+                left to give back. None: the current one.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
-            DoubleFreeError: A slot is not reserved, or comes twice.
+            DoubleFreeError: A slot is not reserved, or comes twice. Nothing was given back.
         """
+        if self._is_over(epoch):
+            return
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
         for slot in taken:
-            del self.reserved[slot]
+            self._awaited.discard(self.reserved.pop(slot))
         self._push(taken)
 
     @guarded(nests=True)
-    def evict(self, slots: Sequence[int]) -> None:
-        """Takes cached slots from their blocks, and gives them to the caller.
-
-        They are in none of the three states until the caller pushes them onto ``free_slots`` or
-        enters them in ``block_to_slot`` and ``slot_to_block``.
-
-        Raises:
-            InvalidArgumentError: A slot is not cached, is pinned, or comes twice.
-        """
-        victims = as_slots(slots, self.max_slots)
-        kept = [slot for slot in victims if self.slot_to_block[slot] < 0 or self.pin_counts[slot]]
-        if kept or len(set(victims)) < len(victims):
-            raise InvalidArgumentError(
-                f"slots to evict must be different, cached and not pinned, got {victims}"
-            )
-        self._guard.is_changing = True
-        self._vacate(victims)
-        self.evicted_slots_total += len(victims)
-
-    @guarded(nests=True)
-    def free_blocks(self, block_ids: Iterable[int]) -> list[int]:
-        """Frees the slots of blocks, pinned or not, and forgets the blocks' hashes.
-
-        Blocks without a slot are passed over.
-
-        Returns:
-            The slots that became free.
-
-        Raises:
-            UnknownBlockError: An id is outside the pool; nothing was freed.
-        """
-        slots = [slot for slot in dict.fromkeys(self.slots_of(block_ids)) if slot >= 0]
-        self._guard.is_changing = True
-        self._vacate(slots)
-        self._push(slots)
-        return slots
-
-    @guarded(nests=True)
-    def register_hashes(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
-        """Makes the blocks' states findable by hash; one that is not positive is passed over.
+    def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
+        """Make the blocks' states findable by hash id; one that is not positive is passed over.
 
         A block has one hash: an earlier one is forgotten. A hash finds one block: the last. A block
-        may be registered before it has a slot: its hash finds nothing until then.
+        may be registered before it has a slot; ``has_state`` tells.
 
         Raises:
-            UnknownBlockError: A block id is outside the pool.
-            InvalidArgumentError: The lists differ in length, or a hash id is too large.
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
+                registered.
         """
-        ids = as_block_ids(block_ids, self.num_blocks)
-        hash_ids = as_hash_ids(hashes)
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        hash_ids = _as_hash_ids(hashes)
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
-        for block_id, hash_id in zip(ids, hash_ids, strict=True):
-            if hash_id > 0:
-                self.hashes.register(block_id, hash_id)
+        self._register(ids, hash_ids)
+        self._tell()
 
     @guarded(nests=True)
-    def pin(self, slots: Sequence[int]) -> list[SlotLease]:
-        """Keeps cached slots from being evicted until the leases are given to ``unpin``.
+    def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
+        """Give up cached slots whose states are still to be read: ``end_leaving`` frees them.
 
-        The owner of a block can still free it. Then the lease is no longer current.
+        Call it before the copy is enqueued. The blocks have no state any more; whether they live on
+        is another matter.
+
+        Args:
+            slots: Different cached slots that are not pinned.
+
+        Returns:
+            What ``end_leaving`` takes.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool, comes twice, is not cached or is
+                pinned. Nothing was given up.
+        """
+        leaving = self._check_evictable(slots)
+        self._guard.is_changing = True
+        copy = self._copies.begin("leaving", leaving)
+        self._unassign(leaving)
+        try:
+            self._tell(hands_out=True)
+        except Exception:
+            # The caller never learns which copy it was, so it reads nothing.
+            self._copies.end(copy)
+            self._push(leaving)
+            self._guard.is_changing = False
+            raise
+        return copy
+
+    @guarded(nests=True)
+    def end_leaving(self, copy: CopyInFlight) -> None:
+        """Free the slots of a copy that has been read to its end.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "leaving"):
+            self._guard.is_changing = True
+            self._copies.end(copy)
+            self._push(copy.ids)
+
+    @guarded(nests=True)
+    def begin_arriving(self, block_ids: Iterable[int]) -> CopyInFlight:
+        """Take a slot for each block, which a copy from elsewhere is to write.
+
+        As long as it is in flight, no slot can be reserved for these blocks.
+
+        Args:
+            block_ids: Different blocks without a slot, a reservation or another such copy.
+
+        Returns:
+            What ``complete_arriving`` and ``cancel_arriving`` take; its ``ids`` are the slots.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            InvalidArgumentError: A block comes twice, or has a slot or is about to have one.
+            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
+                of the blocks named here are not evictable.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        served = [b for b in ids if b in self._awaited or self._block_to_slot[b] >= 0]
+        if served or len(set(ids)) < len(ids):
+            raise InvalidArgumentError(
+                f"blocks must be different and without a slot, got {ids}, of which {served} have "
+                "one or are about to"
+            )
+        victims = self._choose_victims(len(ids) - self.free_count)
+        if len(ids) > self.free_count + len(victims):
+            raise MambaSlotCapacityError(len(ids), self.free_count + len(victims))
+        taken = self._take(len(ids), victims)
+        self._awaited.update(ids)
+        self._arriving.update(zip(taken, ids, strict=True))
+        return self._copies.begin("arriving", taken)
+
+    @guarded(nests=True)
+    def complete_arriving(
+        self,
+        copy: CopyInFlight,
+        block_ids: Iterable[int],
+        hashes: Iterable[int],
+        *,
+        saved_tokens: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Make states findable whose copy is done.
+
+        Args:
+            copy: What ``begin_arriving`` returned. After a reset, which freed its slots, nothing
+                is done.
+            block_ids: The block of each slot, as in ``commit_reserved``.
+            hashes: The hash id of each block, likewise.
+            saved_tokens: Likewise.
+
+        Returns:
+            The slot that caches each block now, as ``commit_reserved`` does.
+
+        Raises:
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: It is no such copy, or as in ``commit_reserved``. The slots are
+                still arriving.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        if not self._copies.is_held(copy, "arriving"):
+            return self._slots_of(ids)
+        hash_ids = _as_hash_ids(hashes)
+        slots = list(copy.ids)
+        saved = [1] * len(slots) if saved_tokens is None else _as_saved_tokens(saved_tokens)
+        check_same_length(slots=slots, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
+        self._guard.is_changing = True
+        self._end_arrival(copy)
+        return self._publish(slots, ids, hash_ids, saved)
+
+    @guarded(nests=True)
+    def cancel_arriving(self, copy: CopyInFlight) -> None:
+        """Free the slots of a copy that failed, or is not wanted, once nothing writes them.
+
+        After a reset, which freed them, it does nothing.
+
+        Raises:
+            InvalidArgumentError: It is no copy, or one that goes the other way.
+            DoubleFreeError: It was ended already, or is another pool's.
+        """
+        if self._copies.is_held(copy, "arriving"):
+            self._guard.is_changing = True
+            self._end_arrival(copy)
+            self._push(copy.ids)
+
+    def add_observer(self, observer: StateObserver) -> None:
+        """Have ``observer(event)`` called for all states that become findable, and cease to be.
+
+        It is called in order, when the bookkeeping of a call is done, and must not call back into
+        the commands of these books. If one raises, the others still run and the error goes on to
+        the caller. What is written into the tables from outside is not seen.
+
+        Raises:
+            InvalidArgumentError: It cannot be called.
+        """
+        if not callable(observer):
+            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        self._observers.append(observer)
+
+    @guarded(nests=True)
+    def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
+        """Keep cached slots from eviction, as between matching a state and restoring it.
+
+        Returns:
+            A lease for each, to be given to ``unpin_slots``. ``is_current`` tells whether the
+            state is still there: ``invalidate_block`` frees pinned slots too.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
-            MissingStateError: A slot is free or reserved, so it holds no state to read.
+            MissingStateError: A slot is not cached. Nothing was pinned.
         """
         read = as_slots(slots, self.max_slots)
-        empty = [slot for slot in read if self.slot_to_block[slot] < 0]
+        empty = [slot for slot in read if self._slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
         self._guard.is_changing = True
         for slot in read:
             self.pin_counts[slot] += 1
         return [
-            SlotLease(slot, int(self.slot_to_block[slot]), int(self.generations[slot]))
+            SlotLease(slot, self._slot_to_block.item(slot), self.generations.item(slot))
             for slot in read
         ]
 
     @guarded(nests=True)
-    def unpin(self, leases: Sequence[SlotLease]) -> None:
-        """Ends leases. One whose slot was freed or reused meanwhile is passed over.
+    def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
+        """End leases; one whose state is gone is passed over.
 
         Raises:
             DoubleFreeError: A lease was given back more often than it was taken.
@@ -338,94 +580,468 @@ class SlotPool:
         for slot in current:
             self.pin_counts[slot] -= 1
 
-    @query
-    def is_current(self, lease: SlotLease) -> bool:
-        """Says whether the lease's slot still holds what it held when it was pinned.
+    @guarded(nests=True)
+    def note_consumed(self, slots: Sequence[int]) -> None:
+        """Tell the policy that the states in these slots were used by a hit.
 
         Raises:
-            InvalidArgumentError: It is no lease, or its slot is outside the pool.
+            InvalidArgumentError: A slot is outside the pool.
         """
-        check_lease(lease)
-        [slot] = as_slots([lease.slot], self.max_slots)
-        return bool(
-            self.slot_to_block[slot] == lease.block_id
-            and self.generations[slot] == lease.generation
+        self.policy.on_consumed(as_slots(slots, self.max_slots))
+
+    @guarded(nests=True)
+    def change_policy(self, policy: SlotEvictionPolicy) -> None:
+        """Have another policy choose which slots are evicted from now on; no slot changes hands.
+
+        It forgets what it knew and hears of the cached slots as of just stored ones, in the order
+        in which the policy before it would have evicted them.
+
+        Args:
+            policy: One that no other allocator uses.
+
+        Raises:
+            InvalidArgumentError: It is no policy, or the one that chooses now. Nothing has changed.
+        """
+        if check_policy(policy) is self.policy:
+            raise InvalidArgumentError("the new slot policy must be another than the present one")
+        hand_over(self.policy, policy, self._slot_to_block, self.kv_blocks)
+        self.policy = policy
+
+    @guarded(nests=True)
+    def invalidate_block(self, block_id: int) -> None:
+        """Free a block's slot and forget its hash; do nothing if it has no slot.
+
+        Raises:
+            UnknownBlockError: The id is outside the KV pool.
+        """
+        self._invalidate_blocks_batch([block_id])
+
+    @guarded(nests=True)
+    def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
+        ids = _as_block_ids(block_ids, self.num_blocks)
+        self._guard.is_changing = True
+        self._free_blocks(ids)
+        self._tell()
+
+    @guarded(nests=True)
+    def on_kv_blocks_deregistered(
+        self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
+    ) -> None:
+        """Free the slots of KV blocks that lost their content: the KV blocks' owner calls it.
+
+        Args:
+            block_ids: The blocks; a list, set, array or tensor.
+            hashes_to_delete: Their hash ids. The blocks that these find here are freed as well.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool; nothing was freed.
+            InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
+        """
+        # The blocks have lost their content already, so from here on this must end well.
+        self._guard.is_changing = True
+        try:
+            ids = _as_block_ids(block_ids, self.num_blocks)
+            hashes = _as_hash_ids(hashes_to_delete)
+        except MambaCacheError:
+            self._guard.is_changing = False
+            raise
+        found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
+        self._free_blocks(ids + found)
+        for block_id in ids:
+            self._forget_block(block_id)  # it may have had a hash, but no slot
+        for hash_id in hashes:
+            self._forget_hash(hash_id)
+        self._tell()
+
+    @guarded(nests=True)
+    def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
+        """Take slots from unreferenced blocks and hand them to the caller, not to the pool.
+
+        Until the caller pushes them onto ``free_slots``, ``check_invariants`` misses them.
+
+        Args:
+            num_needed: How many.
+            candidate_ids: Blocks that may lose theirs; default: any.
+        """
+        victims = self._choose_victims(num_needed, candidates=candidate_ids)
+        if len(victims) < num_needed:
+            raise MambaSlotCapacityError(num_needed, len(victims))
+        self._evict(victims, num_needed)
+        try:
+            self._tell(hands_out=True)
+        except Exception:
+            self._push(victims)
+            self._guard.is_changing = False
+            raise
+        return victims
+
+    @guarded(nests=True, renews=True)
+    def reset(self) -> None:
+        """Free every slot, reserved and pinned ones too, and forget every hash and count.
+
+        In a context it is refused with ``StepOrderError`` while a step is in flight, whose forward
+        writes into slots that somebody else might reserve meanwhile.
+        """
+        if self.before_reset is not None:
+            self.before_reset()
+        self._guard.is_changing = True
+        self._num_ends += 1
+        self.epoch = self._num_ends
+        self.generations.fill(self._num_ends)
+        gone = [
+            (self._block_to_slot.item(block_id), block_id, hash_id)
+            for block_id, hash_id in self._hash_of.items()
+            if self._block_to_slot[block_id] >= 0
+        ]
+        self._clear()
+        slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
+        self._call_observers([StatesRemoved(slots, block_ids, hash_ids, is_reset=True)])
+
+    def fingerprint(self) -> int:
+        """Digest the books and the policy's memory: who has which slot, and who gives one up next.
+
+        Ranks that hold shards of the same states must have equal ones at equal moments. It depends
+        on no address, time or order of a dict, and is linear in the slots and hashes, not in the KV
+        blocks: of ``block_to_slot`` it reads what the slots point at. Counters that decide nothing
+        are left out.
+
+        Returns:
+            From 0 to 2**63 - 1.
+        """
+        cached = self._slot_to_block >= 0
+        return fingerprint_of(
+            self._slot_to_block,
+            self._block_to_slot.take(self._slot_to_block[cached]),
+            self.pin_counts[cached],
+            self._free_slots[: self.free_count],
+            _by_key(self.reserved),
+            _by_key(self._arriving),
+            self._copies.ids("leaving"),
+            _by_key(self.hash_to_block_id),
+            self.policy.state(),
         )
 
-    @query
-    def is_pinned(self, slot: int) -> bool:
-        """Says whether a cached slot has a reader.
+    def stale_blocks(self) -> list[int]:
+        """Return blocks whose state was registered for other content than they have now.
 
-        Raises:
-            InvalidArgumentError: The slot is outside the pool.
+        A block that lost its hash is filled with other tokens next, and its state would be theirs.
+        For ``check_invariants`` of those who register the hashes of ``kv_blocks``; linear in slots.
         """
-        [slot] = as_slots([slot], self.max_slots)
-        return bool(self.slot_to_block[slot] >= 0 and self.pin_counts[slot])
+        hashes = as_host_array(self.kv_blocks.block_hashes)
+        cached = self._slot_to_block[self._slot_to_block >= 0].tolist()
+        hash_of = self._hash_of
+        return [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
 
     def check_invariants(self) -> None:
-        """Checks the books against themselves.
+        """Check the books against themselves.
 
         Raises:
             InvariantError: They contradict each other; the message says where.
         """
-        check_slot_pool(self)
+        self._check_conservation()
+        self._check_ties()
+        self._check_hashes()
+        if self._untold:
+            raise InvariantError(f"not everybody was told of {self._untold[0]}")
 
-    def _new_tenants(self, block_ids: Sequence[int]) -> list[int]:
-        ids = as_block_ids(block_ids, self.num_blocks)
-        if len(set(ids)) < len(ids):
-            raise InvalidArgumentError(f"blocks must be different, got {ids}")
-        housed = [
-            block_id for block_id, slot in zip(ids, self.slots_of(ids), strict=True) if slot >= 0
-        ]
-        if housed:
-            raise InvalidArgumentError(f"blocks {housed} have a slot already")
-        return ids
+    def _check_conservation(self) -> None:
+        _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
+        free = self._free_slots[: self.free_count].tolist()
+        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
+        leaving = self._copies.ids("leaving")
+        together = sorted([*free, *self.reserved, *cached, *leaving, *self._arriving])
+        _require(
+            together == list(range(self.max_slots)),
+            f"{len(free)} free, {len(self.reserved)} reserved, {len(cached)} cached, "
+            f"{len(leaving)} leaving and {len(self._arriving)} arriving slots are not each of "
+            f"{self.max_slots} slots once",
+        )
+        _require(
+            sorted(self._copies.ids("arriving")) == sorted(self._arriving),
+            "the arriving slots are not those of copies",
+        )
 
-    def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
-        """Takes slots off the free stack and, if it is empty then, from the victims' blocks."""
-        short = max(num_slots - self.free_count, 0)
-        victims = as_slots(victims, self.max_slots)
-        if len(victims) != short:
-            raise InvalidArgumentError(
-                f"{num_slots} slots are needed and {self.free_count} are free, so there must be "
-                f"{short} victims, got {len(victims)}"
+    def _check_ties(self) -> None:
+        cached = np.flatnonzero(self._slot_to_block >= 0)
+        back = self._block_to_slot[self._slot_to_block[cached]]
+        _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
+        num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
+        _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
+        blocks = [*self.reserved.values(), *self._arriving.values()]
+        _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
+        _require(self._awaited == set(blocks), "the blocks awaited are not those of slots to be")
+        _require(bool((self.pin_counts >= 0).all()), "a slot has less than no readers")
+        pinned = self.pin_counts[self._slot_to_block < 0]
+        _require(not pinned.any(), "a slot that holds no state has readers")
+
+    def _check_hashes(self) -> None:
+        for hash_id, block_id in self.hash_to_block_id.items():
+            _require(
+                self._block_to_slot[block_id] >= 0 or self._hash_of.get(block_id) == hash_id,
+                f"hash {hash_id} finds block {block_id}, which lost its slot",
             )
-        if victims:
-            self.evict(victims)
-        self._guard.is_changing = True
-        start = self.free_count - (num_slots - short)
-        slots: list[int] = self.free_slots[start : self.free_count].tolist()
-        slots.extend(victims)
-        self.free_count = start
-        return slots
+        for block_id, hash_id in self._hash_of.items():
+            # An embedder may drop a hash by itself, but a hash cannot stand for two blocks.
+            _require(
+                self.hash_to_block_id.get(hash_id, block_id) == block_id,
+                f"block {block_id} is registered under hash {hash_id}, which finds another",
+            )
 
-    def _house(self, slot: int, block_id: int) -> None:
-        self.block_to_slot[block_id] = slot
-        self.slot_to_block[slot] = block_id
+    # Behind the door: arguments are checked, and the guard knows that something changes.
 
-    def _push(self, slots: Sequence[int]) -> None:
-        end = self.free_count + len(slots)
-        self.free_slots[self.free_count : end] = slots
-        self.free_count = end
+    def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
+        slot_of = self._block_to_slot.item
+        return [slot_of(block_id) for block_id in block_ids]
 
-    def _vacate(self, slots: list[int]) -> None:
-        """Ends the cached slots' tie to their blocks, and the blocks' hashes with it.
-
-        All traces of the tenancy go now, since an embedder may give the slots away by index.
-        """
-        known = self._block_hashes() if self._block_hashes else None
-        for slot in slots:
-            block_id = self.slot_to_block.item(slot)
-            self.slot_to_block[slot] = -1
-            self.block_to_slot[block_id] = -1
-            self.pin_counts[slot] = 0
-            self.generations[slot] += 1
-            self.hashes.forget_block(block_id)
-            if known is not None:
-                self.hashes.unlink(block_id, known.item(block_id))
+    def _is_over(self, epoch: int | None) -> bool:
+        return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
         taken = as_slots(slots, self.max_slots)
         if not self.reserved.keys() >= set(taken) or len(set(taken)) < len(taken):
             raise error(f"slots must be different and reserved, got {taken}")
         return taken
+
+    def _choose_victims(
+        self, num_slots: int, *, protected: Sequence[int] = (), candidates: Any = None
+    ) -> list[int]:
+        """Choose up to ``num_slots`` slots to evict: cached, not pinned, of no protected block."""
+        if num_slots <= 0:
+            return []
+        blocks = self._slot_to_block
+        evictable = blocks >= 0
+        evictable &= self.pin_counts == 0
+        if not self._evicts_held:
+            # A slot without a block has -1 there and reads some block's count: it is out already.
+            evictable &= as_host_array(self.kv_blocks.block_ref_counts).take(blocks) == 0
+        for slot in self._slots_of(protected):
+            if slot >= 0:
+                evictable[slot] = False
+        slots = evictable.nonzero()[0]
+        if candidates is not None:
+            slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
+        return self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
+
+    def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
+        """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
+        short = max(num_slots - self.free_count, 0)
+        if victims or short:
+            self._evict(victims, short)
+            # If an observer raises, the victims are free and nothing was taken: no slot leaks.
+            self._push(victims)
+            self._tell()
+        self._guard.is_changing = True
+        start = self.free_count - num_slots
+        slots: list[int] = self._free_slots[start : self.free_count].tolist()
+        self.free_count = start
+        return slots
+
+    def _evict(self, victims: Sequence[int], num_wanted: int) -> None:
+        """Take the slots that a policy chose from their blocks; it may be a caller's own."""
+        slots = self._check_evictable(victims, num_wanted)
+        self._guard.is_changing = True
+        self._unassign(slots)
+        self.evicted_slots_total += len(slots)
+
+    def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
+        """Check slots that are to be taken from their blocks.
+
+        Raises:
+            InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
+                they are not as many as are wanted.
+        """
+        given = as_slots(slots, self.max_slots)
+        kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
+        wanted = len(given) if num_wanted is None else num_wanted
+        if kept or len(set(given)) < len(given) or len(given) != wanted:
+            raise InvalidArgumentError(
+                "slots to evict must be different, cached and not pinned, "
+                f"{wanted} of them, got {given}"
+            )
+        return given
+
+    def _assign(self, slot: int, block_id: int) -> None:
+        self._block_to_slot[block_id] = slot
+        self._slot_to_block[slot] = block_id
+        if self._observers and block_id in self._hash_of:
+            self._untold.append((StatesStored, slot, block_id, self._hash_of[block_id]))
+
+    def _unassign(self, slots: Sequence[int]) -> None:
+        """End the cached slots' ties to their blocks, and the blocks' hashes with it.
+
+        All traces go now, since an embedder may give the slots away by index.
+        """
+        known = getattr(self.kv_blocks, "block_hashes", None)
+        hashes = None if known is None else as_host_array(known)
+        for slot in slots:
+            block_id = self._slot_to_block.item(slot)
+            self._forget_block(block_id)
+            if hashes is not None:
+                self._unlink(block_id, hashes.item(block_id))
+            self._slot_to_block[slot] = -1
+            self._block_to_slot[block_id] = -1
+            self.pin_counts[slot] = 0
+            self._num_ends += 1
+            self.generations[slot] = self._num_ends
+
+    def _free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
+        slots = [slot for slot in dict.fromkeys(self._slots_of(block_ids)) if slot >= 0]
+        if slots:
+            self._unassign(slots)
+            self._push(slots)
+
+    def _push(self, slots: Sequence[int]) -> None:
+        end = self.free_count + len(slots)
+        self._free_slots[self.free_count : end] = slots
+        self.free_count = end
+
+    def _publish(
+        self, slots: list[int], block_ids: list[int], hash_ids: list[int], saved_tokens: list[int]
+    ) -> list[int]:
+        """Make written slots findable; return the slot that caches each block now."""
+        stored = {}
+        for slot, block_id, tokens in zip(slots, block_ids, saved_tokens, strict=True):
+            if self._block_to_slot[block_id] >= 0:
+                self._push([slot])
+            else:
+                self._assign(slot, block_id)
+                stored[slot] = tokens
+        self._register(block_ids, hash_ids)
+        if stored:
+            self.policy.on_stored(list(stored), list(stored.values()))
+        self._tell()
+        return self._slots_of(block_ids)
+
+    def _end_arrival(self, copy: CopyInFlight) -> None:
+        self._copies.end(copy)
+        for slot in copy.ids:
+            self._awaited.discard(self._arriving.pop(slot))
+
+    def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
+        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
+            if hash_id <= 0 or (
+                self._hash_of.get(block_id) == hash_id
+                and self.hash_to_block_id.get(hash_id) == block_id
+            ):
+                continue
+            self._forget_hash(hash_id)
+            self._forget_block(block_id)
+            self._hash_of[block_id] = hash_id
+            self.hash_to_block_id[hash_id] = block_id
+            if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
+                self._untold.append((StatesStored, slot, block_id, hash_id))
+
+    def _forget_block(self, block_id: int) -> None:
+        """Forget the hash under which a block was registered here, if it was."""
+        hash_id = self._hash_of.pop(block_id, None)
+        if hash_id is None:
+            return
+        self._unlink(block_id, hash_id)
+        if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
+            self._untold.append((StatesRemoved, slot, block_id, hash_id))
+
+    def _forget_hash(self, hash_id: int) -> None:
+        """Make a hash find nothing."""
+        block_id = self.hash_to_block_id.pop(hash_id, None)
+        if block_id is not None and self._hash_of.get(block_id) == hash_id:
+            self._forget_block(block_id)
+
+    def _unlink(self, block_id: int, hash_id: int) -> None:
+        """Make a hash find nothing, unless it finds another block by now."""
+        if self.hash_to_block_id.get(hash_id) == block_id:
+            del self.hash_to_block_id[hash_id]
+
+    def _tell(self, *, hands_out: bool = False) -> None:
+        """Call the observers with what happened.
+
+        Args:
+            hands_out: Whether the caller is about to hand out what nobody could give back if an
+                observer raised. Otherwise the books are right then.
+        """
+        if not self._untold:
+            return
+        was_changing = self._guard.is_changing
+        self._guard.is_changing = hands_out
+        events = [
+            kind(*zip(*(entry[1:] for entry in entries), strict=True))
+            for kind, entries in groupby(self._untold, key=itemgetter(0))
+        ]
+        self._call_observers(events)
+        self._guard.is_changing = was_changing
+
+    def _call_observers(self, events: Sequence[StateEvent]) -> None:
+        """Call each observer with each event; whatever one raises, the others are called."""
+        failure: Exception | None = None
+        for event in events:
+            for observer in self._observers:
+                try:
+                    observer(event)
+                except Exception as error:  # noqa: PERF203 - the others must run
+                    failure = failure or error
+        self._untold = []
+        if failure is not None:
+            raise failure
+
+
+def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
+    """Read slots, as ``as_ints`` does.
+
+    Raises:
+        InvalidArgumentError: One of them is no int, or outside [0, max_slots).
+    """
+    slots = as_ints("slots", values)
+    wrong = outside(slots, 0, max_slots - 1)
+    if wrong:
+        raise InvalidArgumentError(f"slots must be in [0, {max_slots}), got {wrong}")
+    return slots
+
+
+def check_same_length(**lists: list[int]) -> None:
+    """Check that lists which are read side by side are equally long.
+
+    Raises:
+        InvalidArgumentError: They are not.
+    """
+    lengths = {name: len(values) for name, values in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise InvalidArgumentError(f"these must be equally long: {lengths}")
+
+
+def _as_block_ids(values: Iterable[Any], num_blocks: int) -> list[int]:
+    ids = as_ints("block ids", values)
+    wrong = outside(ids, 0, num_blocks - 1)
+    if wrong:
+        raise UnknownBlockError(f"block ids must be in [0, {num_blocks}), got {wrong}")
+    return ids
+
+
+def _as_hash_ids(values: Iterable[Any]) -> list[int]:
+    """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
+    hash_ids = as_ints("hashes", values)
+    if hash_ids and max(hash_ids) > INT64_MAX:
+        raise InvalidArgumentError(f"a hash id must be at most {INT64_MAX}, got {max(hash_ids)}")
+    return hash_ids
+
+
+def _as_saved_tokens(values: Sequence[int]) -> list[int]:
+    given = as_items("saved_tokens", values, "ints")
+    return [check_int("saved_tokens", tokens, minimum=0, maximum=INT32_MAX) for tokens in given]
+
+
+def _num_kv_blocks(kv_blocks: Any) -> int:
+    """Read the size of the KV pool: ``pool_size``, or ``total_count`` as it was called before."""
+    size = getattr(kv_blocks, "pool_size", None)
+    size = getattr(kv_blocks, "total_count", None) if size is None else size
+    return check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
+
+
+def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
+    """Return [2, n] int64: keys in ascending order, and their values."""
+    pairs = np.array([list(table.keys()), list(table.values())], np.int64)
+    return pairs[:, pairs[0].argsort()]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(message)

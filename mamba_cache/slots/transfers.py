@@ -10,6 +10,7 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import (
+    PAD_SLOT_ID,
     RowIndices,
     SlotQuantization,
     StateCopier,
@@ -20,7 +21,7 @@ from mamba_cache.states import (
     quantize_states,
 )
 
-__all__ = ["StateTransfers"]
+__all__ = ["StateTransfers", "last_write_wins"]
 
 
 class StateTransfers:
@@ -55,7 +56,7 @@ class StateTransfers:
         self._scratch_to_slots = self._storing(self._scratch)
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
-        """Writes one layer of one slot's state.
+        """Write one layer of one slot's state.
 
         Args:
             layer: The layer, from 0.
@@ -77,7 +78,7 @@ class StateTransfers:
             tensor[layer, slot].copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves live states.
+        """Save live states.
 
         Args:
             rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
@@ -91,7 +92,7 @@ class StateTransfers:
         self._live_to_slots.copy(rows, slots)
 
     def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restores live states.
+        """Restore live states.
 
         Args:
             sources: [n] slots; ``ZERO_SOURCE`` clears the row, ``PAD_SLOT_ID`` skips the pair.
@@ -105,7 +106,7 @@ class StateTransfers:
         self._slots_to_live.copy(sources, rows)
 
     def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Saves states that the forward left in the scratch.
+        """Save states that the forward left in the scratch.
 
         Raises:
             InvalidArgumentError: As in ``StateCopier.copy``.
@@ -124,7 +125,7 @@ class StateTransfers:
                 tensor[:, :num_rows] = math.nan if tensor.is_floating_point() else 0
 
     def _bind_live_states(self) -> None:
-        """Makes the copiers anew if the embedder has put other tensors in place."""
+        """Make the copiers anew if the embedder has put other tensors in place."""
         live = list(self._live_states())
         storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
         if storage != self._live_storage:
@@ -141,6 +142,15 @@ class StateTransfers:
         if self._quantization is None:
             return StateCopier(self._slots, states)
         return StateDequantizer(self._slots, states)
+
+
+def last_write_wins(destinations: Sequence[int]) -> list[int]:
+    """Turn all but the last mention of each destination into ``PAD_SLOT_ID``.
+
+    The pairs of one launch run side by side: two that write to one slot would leave a mixture.
+    """
+    last = {destination: index for index, destination in enumerate(destinations)}
+    return [d if last[d] == index else PAD_SLOT_ID for index, d in enumerate(destinations)]
 
 
 def _check_fits(state: object, wanted: StateTensorSpec) -> None:

@@ -52,7 +52,7 @@ class _LinesOfParts(LineInterrupt):
 def test_an_interrupt_while_a_part_is_entered_or_forgotten_breaks_nothing(name):
     """A part that only one of two maps had was a KeyError when its block was evicted."""
     search = Search(CALLS[f"PrefixCache.generate, {name}"], _LinesOfParts)
-    assert search.num_moments > 5
+    assert search.num_moments > 3
     assert search.survey(search.moments())[1] == []
 
 

@@ -25,8 +25,8 @@ from megatron_rig import (
 from mamba_cache import MambaSlotAllocator
 from mamba_cache.errors import MambaCacheError, MissingStateError, UnsupportedVersionError
 from mamba_cache.integrations import megatron
-from mamba_cache.slots import _context, allocator
-from mamba_cache.slots.intermediates import IntermediateTables
+from mamba_cache.slots import allocator
+from mamba_cache.slots.megatron_scratch import IntermediateTables
 
 FOUND = find_wheels()
 VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.items()}
@@ -87,7 +87,7 @@ def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, ge
 BROKEN = {
     "a scratch without rows": (allocator, "num_scratch_rows", lambda *_: 0),
     "rows of live states mixed up": (
-        _context, "as_host_array", lambda table: table.flip(0).numpy()),
+        allocator, "as_host_array", lambda table: table.flip(0).numpy()),
     "restores that do nothing": (
         MambaSlotAllocator, "restore_slots", lambda *_: None),
     "single restores that do nothing": (

@@ -7,9 +7,20 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mamba_cache.blocks import BlockHasher, KVBlockAllocator, compute_block_hashes
+from mamba_cache.blocks import (
+    BlockHasher,
+    BlockHashes,
+    BlocksRemoved,
+    KVBlockAllocator,
+    compute_block_hashes,
+)
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.errors import BlockCapacityError, DoubleFreeError, UnknownBlockError
+from mamba_cache.errors import (
+    BlockCapacityError,
+    DoubleFreeError,
+    InvalidArgumentError,
+    UnknownBlockError,
+)
 
 POOL_SIZE = 9
 HASHER = BlockHasher(secret=b"fixed")
@@ -25,6 +36,7 @@ class Model:
         self.refs = [0] * (POOL_SIZE - 1)
         self.used_at = [0] * (POOL_SIZE - 1)
         self.block_of = {}  # prefix -> block
+        self.in_flight = set()
         self.clock = 0
 
     @property
@@ -32,7 +44,8 @@ class Model:
         return {block: prefix for prefix, block in self.block_of.items()}
 
     def free(self):
-        return [b for b, refs in enumerate(self.refs) if not refs and b not in self.prefix_of]
+        held = {*self.prefix_of, *self.in_flight}
+        return [b for b, refs in enumerate(self.refs) if not refs and b not in held]
 
     def leaves(self):
         """Cached blocks without cached children, the first to evict in front.
@@ -53,7 +66,7 @@ class Model:
         """All that could be evicted, in order."""
         trial = Model()
         trial.refs, trial.used_at = self.refs, self.used_at
-        trial.block_of = dict(self.block_of)
+        trial.block_of, trial.in_flight = dict(self.block_of), self.in_flight
         order = []
         while leaves := trial.leaves():
             order.append(leaves[0])
@@ -76,12 +89,39 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.requests = []
         self.told = []
         self.evicted = 0
+        self.leaving, self.arriving, self.ended, self.before_reset = [], [], [], []
+        self.known = {}  # digest -> prefix
+        self.index = {}  # digest -> block, as somebody knows it who only hears of events
+        self.pool.add_observer(self.hear)
         self.pool.add_deregistration_observer(
             lambda blocks, ids: self.told.append(dict(zip(blocks, ids, strict=True)))
         )
 
     def hashes(self, prefix):
-        return compute_block_hashes(prefix, 1, hasher=HASHER)
+        hashes = compute_block_hashes(prefix, 1, hasher=HASHER)
+        self.known.update((d, tuple(prefix[: i + 1])) for i, d in enumerate(hashes.digests))
+        return hashes
+
+    def hear(self, event):
+        assert [*event.hash_ids] == [*BlockHashes(event.digests)]
+        if isinstance(event, BlocksRemoved):
+            for block, digest in zip(event.block_ids, event.digests, strict=True):
+                assert self.index.pop(digest) == block
+            assert not (event.is_reset and self.index)
+            return
+        prefixes = [self.known[digest] for digest in event.digests]
+        assert event.tokens.tolist() == [prefix[-1] for prefix in prefixes]
+        assert (event.tokens.dtype, event.block_size_tokens) == (np.int32, 1)
+        parent = prefixes[0][:-1]
+        assert self.known.get(event.parent_digest, ()) == (parent if self.has(parent) else ())
+        assert event.parent_hash == (self.hashes(parent)[-1] if parent else None)
+        for prefix, before in zip(prefixes[1:], prefixes, strict=False):
+            assert prefix[:-1] == before
+        assert self.index.keys().isdisjoint(event.digests)
+        self.index.update(zip(event.digests, event.block_ids, strict=True))
+
+    def has(self, prefix):
+        return bool(prefix) and self.hashes(prefix).digests[-1] in self.index
 
     def forget(self, blocks):
         """Take the blocks' hashes from the model, and expect that observers are told."""
@@ -116,7 +156,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(BLOCKS, max_size=3))
     def retain(self, blocks):
-        if set(blocks) & set(self.model.free()):
+        if set(blocks) & {*self.model.free(), *self.model.in_flight}:
             with pytest.raises(UnknownBlockError):
                 self.pool.retain_memory_blocks(blocks)
             return
@@ -168,7 +208,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         ]
         for _ in range(2):
             canonical = self.pool.register_kv_block_hashes(
-                blocks, hashes[start:], parent_hash=hashes[start - 1] if start else None
+                blocks,
+                hashes[start:],
+                parent_hash=hashes[start - 1] if start else None,
+                tokens=prefix[start:],
             )
             assert canonical == expected
 
@@ -176,6 +219,109 @@ class AllocatorMachine(RuleBasedStateMachine):
     def deregister(self, blocks):
         self.pool.deregister_blocks(blocks)
         self.forget(blocks)
+
+    # Copies in flight.
+
+    @rule(blocks=st.lists(BLOCKS, max_size=3))
+    def begin_leaving(self, blocks):
+        model = self.model
+        cached = [b for b in model.prefix_of if not model.refs[b]]
+        may_go = all(model.refs[b] == 1 or b in cached for b in blocks)
+        if not may_go or len(set(blocks)) < len(blocks):
+            with pytest.raises(InvalidArgumentError, match="blocks that leave must be"):
+                self.pool.begin_leaving(blocks)
+            return
+        copy = self.pool.begin_leaving(blocks)
+        assert copy.ids == tuple(blocks)
+        self.forget(blocks)
+        for block in blocks:
+            model.refs[block] = 0
+        model.in_flight.update(blocks)
+        self.requests = [r for r in self.requests if not set(r) & set(blocks)]
+        self.leaving.append(copy)
+
+    @rule(num_blocks=st.integers(0, 4))
+    def begin_arriving(self, num_blocks):
+        free, victims = self.model.free(), self.model.victims()
+        if num_blocks > len(free) + len(victims):
+            with pytest.raises(BlockCapacityError):
+                self.pool.begin_arriving(num_blocks)
+            return
+        copy = self.pool.begin_arriving(num_blocks)
+        evicted = victims[: max(num_blocks - len(free), 0)]
+        assert set(copy.ids) <= set(free) | set(evicted)
+        assert len(set(copy.ids)) == num_blocks
+        self.forget(evicted)
+        self.evicted += len(evicted)
+        self.model.in_flight.update(copy.ids)
+        self.arriving.append(copy)
+
+    def draw_copy(self, data, copies):
+        copy = copies.pop(data.draw(st.integers(0, len(copies) - 1)))
+        self.model.in_flight -= set(copy.ids)
+        self.ended.append(copy)
+        return copy
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def end_leaving(self, data):
+        self.pool.end_leaving(self.draw_copy(data, self.leaving))
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data())
+    def cancel_arriving(self, data):
+        self.pool.cancel_arriving(self.draw_copy(data, self.arriving))
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data(), start=SEQUENCES)
+    def complete_arriving(self, data, start):
+        copy = self.draw_copy(data, self.arriving)
+        num_blocks = len(copy.ids)
+        rest = data.draw(st.lists(st.integers(0, 1), min_size=num_blocks, max_size=num_blocks))
+        prefix, hashes = (*start, *rest), self.hashes((*start, *rest))
+        expected, model = [], self.model
+        for index, block in enumerate(copy.ids):
+            holder = model.block_of.setdefault(prefix[: len(start) + index + 1], block)
+            expected.append(holder)
+        stored = [block for block in copy.ids if block in expected]
+        parent = hashes[len(start) - 1] if start else None
+        options = {"parent_hash": parent, "tokens": rest}
+        if num_blocks:
+            with pytest.raises(InvalidArgumentError, match="of one length"):
+                self.pool.complete_arriving(copy, hashes[len(start) + 1 :], **options)
+        got = self.pool.complete_arriving(copy, hashes[len(start) :], **options)
+        assert got == expected
+        model.touch(stored)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def end_a_copy_again(self, data):
+        copy = data.draw(st.sampled_from(self.ended))
+        ends = [self.pool.end_leaving]
+        if copy.way == "arriving":
+            with pytest.raises(InvalidArgumentError, match="what begin_leaving returned"):
+                self.pool.end_leaving(copy)
+            ends = [
+                self.pool.cancel_arriving,
+                lambda ended: self.pool.complete_arriving(ended, [1] * len(ended.ids)),
+            ]
+        for end in ends:
+            if copy in self.before_reset:
+                assert end(copy) in (None, [None] * len(copy.ids))
+            else:
+                with pytest.raises(DoubleFreeError, match="was ended already"):
+                    end(copy)
+
+    @rule()
+    def reset(self):
+        gone = {b: self.hashes(p)[-1] for b, p in self.model.prefix_of.items()}
+        self.pool.reset()
+        assert self.told == ([gone] if gone else [])
+        self.told.clear()
+        self.ended += self.leaving + self.arriving
+        self.before_reset = list(self.ended)
+        self.model, self.requests, self.evicted = Model(), [], 0
+        self.leaving, self.arriving = [], []
 
     def expected_match(self, prefix):
         matched = []
@@ -198,8 +344,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert pool.find_block(int(hashes[block]), digest) == block
         assert pool.block_hashes.tolist() == hashes.tolist()
         used = sum(refs > 0 for refs in model.refs)
-        cached = POOL_SIZE - 1 - used - len(model.free())
+        cached = POOL_SIZE - 1 - used - len(model.free()) - len(model.in_flight)
         assert pool.num_free_blocks == len(model.free())
+        assert sorted(pool.free_block_ids) == model.free()
+        leaving = sorted(block for copy in self.leaving for block in copy.ids)
+        arriving = sorted(block for copy in self.arriving for block in copy.ids)
+        assert (pool.num_leaving_blocks, pool.num_arriving_blocks) == (len(leaving), len(arriving))
+        assert sorted([*leaving, *arriving]) == sorted(model.in_flight)
+        assert self.index == {
+            self.hashes(prefix).digests[-1]: block for prefix, block in model.block_of.items()
+        }
         assert (pool.num_used_blocks, pool.num_cached_blocks) == (used, cached)
         assert (pool.evicted_blocks_total, pool.hash_collisions_total) == (self.evicted, 0)
 

@@ -17,7 +17,7 @@ from context_rig import (
 
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.slots import LruSlotPolicy, PlacementFacts
-from mamba_cache.slots.intermediates import plan_checkpoints
+from mamba_cache.slots.megatron_scratch import plan_checkpoints
 from mamba_cache.slots.placement import placed_positions
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

@@ -56,7 +56,7 @@ def test_reset_heals_whatever_happened():
     context = make_context()
     context.add_request(request("x"))
     context.begin_step()
-    context.slot_allocator.pool.reset()
+    context.slot_allocator._clear()
     context.kv_block_allocator._clear()
     context.reset()
     context.check_invariants()

@@ -27,6 +27,7 @@ FLOORS = {
     "config": 1,
     "_eviction_queue": 1,
     "_guard": 1,
+    "_in_flight": 1,
     "_indices": 1,
     "_lasting": 1,
     "_weak_callback": 1,

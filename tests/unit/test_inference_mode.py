@@ -30,7 +30,7 @@ from mamba_cache import DeviceTokens, Request
 from mamba_cache.align import CpuGpuBuffer, MambaBuffers, MambaHybridModelState
 from mamba_cache.align.table import StateTable
 from mamba_cache.metadata import StepBuffers
-from mamba_cache.slots.intermediates import IntermediateTables
+from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StatePool
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

@@ -330,12 +330,12 @@ def test_deregistration_frees_by_block_and_by_hash():
 @pytest.mark.parametrize("gone", [([], [700]), ([7], [700]), ([7], [])])
 def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
     allocator = full()
-    before = dict(allocator.pool.hashes.hash_of)
+    before = dict(allocator._hash_of)
     allocator.register_block_hashes_batch([7], [700])
     allocator.check_invariants()
     allocator.on_kv_blocks_deregistered(*gone)
     assert 700 not in allocator.hash_to_block_id
-    assert allocator.pool.hashes.hash_of == before
+    assert allocator._hash_of == before
     allocator.allocate_slots_batch([7])
     assert 7 not in allocator.hash_to_block_id.values()
     allocator.check_invariants()

@@ -9,8 +9,8 @@ from slot_rig import state_bits as bits
 
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.slots.commit import CommitBatch, last_write_wins
-from mamba_cache.slots.transfers import StateTransfers
+from mamba_cache.slots.megatron_scratch import CommitBatch
+from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import StatePool, StateSpec
 
 BLOCK = 256

@@ -6,7 +6,7 @@ import pytest
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import EveryNthBlock, LastBlock, MegatronPlacement, PlacementFacts
-from mamba_cache.slots.intermediates import plan_checkpoints
+from mamba_cache.slots.megatron_scratch import plan_checkpoints
 from mamba_cache.slots.placement import checkpoint_offsets
 
 BLOCK = 256

@@ -10,6 +10,7 @@ from slot_rig import (
     live_bits,
     make_allocator,
     make_context,
+    make_pool,
     randomize,
     slot_bits,
 )
@@ -20,7 +21,6 @@ from mamba_cache.slots import (
     LruSlotPolicy,
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
-    SlotPool,
 )
 
 every_policy = pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_slots_taken_at_match_time_come_back_when_admission_fails(allocator):
 
 def test_a_double_free_raises():
     """SGLang's slot allocator took one back silently."""
-    pool = SlotPool(2, 2)
-    [slot] = pool.reserve([0])
-    pool.cancel([slot])
+    pool = make_pool(2, 2)
+    [slot] = pool.reserve_slots([0])
+    pool.cancel_reserved([slot])
     with pytest.raises(DoubleFreeError):
-        pool.cancel([slot])
+        pool.cancel_reserved([slot])
     assert pool.free_count == 2
 
 

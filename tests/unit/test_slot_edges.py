@@ -13,6 +13,7 @@ from slot_rig import (
     full,
     make_allocator,
     make_context,
+    make_pool,
     refer,
     slot_bits,
 )
@@ -23,11 +24,15 @@ from mamba_cache.slots import (
     LruSlotPolicy,
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
-    SlotPool,
 )
-from mamba_cache.slots._context import check_model, checkpoint_alignment
-from mamba_cache.slots.fingerprint import fingerprint_of, slot_fingerprint
-from mamba_cache.slots.intermediates import CheckpointPlan, IntermediateTables, plan_checkpoints
+from mamba_cache.slots.allocator import check_model
+from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.slots.megatron_scratch import (
+    CheckpointPlan,
+    IntermediateTables,
+    checkpoint_alignment,
+    plan_checkpoints,
+)
 from mamba_cache.slots.placement import EveryNthBlock, LastBlock, checkpoint_offsets
 from mamba_cache.slots.policies import hand_over
 from mamba_cache.states import StateCopier
@@ -35,96 +40,95 @@ from mamba_cache.states import StateCopier
 
 def test_slot_zero_is_not_among_those_outside_the_pool():
     with pytest.raises(InvalidArgumentError, match=r"got \[5\]$"):
-        SlotPool(5, 10).evict([0, 5])
+        make_pool(5, 10).cancel_reserved([0, 5])
 
 
 def test_block_zero_may_have_readers():
-    pool = SlotPool(2, 2)
-    pool.pin(pool.store([0]))
+    pool = make_pool(2, 2)
+    pool.pin_slots(pool.allocate_slots_batch([0]))
     pool.check_invariants()
 
 
 def test_an_embedder_may_drop_a_hash_by_itself():
-    pool = SlotPool(2, 2)
-    pool.store([1])
-    pool.register_hashes([1], [10])
+    pool = make_pool(2, 2)
+    pool.allocate_slots_batch([1])
+    pool.register_block_hashes_batch([1], [10])
     del pool.hash_to_block_id[10]
     pool.check_invariants()
 
 
 def test_hashes_find_as_many_blocks_as_an_embedder_wrote_in_whatever_order():
-    pools = SlotPool(2, 3), SlotPool(2, 3)
+    pools = make_pool(2, 3), make_pool(2, 3)
     pools[0].hash_to_block_id.update({10: 1, 11: 1})
     pools[1].hash_to_block_id.update({11: 1, 10: 1})
-    policy = LruSlotPolicy()
-    assert slot_fingerprint(pools[0], policy) == slot_fingerprint(pools[1], policy)
+    assert pools[0].fingerprint() == pools[1].fingerprint()
 
 
 def test_the_largest_hash_id_is_an_int64():
-    pool = SlotPool(1, 1)
-    pool.store([0])
-    pool.register_hashes([0], [2**63 - 1])
+    pool = make_pool(1, 1)
+    pool.allocate_slots_batch([0])
+    pool.register_block_hashes_batch([0], [2**63 - 1])
     assert pool.hash_to_block_id == {2**63 - 1: 0}
     with pytest.raises(InvalidArgumentError, match="at most"):
-        pool.register_hashes([0], [2**63])
+        pool.register_block_hashes_batch([0], [2**63])
 
 
 def test_a_block_in_slot_zero_keeps_it():
-    pool = SlotPool(2, 2)
-    assert [pool.reserve([0]), pool.reserve([1])] == [[1], [0]]
-    assert pool.commit([0], [0], [5]) == [0]
-    assert pool.commit([1], [0], [5]) == [0]
+    pool = make_pool(2, 2)
+    assert [pool.reserve_slots([0]), pool.reserve_slots([1])] == [[1], [0]]
+    assert pool.commit_reserved([0], [0], [5]) == [0]
+    assert pool.commit_reserved([1], [0], [5]) == [0]
     assert (pool.free_count, pool.reserved) == (1, {})
 
 
 def test_a_block_in_slot_zero_gets_no_second_slot():
-    pool = SlotPool(2, 3)
-    assert pool.store([0, 1]) == [0, 1]
-    with pytest.raises(InvalidArgumentError, match=r"blocks \[0, 1\] have a slot already"):
-        pool.store([0, 1])
+    pool = make_pool(2, 3)
+    assert pool.allocate_slots_batch([0, 1]) == [0, 1]
+    assert pool.allocate_slots_batch([1, 0]) == [1, 0]
+    assert pool.reserve_slots([0, 1]) == [None, None]
 
 
 def test_more_slots_than_blocks_are_not_committed():
-    pool = SlotPool(2, 3)
-    slots = pool.reserve([0, 1])
+    pool = make_pool(2, 3)
+    slots = pool.reserve_slots([0, 1])
     with pytest.raises(InvalidArgumentError, match="equally long"):
-        pool.commit(slots, [0], [5])
+        pool.commit_reserved(slots, [0], [5])
     assert sorted(pool.reserved) == sorted(slots)
 
 
 def test_forgetting_a_hash_that_an_embedder_wrote_leaves_the_blocks_own():
-    pool = SlotPool(1, 2)
-    pool.store([1])
-    pool.register_hashes([1], [5])
+    pool = make_pool(1, 2)
+    pool.allocate_slots_batch([1])
+    pool.register_block_hashes_batch([1], [5])
     pool.hash_to_block_id[7] = 1
-    pool.register_hashes([0], [7])
-    pool.free_blocks([1])
+    pool.register_block_hashes_batch([0], [7])
+    pool._invalidate_blocks_batch([1])
     assert pool.hash_to_block_id == {7: 0}
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([True, False]), torch.tensor([[1], [0]])], ids=repr)
 def test_tensors_of_other_things_are_no_ids(ids):
     with pytest.raises(InvalidArgumentError, match="must be ints"):
-        SlotPool(2, 3).store(ids)
+        make_pool(2, 3).allocate_slots_batch(ids)
 
 
-def test_generations_count_how_often_a_slot_was_taken_from_a_block():
-    pool = SlotPool(2, 3)
-    for block in (0, 1):
-        assert pool.store([block]) == [1]
-        pool.free_blocks([block])
-    pool.store([0, 1])
-    pool.store([2], victims=[0])
-    assert pool.generations.tolist() == [1, 2]
-    pool.reset()
-    assert pool.generations.tolist() == [2, 3]
+def test_no_two_states_of_a_slot_have_one_generation():
+    """Resets in between do not matter: leases are told apart by slot and generation alone."""
+    pool, seen = make_pool(2, 3), set()
+    for end in (pool.invalidate_block, pool.invalidate_block, lambda _: pool.reset()) * 2:
+        [slot] = pool.allocate_slots_batch([0])
+        assert slot == 1
+        seen.add(pool.generations.item(slot))
+        end(0)
+    assert len(seen) == 6
 
 
-def test_epochs_count_resets():
-    pool = SlotPool(1, 1)
-    pool.reset()
-    pool.reset()
-    assert pool.epoch == 2
+def test_no_two_resets_end_one_epoch():
+    pool, seen = make_pool(1, 1), set()
+    for _ in range(3):
+        seen.add(pool.epoch)
+        pool.reset()
+    assert len(seen) == 3
 
 
 def test_slot_zero_holds_states_like_any_other(generator):
@@ -326,7 +330,7 @@ def test_a_policy_is_not_asked_for_none_of_no_slots():
 def test_readers_of_block_zeros_slot_show_in_the_fingerprint():
     allocator = full(slots=1)
     before = allocator.fingerprint()
-    allocator.pool.pin([0])
+    allocator.pool.pin_slots([0])
     assert allocator.fingerprint() != before
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +17,7 @@ from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
-from mamba_cache.slots import SlotEvictionPolicy
-from mamba_cache.slots.control import SlotControl
+from mamba_cache.slots import SlotEvictionPolicy, SlotPool
 
 __all__ = ["PrefixHit", "PrefixStore", "SequenceRecord"]
 
@@ -72,15 +69,7 @@ class PrefixStore:
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
         # block is held: the state that a prompt went on from makes room for the one at its end.
-        unheld = np.zeros(num_blocks + 1, dtype=np.int32)
-        blocks = SimpleNamespace(
-            pool_size=self.kv_blocks.pool_size,
-            block_ref_counts=unheld,
-            block_timestamps=self.kv_blocks.block_timestamps,
-            block_hashes=self.kv_blocks.block_hashes,
-        )
-        context = SimpleNamespace(kv_block_allocator=blocks)
-        self.slots = SlotControl(cast(Any, context), num_slots, policy=eviction)
+        self.slots = SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
         self.kv_blocks.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
@@ -105,7 +94,7 @@ class PrefixStore:
         counts = np.asarray(self.kv_blocks.block_ref_counts)
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
-        self.slots.cancel_reserved(list(self.slots.pool.reserved))
+        self.slots.cancel_reserved(list(self.slots.reserved))
 
     def match(
         self,
@@ -164,21 +153,21 @@ class PrefixStore:
 
     def has_logits(self, slot: int) -> bool:
         """Says whether the logits in a slot belong to the state in it; not if the slot is -1."""
-        return slot >= 0 and self._with_logits.get(slot) == self.slots.pool.generations[slot]
+        return slot >= 0 and self._with_logits.get(slot) == self.slots.generations[slot]
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
         """Copies a one-row state, and the logits that follow it if they are known, into a slot."""
         self.forget_logits(slot)
         self.tensors.save_state(slot, memory)
         if memory.logits is not None and memory.logits.dtype is self.layout.logits_dtype:
-            self._with_logits[slot] = int(self.slots.pool.generations[slot])
+            self._with_logits[slot] = int(self.slots.generations[slot])
 
     def save_logits(self, slot: int, logits: torch.Tensor | None) -> None:
         """Copies the logits that follow a cached state to it, if they are known only now."""
         if logits is None or logits.dtype is not self.layout.logits_dtype or self.has_logits(slot):
             return
         self.tensors.save_logits(slot, logits)
-        self._with_logits[slot] = int(self.slots.pool.generations[slot])
+        self._with_logits[slot] = int(self.slots.generations[slot])
 
     def forget_logits(self, slot: int) -> None:
         """Notes that a state is written into a slot without the logits that follow."""
@@ -255,7 +244,7 @@ class PrefixStore:
         """
         self.kv_blocks.check_between_calls()
         self.slots.check_invariants()
-        check_states_of_blocks(self.kv_blocks, self.slots)
+        check_states_of_blocks(self.slots)
         held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
@@ -435,7 +424,7 @@ class SequenceRecord:
             self._publish(memory, num_tokens, captured, is_end)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._commit_reserved(())
-            self._store.counters.skipped_checkpoints += 1
+            self._store.slots.skipped_checkpoints_total += 1
 
     def _publish(
         self, memory: SequenceMemory, num_tokens: int, captured: Collection[int], is_end: bool

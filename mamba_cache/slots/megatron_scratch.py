@@ -1,8 +1,12 @@
-"""The checkpoints planned for each request, as an embedder's forward reads them."""
+"""What Megatron Core's scratch protocol needs: where a forward saves states, and what of it fits.
+
+Its kernels write checkpoint states into a scratch, at offsets that are planned before the forward;
+after it, those states and the live ones at prompts' ends are copied into slots.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +14,8 @@ import numpy as np
 import torch
 
 from mamba_cache._lasting import lasting
-from mamba_cache.protocols import PrefillRequest
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots.placement import (
     CheckpointPlacement,
     PlacementFacts,
@@ -21,8 +26,11 @@ from mamba_cache.slots.placement import (
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
     "CheckpointPlan",
+    "CommitBatch",
     "DeviceIndexedTable",
     "IntermediateTables",
+    "checkpoint_alignment",
+    "num_scratch_rows",
     "plan_checkpoints",
 ]
 
@@ -59,7 +67,7 @@ def plan_checkpoints(
     block_size_tokens: int,
     alignment: int,
 ) -> CheckpointPlan:
-    """Plans the checkpoints of a prefill chunk.
+    """Plan the checkpoints of a prefill chunk.
 
     Args:
         placement: Which positions are worth a state. Of more than three the last are kept, because
@@ -100,6 +108,33 @@ def plan_checkpoints(
     )
 
 
+def num_scratch_rows(context: SlotContext) -> int:
+    """Read how many states the forward may write into the scratch in one step.
+
+    Megatron Core before 0.19 does not say, and its forward writes three rows for each of
+    ``max_requests``, whether a state belongs there or not.
+    """
+    rows: int | None = getattr(context, "max_mamba_intermediate_states_per_step", None)
+    if rows is None:
+        return MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * context.max_requests
+    return rows
+
+
+def checkpoint_alignment(context: SlotContext) -> int:
+    """Read the tokens between positions where states can be saved: by default an SSM chunk's.
+
+    Raises:
+        InvalidArgumentError: Not every such position ends an SSM chunk.
+    """
+    chunk: int = getattr(context, "mamba_chunk_size", 1)
+    alignment: int = getattr(context, "ssm_chunk_alignment", chunk)
+    if alignment % chunk:
+        raise InvalidArgumentError(
+            f"ssm_chunk_alignment must be a multiple of mamba_chunk_size ({chunk}), got {alignment}"
+        )
+    return alignment
+
+
 class IntermediateTables:
     """One row for each request: its intermediate offsets and its EOS checkpoint.
 
@@ -131,11 +166,11 @@ class IntermediateTables:
         self.reset()
 
     def reset(self) -> None:
-        """Empties every row."""
+        """Empty every row."""
         self.clear(0, len(self.counts_cpu))
 
     def fitting(self, row: int, plan: CheckpointPlan, num_scratch_rows: int) -> CheckpointPlan:
-        """Drops the checkpoints of a plan that the scratch has no row for, the first ones first.
+        """Drop the checkpoints of a plan that the scratch has no row for, the first ones first.
 
         Args:
             row: The request's row, whose present content does not count.
@@ -157,7 +192,7 @@ class IntermediateTables:
         )
 
     def record(self, row: int, plan: CheckpointPlan) -> None:
-        """Replaces what a request's row holds."""
+        """Replace what a request's row holds."""
         num_offsets = len(plan.offsets)
         unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - num_offsets
         # Through numpy: one element of a tensor costs as much as a whole row of an array.
@@ -169,7 +204,7 @@ class IntermediateTables:
             self.has_intermediates = True
 
     def clear(self, start: int, num_rows: int) -> None:
-        """Empties the rows of the batch's prefill requests, and the flag."""
+        """Empty the rows of the batch's prefill requests, and the flag."""
         stop = start + num_rows
         self.offsets_cpu[start:stop] = 0
         self.counts_cpu[start:stop] = 0
@@ -178,12 +213,12 @@ class IntermediateTables:
         self.has_intermediates = False
 
     def rows(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of rows of ``offsets_cpu`` and ``counts_cpu``."""
+        """Return views of rows of ``offsets_cpu`` and ``counts_cpu``."""
         stop = start + num_rows
         return self.offsets_cpu[start:stop], self.counts_cpu[start:stop]
 
     def upload(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies rows to the device without waiting for it.
+        """Copy rows to the device without waiting for it.
 
         Returns:
             Offsets [num_rows, 3] and counts [num_rows], int32: views on the device whose addresses
@@ -201,7 +236,7 @@ class IntermediateTables:
     def reached(
         self, start: int, num_rows: int, num_written: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Lists the checkpoints that a forward has reached.
+        """List the checkpoints that a forward has reached.
 
         Args:
             start: The first prefill request's row.
@@ -221,6 +256,59 @@ class IntermediateTables:
         return table[written].tolist(), eos[eos_rows].tolist(), (eos_rows + start).tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class CommitBatch:
+    """States of one step on their way into slots: those in the scratch, then EOS checkpoints.
+
+    Attributes:
+        intermediate_block_ids: The block of each state in the scratch.
+        src_offsets: Where in the scratch each of them is.
+        eos_block_ids: The block of each EOS checkpoint.
+        eos_requests: The row of the request whose live state it is.
+        hashes: The hash id of each block, in the order of ``block_ids``.
+    """
+
+    intermediate_block_ids: list[int]
+    src_offsets: list[int]
+    eos_block_ids: list[int]
+    eos_requests: list[int]
+    hashes: list[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks: those of the scratch, then those of EOS checkpoints."""
+        return self.intermediate_block_ids + self.eos_block_ids
+
+    def within_capacity(self, with_slot: Collection[int], num_slots: int) -> CommitBatch:
+        """Keep, in order, what there is room for.
+
+        Args:
+            with_slot: Blocks that have a slot already, and so need no other.
+            num_slots: Slots to be had for other blocks.
+        """
+        kept: set[int] = set()
+        indices = []
+        for index, block_id in enumerate(self.block_ids):
+            if block_id not in with_slot and block_id not in kept:
+                if len(kept) == num_slots:
+                    continue
+                kept.add(block_id)
+            indices.append(index)
+        return self._select(indices)
+
+    def _select(self, indices: Sequence[int]) -> CommitBatch:
+        num_intermediates = len(self.intermediate_block_ids)
+        first = [i for i in indices if i < num_intermediates]
+        eos = [i - num_intermediates for i in indices if i >= num_intermediates]
+        return CommitBatch(
+            intermediate_block_ids=[self.intermediate_block_ids[i] for i in first],
+            src_offsets=[self.src_offsets[i] for i in first],
+            eos_block_ids=[self.eos_block_ids[i] for i in eos],
+            eos_requests=[self.eos_requests[i] for i in eos],
+            hashes=[self.hashes[i] for i in indices],
+        )
+
+
 class DeviceIndexedTable:
     """A table on the CPU that is read and written by index, where the index may be on the device.
 
@@ -234,11 +322,11 @@ class DeviceIndexedTable:
         self._table = table
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns the entries at an index, on the CPU."""
+        """Return the entries at an index, on the CPU."""
         return self._table[_on_cpu(index)]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes the entries at an index."""
+        """Write the entries at an index."""
         self._table[_on_cpu(index)] = _on_cpu(value)
 
 

@@ -1,0 +1,296 @@
+"""What the allocators announce: blocks and states that are stored, and that are removed."""
+
+import numpy as np
+import pytest
+from kv_rig import cache, prefix
+from slot_rig import full, make_allocator, refer
+
+from mamba_cache.blocks import BlocksRemoved, BlocksStored, KVBlockAllocator
+from mamba_cache.errors import InvalidArgumentError, InvariantError, PoisonedError
+from mamba_cache.slots import StatesRemoved, StatesStored
+
+
+@pytest.fixture
+def pool():
+    pool = KVBlockAllocator(9)
+    pool.heard = []
+    pool.add_observer(pool.heard.append)
+    yield pool
+    pool.check_between_calls()
+
+
+def told(pool):
+    """What was announced since the last look."""
+    heard, pool.heard[:] = list(pool.heard), []
+    return heard
+
+
+# Blocks.
+
+
+def test_stored_blocks_are_told_with_digests_parents_and_tokens(pool):
+    hashes = prefix(1, 2, 3)
+    first = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(first, hashes[:1], tokens=[1])
+    rest = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes(
+        rest, hashes[1:], parent_hash=hashes[0], tokens=np.array([2, 3], np.int64)
+    )
+    one, two = told(pool)
+    assert (one.block_ids, one.hash_ids, one.digests) == (
+        (*first,),
+        (hashes[0],),
+        hashes.digests[:1],
+    )
+    assert (one.parent_hash, one.parent_digest) == (None, None)
+    assert (one.tokens.tolist(), one.block_size_tokens) == ([1], 1)
+    assert (two.block_ids, two.digests) == ((*rest,), hashes.digests[1:])
+    assert (two.parent_hash, two.parent_digest) == (hashes[0], hashes.digests[0])
+    assert (two.tokens.tolist(), two.tokens.dtype) == ([2, 3], np.int32)
+
+
+def test_tokens_are_those_of_the_moment_and_of_each_block(pool):
+    blocks, tokens = pool.allocate_memory_blocks(2), np.arange(6, dtype=np.int32)
+    pool.register_kv_block_hashes(blocks, prefix(1, 2), tokens=tokens)
+    tokens[:] = 0
+    [event] = told(pool)
+    assert (event.tokens.tolist(), event.block_size_tokens) == ([0, 1, 2, 3, 4, 5], 3)
+
+
+def test_what_nobody_told_is_not_made_up(pool):
+    hashes = prefix(1, 2)
+    [block] = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes([block], list(hashes[1:]), parent_hash=hashes[0])
+    assert told(pool) == [
+        BlocksStored((block,), (hashes[1],), (None,), hashes[0], None, None, None)
+    ]
+
+
+def test_blocks_that_were_there_are_not_told_again_and_split_what_is_told(pool):
+    hashes = prefix(1, 2, 3)
+    [middle] = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes([middle], hashes[1:2], parent_hash=hashes[0])
+    told(pool)
+    first, other, last = pool.allocate_memory_blocks(3)
+    for _ in range(2):
+        pool.register_kv_block_hashes([first, other, last], hashes, tokens=[1, 2, 3])
+    one, two = told(pool)
+    assert (one.block_ids, one.parent_digest, one.tokens.tolist()) == ((first,), None, [1])
+    assert (two.block_ids, two.parent_hash, two.parent_digest, two.tokens.tolist()) == (
+        (last,), hashes[1], hashes.digests[1], [3]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [], [0.5, 1], [-1, 2], "ab"])
+def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool, tokens):
+    for it in (pool, KVBlockAllocator(9)):
+        blocks = it.allocate_memory_blocks(2)
+        with pytest.raises(InvalidArgumentError, match="token"):
+            it.register_kv_block_hashes(blocks, prefix(1, 2), tokens=tokens)
+        assert it.match_prefix(prefix(1, 2)) == []
+        assert it.register_kv_block_hashes([], [], tokens=[]) == []
+
+
+def test_tokens_are_worth_gathering_only_if_somebody_listens(pool):
+    assert pool.is_observed
+    assert not KVBlockAllocator(9).is_observed
+
+
+def test_removed_blocks_are_told_with_their_digests_after_the_deregistration(pool):
+    order = []
+    pool.on_blocks_deregistered = lambda blocks, hashes: order.append(("first", blocks, hashes))
+    pool.add_observer(order.append)
+    cached, hashes = cache(pool, 1, 2), prefix(1, 2)
+    pool.allocate_memory_blocks(7)
+    stored, first, removed = order
+    assert stored.block_ids == tuple(cached)
+    assert first == ("first", [cached[1]], [hashes[1]])
+    assert removed == BlocksRemoved((cached[1],), (hashes[1],), (hashes.digests[1],))
+
+
+def test_what_leaves_is_removed_and_what_arrives_is_stored(pool):
+    [block] = cache(pool, 1)
+    told(pool)
+    leaving = pool.begin_leaving([block])
+    assert [type(event) for event in told(pool)] == [BlocksRemoved]
+    pool.end_leaving(leaving)
+    copy = pool.begin_arriving(2)
+    assert told(pool) == []
+    pool.complete_arriving(copy, prefix(1, 2), tokens=[1, 2])
+    [event] = told(pool)
+    assert (event.block_ids, event.digests) == (copy.ids, prefix(1, 2).digests)
+    assert event.tokens.tolist() == [1, 2]
+
+
+def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
+    cached = cache(pool, 1)
+    told(pool)
+    pool.reset()
+    pool.reset()
+    removed = BlocksRemoved((*cached,), (prefix(1)[0],), prefix(1).digests, is_reset=True)
+    assert told(pool) == [removed, BlocksRemoved((), (), (), is_reset=True)]
+
+
+def fails(event):
+    raise OSError("observer's own fault")
+
+
+def test_an_observer_that_raises_stops_no_other_and_costs_no_block(pool):
+    cached = cache(pool, 1, 2)
+    pool._observers.insert(0, fails)
+    told(pool)
+    with pytest.raises(OSError, match="own fault"):
+        pool.begin_leaving(cached)
+    assert (pool.num_leaving_blocks, pool.num_free_blocks) == (0, 8)
+    copy = pool.begin_arriving(2)
+    with pytest.raises(OSError, match="own fault"):
+        pool.complete_arriving(copy, prefix(3, 4))
+    assert pool.match_prefix(prefix(3, 4)) == list(copy.ids)
+    [block] = pool.allocate_memory_blocks(1)
+    with pytest.raises(OSError, match="own fault"):
+        pool.register_kv_block_hashes([block], prefix(5))
+    assert pool.match_prefix(prefix(5)) == [block]
+    assert [type(event).__name__ for event in told(pool)] == [
+        "BlocksRemoved", "BlocksStored", "BlocksStored"
+    ]  # fmt: skip
+
+
+def test_what_was_not_told_poisons_and_a_reset_tells_it():
+    pool, heard = KVBlockAllocator(9), []
+
+    def breaks_off(event):
+        raise KeyboardInterrupt
+
+    pool.add_observer(breaks_off)
+    [block] = pool.allocate_memory_blocks(1)
+    with pytest.raises(KeyboardInterrupt):
+        pool.register_kv_block_hashes([block], prefix(1))
+    with pytest.raises(PoisonedError, match="not everybody was told of BlocksStored"):
+        pool.allocate_memory_blocks(1)
+    pool._observers[:] = [heard.append]
+    pool.reset()
+    assert heard == [BlocksRemoved((block,), (prefix(1)[0],), prefix(1).digests, is_reset=True)]
+
+
+@pytest.mark.parametrize("observer", [None, 5, "print"])
+def test_an_observer_must_be_callable(pool, observer):
+    for it in (pool, make_allocator()):
+        with pytest.raises(InvalidArgumentError, match="must be callable"):
+            it.add_observer(observer)
+
+
+# States.
+
+
+@pytest.fixture
+def allocator():
+    """Blocks 0 to 3 have slots 3 to 0, and hashes 100 to 103."""
+    allocator = full()
+    allocator.heard = []
+    allocator.add_observer(allocator.heard.append)
+    yield allocator
+    allocator.check_invariants()
+
+
+def test_states_are_told_when_they_are_committed_or_have_arrived():
+    allocator = make_allocator()
+    allocator.heard = []
+    allocator.add_observer(allocator.heard.append)
+    slots = allocator.reserve_slots([5, 6, 7])
+    copy = allocator.begin_arriving([8])
+    assert told(allocator) == []
+    allocator.commit_reserved(slots, [5, 6, 7], [50, 60, -1])
+    allocator.complete_arriving(copy, [8], [80])
+    assert told(allocator) == [
+        StatesStored((slots[0], slots[1]), (5, 6), (50, 60)), StatesStored(copy.ids, (8,), (80,))
+    ]  # fmt: skip
+    allocator.register_block_hashes_batch([5, 7], [50, 70])
+    assert told(allocator) == [StatesStored((slots[2],), (7,), (70,))]
+
+
+def test_states_are_told_that_get_their_slot_after_their_hash():
+    allocator = make_allocator()
+    allocator.heard = []
+    allocator.add_observer(allocator.heard.append)
+    allocator.register_block_hashes_batch([5], [50])
+    assert told(allocator) == []
+    [slot] = allocator.allocate_slots_batch([5])
+    assert told(allocator) == [StatesStored((slot,), (5,), (50,))]
+
+
+def test_another_hash_for_a_state_removes_the_one_before(allocator):
+    allocator.register_block_hashes_batch([0], [200])
+    allocator.register_block_hashes_batch([1], [200])
+    slots = allocator.slots_of([0, 1])
+    assert told(allocator) == [
+        StatesRemoved((slots[0],), (0,), (100,)),
+        StatesStored((slots[0],), (0,), (200,)),
+        StatesRemoved((*slots,), (0, 1), (200, 101)),
+        StatesStored((slots[1],), (1,), (200,)),
+    ]
+
+
+@pytest.mark.parametrize("lose", [
+    lambda it: it.invalidate_block(1),
+    lambda it: it.on_kv_blocks_deregistered([1], [101]),
+    lambda it: it.on_kv_blocks_deregistered([], [101]),
+    lambda it: it.begin_leaving([it.get_slot(1)]),
+    lambda it: it.reserve_slots([7]),
+    lambda it: it.allocate_slots_batch([7]),
+    lambda it: it.begin_arriving([7]),
+    lambda it: it._evict_lru_slots_batch(1),
+])  # fmt: skip
+def test_states_that_are_lost_are_told(allocator, lose):
+    refer(allocator, 0, 2, 3)
+    slot = allocator.get_slot(1)
+    lose(allocator)
+    assert told(allocator) == [StatesRemoved((slot,), (1,), (101,))]
+    allocator.reset()  # some of the calls handed the slot out
+
+
+def test_a_reset_removes_all_states_and_says_so(allocator):
+    allocator.invalidate_block(3)
+    slots = allocator.slots_of([0, 1, 2])
+    told(allocator)
+    allocator.reset()
+    allocator.reset()
+    assert told(allocator) == [
+        StatesRemoved((*slots,), (0, 1, 2), (100, 101, 102), is_reset=True),
+        StatesRemoved((), (), (), is_reset=True),
+    ]
+
+
+def test_an_observer_of_states_that_raises_costs_no_slot(allocator):
+    allocator._observers.insert(0, fails)
+    for take in (
+        lambda: allocator.reserve_slots([7]),
+        lambda: allocator.begin_leaving([allocator.get_slot(1)]),
+        lambda: allocator._evict_lru_slots_batch(1),
+    ):
+        with pytest.raises(OSError, match="own fault"):
+            take()
+        allocator.check_invariants()
+    assert (allocator.free_count, allocator.num_cached_slots) == (3, 1)
+    assert (allocator.num_leaving_slots, allocator.num_reserved_slots) == (0, 0)
+    [slot] = allocator.reserve_slots([7])
+    with pytest.raises(OSError, match="own fault"):
+        allocator.commit_reserved([slot], [7], [70])
+    assert allocator.get_slot(7) == slot
+    assert len(told(allocator)) == 4
+
+
+def test_a_state_that_an_observer_made_findable_unwritten_poisons():
+    allocator = make_allocator()
+    allocator.add_observer(fails)
+    allocator.register_block_hashes_batch([5], [50])
+    with pytest.raises(OSError, match="own fault"):
+        allocator.allocate_slots_batch([5])
+    with pytest.raises(PoisonedError):
+        allocator.get_slot(5)
+
+
+def test_the_proof_finds_what_was_not_told(allocator):
+    allocator._untold.append((StatesStored, 0, 0, 100))
+    with pytest.raises(InvariantError, match="not everybody was told"):
+        allocator.check_invariants()
+    allocator._untold.clear()
