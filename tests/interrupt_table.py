@@ -6,6 +6,9 @@ Run ``python tests/interrupt_table.py > table.md``; all moments take about two h
 import argparse
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import numpy as np
 import torch

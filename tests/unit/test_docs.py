@@ -101,6 +101,13 @@ def test_the_reference_lists_every_package_with_what_it_is() -> None:
     assert set(re.findall(r"^\w+ <api/([\w.]+)>$", page, flags=re.MULTILINE)) == wanted
 
 
+def test_the_page_on_what_tests_share_names_every_module() -> None:
+    support = ROOT / "tests" / "support"
+    tables = re.findall(r"^\| (`[^|]*`) \|", text_of(support / "README.md"), flags=re.MULTILINE)
+    listed = sorted(name for cell in tables for name in re.findall(r"`(\w+)`", cell))
+    assert listed == sorted(path.stem for path in support.glob("*.py"))
+
+
 def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
     """The benchmarks page promises hardware, date and command of each file beside it."""
     results = sorted((DOCS / "benchmarks").glob("*.json"))

@@ -30,7 +30,7 @@ TEXTS = [
 # These are no tests, or print what they have measured.
 READ_CLOCKS = {
     "tests/conftest.py",
-    "tests/clocks.py",
+    "tests/support/clocks.py",
     "tests/fault_table.py",
     "tests/interrupt_table.py",
     "tests/mutation/__main__.py",
