@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mamba_cache.align import (
+from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
+from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpec,
     MambaSpecDecodeGPUContext,
@@ -23,7 +24,6 @@ from mamba_cache.align import (
     get_conv_copy_spec_ds,
     get_temporal_copy_spec,
 )
-from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
 
 __all__ = ["REQUEST_COUNTS", "measure_copies", "measure_idle_step", "run_align"]
 

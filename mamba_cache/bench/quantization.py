@@ -16,7 +16,7 @@ import torch
 from mamba_cache.bench.measure import Measurement, progress
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.states import SlotQuantization, SlotRounding, dequantize_states, quantize_states
 
 __all__ = ["run_quantization"]

@@ -23,8 +23,8 @@ from mamba_cache.bench.workload import (
     read_trace,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
     CheckpointPlacement,
     ConsumedSlotPolicy,

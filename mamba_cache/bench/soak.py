@@ -34,9 +34,15 @@ from mamba_cache.bench.no_model import NoModel
 from mamba_cache.bench.soak_checks import UncachedAnswers, check_conservation
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import RequestStatus
-from mamba_cache.engine import Completion, Engine, LanguageModel, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError, UnknownRequestError
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import (
+    Completion,
+    Engine,
+    HybridModel,
+    HybridModelConfig,
+    LanguageModel,
+    SamplingParams,
+)
 from mamba_cache.slots import ScoreSlotPolicy
 
 __all__ = [

@@ -12,7 +12,8 @@ PRINT_STORES = """
 import json, re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mamba_cache.align.kernels import fused, regions
+from mamba_cache.integrations.vllm.kernels import align_columns as fused
+from mamba_cache.integrations.vllm.kernels import regions
 
 WIDE_POINTERS = {"chunks", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
 WIDE_POINTERS |= {"num_rows", "row_strides"}

@@ -8,8 +8,8 @@ import torch
 from align_states import Group, Model, States
 
 from mamba_cache.align import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.align.kernels import fused
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm.kernels import align_columns as fused
 from mamba_cache.states import PAD_SLOT_ID
 
 LARGE = Group(channels=700, conv_dtype=torch.float32, ssm_shape=(3, 3001), ssm_dtype=torch.float32)

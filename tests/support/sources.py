@@ -40,6 +40,11 @@ def sources(*folders: str) -> list[Source]:
     return [Source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def is_old_path(source: Source) -> bool:
+    """Whether a module only stands for another one, under the name that this had before."""
+    return (ast.get_docstring(source.tree) or "").startswith("Old import path of")
+
+
 def is_public(name: str) -> bool:
     return not name.startswith("_")
 
