@@ -20,10 +20,10 @@ from context_rig import (
     make_context,
     run_step,
 )
+from mamba_cache.engine.verification import verify_greedy_on_device
 
 import mamba_cache
 from mamba_cache.context import RequestStatus
-from mamba_cache.engine.verification import verify_greedy_on_device
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
 from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 

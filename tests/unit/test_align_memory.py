@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from align_states import Group, Model, States
+from mamba_cache.align.memory import describe_states
+from mamba_cache.align.table import CHUNK_FIELDS
 
 from mamba_cache.align import (
     MambaSpec,
@@ -14,8 +16,6 @@ from mamba_cache.align import (
     get_mamba_groups,
     get_temporal_copy_spec,
 )
-from mamba_cache.align.memory import describe_states
-from mamba_cache.align.table import CHUNK_FIELDS
 from mamba_cache.errors import InvalidArgumentError
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}

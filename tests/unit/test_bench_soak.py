@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from clocks import Clock
 
-from mamba_cache.bench import __main__ as command
+from mamba_cache.bench import command
 from mamba_cache.bench import soak as soak_module
 from mamba_cache.bench.clients import Clients
 from mamba_cache.bench.no_model import NoModel

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from sources import ROOT, Source, is_old_path
 
-from mamba_cache.bench.__main__ import main as bench
+from mamba_cache.bench.command import main as bench
 
 DOCS = ROOT / "docs"
 PAGES = [
@@ -72,7 +72,8 @@ def test_named_tests_exist() -> None:
 
 
 def test_named_benchmarks_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, pages in found(r"python -m mamba_cache\.bench (\w+)").items():
+    named = found(r"(?:python -m mamba_cache\.bench|mamba-cache bench) ([a-z]\w*)")
+    for name, pages in named.items():
         with pytest.raises(SystemExit) as exit_:
             bench([name, "--help"])
         assert exit_.value.code == 0, (pages, capsys.readouterr().err)
