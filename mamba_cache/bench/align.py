@@ -1,4 +1,4 @@
-"""How long states in block tables take to follow a step on a GPU, beside a flat copy.
+"""The benchmark of the vLLM adapter: states in block tables on a GPU, beside a flat copy.
 
 No time is taken before the bits have been compared. Copies and flat copies are timed in turn, and
 other blocks are copied each time.

@@ -1,4 +1,4 @@
-"""How long the check of a model's weights takes on a GPU, beside a flat read of the same bytes."""
+"""The benchmark of the check of a model's weights on a GPU, beside a flat read of as many bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_checksums(num_layers: int = _LAYERS) -> list[Measurement]:
 
 
 def _check(checksums: TensorChecksums, weights: list[torch.Tensor]) -> None:
-    """Compares with the twin, and changes one bit, before any time is taken."""
+    """Compare with the twin, and change one bit, before any time is taken."""
     expected = TensorChecksums(weights[: len(_SHAPES)], backend="torch").measure()
     assert checksums.measure()[: len(_SHAPES)] == expected
     bits = weights[-1].view(torch.int16)

@@ -1,4 +1,4 @@
-"""What saving a prefill step's checkpoints takes on a GPU: of bandwidth, of the step, of memory."""
+"""The benchmark of saving a prefill's checkpoints on a GPU: bandwidth, time, memory."""
 
 from __future__ import annotations
 

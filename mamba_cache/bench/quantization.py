@@ -1,4 +1,4 @@
-"""What int8 slots cost in accuracy: errors of real states, and of the logits after a hit.
+"""The benchmark of int8 slots' accuracy: errors of real states, and of logits after a hit.
 
 The reference model (random weights, float32, on the CPU) reads English text that ships inside
 CPython, with bytes as tokens.

@@ -1,4 +1,4 @@
-"""What a trace of requests would hit: the real control plane, and no model.
+"""The replay of a trace of requests: what it would hit, by the real control plane and no model.
 
 Each request runs to its first token before the next one comes: the tokens of answers are in no
 trace, so there would be nothing to find of them.

@@ -1,4 +1,4 @@
-"""Hours of requests at small sizes, in search of what leaks, slows down or goes wrong.
+"""The soak: hours of requests at small sizes, in search of what leaks, slows down or goes wrong.
 
 Clients ask, wait, go on and change their minds; requests are cancelled and preempted, forwards
 fail, and there is never enough room. Every few seconds everything is counted from the ground.

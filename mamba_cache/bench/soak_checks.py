@@ -1,4 +1,4 @@
-"""What a soak holds against what it sees."""
+"""The checks of a soak: answers without a cache, and counts that must add up."""
 
 from __future__ import annotations
 

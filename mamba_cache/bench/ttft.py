@@ -1,4 +1,4 @@
-"""Time to first token of a transformers model: plain, at a miss, at hits, and of what is new alone.
+"""The benchmark of the time to first token: plain, at a miss, at hits, and of what is new alone.
 
 Prompts are random and fresh in each round, so that a miss is a miss, and a round times each way
 once, so that all of them see the same machine.

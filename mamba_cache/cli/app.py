@@ -1,4 +1,4 @@
-"""The commands, and what becomes of errors."""
+"""The app: its commands, and what becomes of errors."""
 
 from __future__ import annotations
 

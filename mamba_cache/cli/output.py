@@ -1,4 +1,4 @@
-"""How commands show what they found: tables for people, JSON for machines.
+"""Output of commands: tables for people, JSON for machines.
 
 Results go to stdout, everything else to stderr. rich leaves out colour and bars where the stream is
 no terminal, and colour where ``NO_COLOR`` is set.

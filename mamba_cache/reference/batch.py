@@ -1,4 +1,4 @@
-"""What all layers of one step share: where the packed tokens, windows and chunks lie."""
+"""The packed batch of a step: where its tokens, windows and chunks lie, for all layers."""
 
 from __future__ import annotations
 

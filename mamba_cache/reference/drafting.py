@@ -1,4 +1,4 @@
-"""Guesses the next tokens of a request, for the model to verify all in one step."""
+"""Drafters: they guess the next tokens of a request, for the model to verify in one step."""
 
 from __future__ import annotations
 

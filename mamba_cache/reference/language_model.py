@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""The Protocol of a model that the engine can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine tells of its requests."""
+"""The engine's results: tokens as they come, completions, counts of drafts."""
 
 from __future__ import annotations
 

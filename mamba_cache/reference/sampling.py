@@ -1,4 +1,4 @@
-"""Picks the next token of a request."""
+"""Sampling: the next token of a request, drawn from logits."""
 
 from __future__ import annotations
 

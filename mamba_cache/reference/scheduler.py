@@ -1,4 +1,4 @@
-"""Decides who takes part in a step."""
+"""The scheduler: which requests take part in a step, and with how many tokens."""
 
 from __future__ import annotations
 

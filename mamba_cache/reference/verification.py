@@ -1,4 +1,4 @@
-"""Decides which drafts stand, so that the answer is what it would be without any."""
+"""Verification of drafts: which stand, so that the answer is what it would be without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets requests that begin alike share work that is not done yet.
+"""Waiting for a common prefix: requests that begin alike share work that is not done yet.
 
 Of several prompts submitted together, one computes what they have in common. It is told to save a
 state where each of the others branches off; those may wait for it, and then resume from there.

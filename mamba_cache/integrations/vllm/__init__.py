@@ -1,4 +1,4 @@
-"""States in block tables, for engines that address them as KV blocks and decode with drafts."""
+"""The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode."""
 
 from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers, MambaSpecDecodeGPUContext
 from mamba_cache.integrations.vllm.align_on_host import (

@@ -1,4 +1,4 @@
-"""Who copies states between columns: Triton kernels, or their plain twins."""
+"""The choice of kernels for a device: Triton's, or their twins in plain Python."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PLAIN = AlignKernels(
 
 
 def kernels_for(backend: CopyBackend, device: torch.device) -> AlignKernels:
-    """Returns what ``backend`` means for tensors on ``device``.
+    """Return what ``backend`` means for tensors on ``device``.
 
     Raises:
         InvalidArgumentError: The backend is unknown, or not for the device.

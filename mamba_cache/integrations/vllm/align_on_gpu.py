@@ -1,4 +1,4 @@
-"""Deciding and copying on the GPU, without waiting for it."""
+"""Align mode on the GPU, without waiting for it: ``MambaSpecDecodeGPUContext``."""
 
 # An engine gives these methods all that it has, by position.
 # ruff: noqa: PLR0917
@@ -75,7 +75,7 @@ class MambaSpecDecodeGPUContext:
         backend: CopyBackend = "auto",
         check_columns: bool = False,
     ) -> MambaSpecDecodeGPUContext:
-        """Makes a context that does nothing until it knows the states.
+        """Make a context that does nothing until it knows the states.
 
         Args:
             max_num_reqs: The most requests of a batch.
@@ -144,7 +144,7 @@ class MambaSpecDecodeGPUContext:
         num_computed_tokens_gpu: torch.Tensor,
         num_draft_tokens_gpu: torch.Tensor,
     ) -> None:
-        """Saves the states of requests that have crossed a block boundary, in one launch.
+        """Save the states of requests that have crossed a block boundary, in one launch.
 
         ``num_accepted_tokens_out`` becomes a copy of the accepted counts, and 1 where a state was
         shifted in its column. Nothing is done for no requests or before the initialisation.
@@ -182,7 +182,7 @@ class MambaSpecDecodeGPUContext:
         token_bias_gpu: torch.Tensor,
         idx_mapping: torch.Tensor | None = None,
     ) -> None:
-        """Copies states to the columns that the step will read, in one launch.
+        """Copy states to the columns that the step will read, in one launch.
 
         Args:
             num_reqs: Requests, in the order of the block tables' rows.
@@ -213,7 +213,7 @@ class MambaSpecDecodeGPUContext:
         token_bias_gpu: torch.Tensor,
         accepted_by_row: torch.Tensor,
     ) -> None:
-        """Moves the running columns to a step, and copies states there, in one launch.
+        """Move the running columns to a step, and copy states there, in one launch.
 
         Args:
             num_reqs: Requests, in the order of the block tables' rows.
@@ -254,7 +254,7 @@ class MambaSpecDecodeGPUContext:
         state_idx_gpu: torch.Tensor,
         num_computed_tokens_gpu: torch.Tensor,
     ) -> None:
-        """Takes the accepted counts of a step, and saves states as above, in one launch.
+        """Take the accepted counts of a step, and save states as above, in one launch.
 
         Args:
             idx_mapping: [num_reqs] int: the slot of each row of the block tables, -1 to skip it.
@@ -310,7 +310,7 @@ class MambaBuffers:
         device: torch.device | str,
         with_postprocess_align: bool,
     ) -> MambaBuffers:
-        """Makes the buffers.
+        """Make the buffers.
 
         Args:
             max_num_reqs: The most requests of a batch.

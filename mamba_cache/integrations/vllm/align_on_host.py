@@ -1,4 +1,4 @@
-"""Around the forward of a step, decided on the host."""
+"""Align mode on the host: ``preprocess_mamba`` and ``postprocess_mamba`` around a forward."""
 
 # An engine gives these functions all that it has, by position.
 # ruff: noqa: PLR0917
@@ -80,7 +80,7 @@ def preprocess_mamba(
     mamba_state_copy_funcs: _CopyFuncs,
     copy_bufs: MambaCopyBuffers,
 ) -> None:
-    """Copies every state to the column that the forward will read, all in one launch.
+    """Copy every state to the column that the forward will read, all in one launch.
 
     Args:
         scheduler_output: What the step computes.
@@ -138,7 +138,7 @@ def postprocess_mamba(
     mamba_state_copy_funcs: _CopyFuncs | None = None,
     copy_bufs: MambaCopyBuffers | None = None,
 ) -> None:
-    """Does what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
 
     In "align" mode the states of requests that crossed a block boundary are saved, all in one
     launch; in "all" mode see ``postprocess_mamba_all``.
@@ -230,7 +230,7 @@ def postprocess_mamba_align_gpu(
     forward_context: Mapping[str, Any],
     mamba_state_copy_funcs: _CopyFuncs,
 ) -> None:
-    """Saves states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
+    """Save states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
 
     The inputs have been staged by ``stage_postprocess_inputs_to_gpu``. The first call learns where
     states and block tables lie.
@@ -287,7 +287,7 @@ def _plan_alignments(
     mamba_state_idx: Mapping[str, int],
     block_size: int,
 ) -> dict[int, StateMove]:
-    """Returns the move of each request in the batch that has crossed a block boundary."""
+    """Return the move of each request in the batch that has crossed a block boundary."""
     moves = {}
     for index, req_id in enumerate(input_batch.req_ids):
         if req_id not in mamba_state_idx:
@@ -315,7 +315,7 @@ def _plan_copies(
     input_batch: InputBatch,
     requests: Mapping[str, Any],
 ) -> _Copies | None:
-    """Checks the moves of requests by batch index, and returns where their bytes go."""
+    """Check the moves of requests by batch index, and return where their bytes go."""
     real = {index: move for index, move in moves.items() if not move.is_empty}
     if not real:
         return None

@@ -1,4 +1,4 @@
-"""Which columns are copied where, as plain numbers: nothing here touches a state.
+"""The rules of align mode, as plain numbers: which column of a block table is copied where.
 
 The kernels decide the same way on the GPU; tests hold them to these functions.
 """
@@ -37,12 +37,12 @@ class StateMove:
 
 
 def running_column(num_computed: int, num_scheduled: int, block_size: int) -> int:
-    """Returns the column that a step writes its first state to."""
+    """Return the column that a step writes its first state to."""
     return -(-(num_computed + num_scheduled) // block_size) - 1
 
 
 def previous_column(num_computed: int, block_size: int) -> int:
-    """Returns the column that holds the state of a request whose last step is not known.
+    """Return the column that holds the state of a request whose last step is not known.
 
     It is -1 for a request of which nothing is computed.
     """
@@ -50,7 +50,7 @@ def previous_column(num_computed: int, block_size: int) -> int:
 
 
 def plan_migration(previous: int, current: int, num_accepted: int) -> StateMove | None:
-    """Returns how the state gets to the column that the step will read, or None if it is there.
+    """Return how the state gets to the column that the step will read, or None if it is there.
 
     Args:
         previous: Running column of the last step, negative if there is none.
@@ -65,7 +65,7 @@ def plan_migration(previous: int, current: int, num_accepted: int) -> StateMove 
 def plan_alignment(
     num_running: int, num_accepted: int, column: int, block_size: int
 ) -> StateMove | None:
-    """Returns how the state at the last block boundary is saved, or None if none was crossed.
+    """Return how the state at the last block boundary is saved, or None if none was crossed.
 
     Args:
         num_running: Tokens in the state of the running column: all but the step's drafts.

@@ -1,4 +1,4 @@
-"""Arrays that live on the host and on the device, and the copies that they carry."""
+"""Pinned buffers: ``CpuGpuBuffer``, and the lists of copies in ``MambaCopyBuffers``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CpuGpuBuffer:
         return copied
 
     def wait(self) -> None:
-        """Waits until the host side may change: until what was enqueued last has been copied.
+        """Wait until the host side may change: until what was enqueued last has been copied.
 
         It has been, unless the host runs more than a step ahead of the device.
         """
@@ -131,7 +131,7 @@ class MambaCopyBuffers:
         copy_funcs: Sequence[Callable[..., Any]],
         make_buffer: MakeBuffer,
     ) -> MambaCopyBuffers:
-        """Makes buffers for the copies of ``max_num_reqs`` requests.
+        """Make buffers for the copies of ``max_num_reqs`` requests.
 
         Args:
             max_num_reqs: The most requests of a batch.
@@ -170,7 +170,7 @@ class MambaCopyBuffers:
         )
 
     def check_room(self, count: int) -> None:
-        """Checks that ``count`` copies fit.
+        """Check that ``count`` copies fit.
 
         Raises:
             InvalidArgumentError: They do not.
@@ -181,7 +181,7 @@ class MambaCopyBuffers:
             )
 
     def fill(self, regions: Sequence[Region]) -> None:
-        """Writes the host side, from the first entry on. There is at least one region."""
+        """Write the host side, from the first entry on. There is at least one region."""
         for buffer in self.columns:
             wait_until_sent(buffer)
         for buffer, values in zip(self.columns, zip(*regions, strict=True), strict=True):
@@ -190,7 +190,7 @@ class MambaCopyBuffers:
 
 
 def wait_until_sent(buffer: HostDeviceBuffer) -> None:
-    """Waits until the host side of a buffer may change, if the buffer knows.
+    """Wait until the host side of a buffer may change, if the buffer knows.
 
     An engine's own buffer may not; then the engine sees to it.
     """

@@ -1,4 +1,4 @@
-"""Where the states lie in memory: described once, for the kernels and for their plain twins."""
+"""Copy functions such as ``get_conv_copy_spec``, and where each layer's states lie in memory."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ class StateMemory:
         return self.block_bytes // self.element_size // max(self.conv_width, 1)
 
     def source_column(self, column: int, bias: int) -> int:
-        """Returns the column that a move reads: drafts leave temporal states in later ones."""
+        """Return the column that a move reads: drafts leave temporal states in later ones."""
         return column if self.conv_width else column + bias
 
     def shift(self, bias: int) -> int:
-        """Returns by how many tokens a move shifts the state."""
+        """Return by how many tokens a move shifts the state."""
         return bias if self.conv_width else 0
 
     def address(self, block_id: int) -> int:
-        """Returns the address of a block's state."""
+        """Return the address of a block's state."""
         return self.blocks.data_ptr() + block_id * self.blocks.stride(0)
 
     def copy_spec(self, block_id: int, bias: int) -> MambaCopySpec:
-        """Returns what a move by ``bias`` drafts reads of the block in its source column."""
+        """Return what a move by ``bias`` drafts reads of the block in its source column."""
         shift = self.shift(bias)
         skipped = shift * self.token_bytes
         # Without a shift the rows of a block follow each other without a gap.
@@ -162,7 +162,7 @@ def describe_states(
     forward_context: Mapping[str, Any],
     copy_funcs: Sequence[Callable[..., Any]],
 ) -> list[StateMemory]:
-    """Describes every state tensor of the given groups, in the order of groups, layers, states.
+    """Describe every state tensor of the given groups, in the order of groups, layers, states.
 
     Args:
         kv_cache_config: Names the layers of each group.

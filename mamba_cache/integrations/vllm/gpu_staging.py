@@ -1,4 +1,4 @@
-"""Bringing what the kernels decide by to the device, without waiting for it."""
+"""The ``stage_*_to_gpu`` functions: inputs of the kernels, sent to the device without waiting."""
 
 # An engine gives these functions all that it has, by position.
 # ruff: noqa: PLR0917

@@ -1,4 +1,4 @@
-"""States whose bookkeeping never leaves the GPU, for engines that prepare a step ahead."""
+"""``MambaHybridModelState``: bookkeeping that stays on the GPU, for steps prepared ahead."""
 
 # An engine gives these functions all that it has, by position.
 # ruff: noqa: PLR0917
@@ -125,7 +125,7 @@ class MambaHybridModelState:
             self._context: MambaSpecDecodeGPUContext | None = None
 
     def add_request(self, req_index: int, new_req_data: NewRequest) -> None:
-        """Gives a request the slot ``req_index``.
+        """Give a request the slot ``req_index``.
 
         Args:
             req_index: The slot.
@@ -196,7 +196,7 @@ class MambaHybridModelState:
         kv_cache_config: Any = None,
         for_capture: bool = False,
     ) -> MambaHybridAttnMetadata:
-        """Returns what the layers need to know of a batch, before its forward.
+        """Return what the layers need to know of a batch, before its forward.
 
         Args:
             input_batch: The batch: ``num_reqs``, ``num_tokens``, the same ``_after_padding``,
@@ -233,7 +233,7 @@ class MambaHybridModelState:
         num_sampled: torch.Tensor | int,
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Takes the accepted counts of a step and, in "align" mode, saves crossed boundaries.
+        """Take the accepted counts of a step and, in "align" mode, save crossed boundaries.
 
         Args:
             idx_mapping: [num_reqs] int on the device: the slot of each row, -1 to skip it.

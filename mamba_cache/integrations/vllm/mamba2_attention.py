@@ -130,7 +130,7 @@ class Mamba2AttentionMetadataBuilder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Mamba2AttentionMetadata:
-        """Returns the metadata of a batch.
+        """Return the metadata of a batch.
 
         Args:
             common_prefix_len: Taken for the engine's sake and not read.
@@ -216,7 +216,7 @@ class Mamba2AttentionMetadataBuilder:
     def _columns(
         self, computed: np.ndarray[Any, np.dtype[Any]], lengths: np.ndarray[Any, np.dtype[Any]]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Returns the last column written, the first, and the one read, of each request."""
+        """Return the last column written, the first, and the one read, of each request."""
         if self.kv_cache_spec.mamba_cache_mode != "all":
             return None, None, None
         block_size = self.kv_cache_spec.block_size
@@ -236,7 +236,7 @@ class Mamba2AttentionMetadataBuilder:
         return indices if spec.num_speculative_blocks else indices[:, 0]
 
     def _num_decodes(self, lengths: np.ndarray[Any, np.dtype[Any]]) -> int:
-        """Returns how many requests come before the first with more tokens than a decode has."""
+        """Return how many requests come before the first with more tokens than a decode has."""
         prefills = np.flatnonzero(lengths > 1 + self.kv_cache_spec.num_speculative_blocks)
         return int(prefills[0]) if len(prefills) else len(lengths)
 
@@ -252,7 +252,7 @@ class Mamba2AttentionBackend:
 
     @staticmethod
     def get_builder_cls() -> type[Mamba2AttentionMetadataBuilder]:
-        """Returns the class that builds the metadata."""
+        """Return the class that builds the metadata."""
         return Mamba2AttentionMetadataBuilder
 
 

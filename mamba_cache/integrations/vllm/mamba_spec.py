@@ -1,4 +1,4 @@
-"""Which KV cache groups hold Mamba states, and what they agree on."""
+"""``MambaSpec``, and the KV cache groups that hold Mamba states."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MambaSpec:
 
 
 def get_mamba_groups(kv_cache_config: KVCacheConfig) -> tuple[list[int], StateSpecView]:
-    """Returns the ids of all Mamba groups, and the spec of the first.
+    """Return the ids of all Mamba groups, and the spec of the first.
 
     A foreign engine's spec is recognised by the attributes of ``MambaSpec``. Groups may differ in
     shapes and dtypes, but not in how their states are scheduled.

@@ -1,4 +1,4 @@
-"""What an engine supplies, as Protocols with the attribute names that its own objects have."""
+"""What is read of vLLM's own objects, as Protocols with the attribute names that they have."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BlockTable(Protocol):
     """The block table of one KV cache group."""
 
     def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
-        """Returns the first ``num_reqs`` rows, [num_reqs, columns] int32 on the device."""
+        """Return the first ``num_reqs`` rows, [num_reqs, columns] int32 on the device."""
 
 
 class InputBatch(Protocol):
@@ -130,7 +130,7 @@ class MakeBuffer(Protocol):
     """Makes a buffer of ``n`` elements."""
 
     def __call__(self, n: int, *, dtype: torch.dtype) -> Any:
-        """Returns a ``HostDeviceBuffer``."""
+        """Return a ``HostDeviceBuffer``."""
 
 
 class NewRequest(Protocol):
@@ -153,7 +153,7 @@ class HybridModel(Protocol):
     """A model with Mamba layers."""
 
     def get_mamba_state_copy_func(self) -> Sequence[Any]:
-        """Returns the copy function of each kind of state."""
+        """Return the copy function of each kind of state."""
 
 
 class EngineConfig(Protocol):

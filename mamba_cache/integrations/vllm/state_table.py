@@ -1,4 +1,4 @@
-"""The states and block tables of a model, as numbers that a kernel finds its way by."""
+"""The table of addresses, strides and sizes of all states and block tables that kernels read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class StateTable:
         return len(self.chunks) * self.tiles_per_chunk
 
     def bind(self, memories: Sequence[StateMemory], block_tables: Sequence[torch.Tensor]) -> None:
-        """Fills the table, without waiting for the device.
+        """Fill the table, without waiting for the device.
 
         Args:
             memories: Every state, in order.
@@ -115,7 +115,7 @@ class StateTable:
         self.memories = memories
 
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
-        """Takes the block tables to be used from now on, without waiting for the device.
+        """Take the block tables to be used from now on, without waiting for the device.
 
         Args:
             block_tables: [rows, columns] int32 of each Mamba group. A table that is the first rows
@@ -136,7 +136,7 @@ class StateTable:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns the array on the device, without waiting for it."""
+    """Return the array on the device, without waiting for it."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -148,7 +148,7 @@ def _num_tiles(memory: StateMemory) -> int:
 
 
 def _chunks(memory: StateMemory, tiles_per_chunk: int) -> list[tuple[int, ...]]:
-    """Returns the rows of ``StateTable.chunks`` of one state."""
+    """Return the rows of ``StateTable.chunks`` of one state."""
     num_tiles = _num_tiles(memory)
     state = (
         memory.blocks.data_ptr(),
@@ -189,7 +189,7 @@ def _check_block_tables(
 
 
 def _all_rows(table: torch.Tensor) -> torch.Tensor:
-    """Returns the table with all rows that its storage holds."""
+    """Return the table with all rows that its storage holds."""
     num_columns, stride = table.shape[1], table.stride(0)
     if not num_columns or not stride:
         return table

@@ -1,4 +1,4 @@
-"""Copies between columns as Triton kernels, which decide what they copy.
+"""The Triton kernels of align mode: each decides and copies in one launch.
 
 Every program of a fused kernel makes the same decisions for the whole batch, then takes its share
 of the tiles of all moves. So a step in which nothing moves costs a launch of few programs, and a
@@ -74,7 +74,7 @@ def _load(values, entries, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_slots(idx_mapping, rows, num_reqs):  # type: ignore[no-untyped-def]
-    """Returns the slots of rows, -1 for rows to skip."""
+    """Return the slots of rows, -1 for rows to skip."""
     return tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
 
 
@@ -259,7 +259,7 @@ def precopy_columns(
     token_bias: torch.Tensor,
     idx_mapping: torch.Tensor | None,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
     inputs = (state_idx, source_columns, token_bias)
     mapping = state_idx if idx_mapping is None else idx_mapping
     is_mapped = idx_mapping is not None
@@ -278,7 +278,7 @@ def precopy_resident(
     token_bias: torch.Tensor,
     accepted_by_row: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
     by_slot = (num_computed, num_accepted, state_idx, source_columns, token_bias)
     num_padded = len(accepted_by_row)
     inputs = (idx_mapping, query_start_loc, *by_slot, accepted_by_row, num_padded)
@@ -295,7 +295,7 @@ def postcopy_columns(
     num_drafts: torch.Tensor,
     num_accepted_out: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
     _launch(_postcopy_kernel, table, num_reqs, inputs)
 
@@ -308,7 +308,7 @@ def postcopy_resident(
     state_idx: torch.Tensor,
     num_computed: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
     if num_sampled.data_ptr() == num_accepted.data_ptr():
         # Rows are not slots: what is written for one row would be read for another.
         num_sampled = num_sampled.clone()
@@ -319,7 +319,7 @@ def postcopy_resident(
 def accept_tokens(
     idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor
 ) -> None:
-    """Writes ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
+    """Write ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
     rows = _num_rows(len(idx_mapping))
     with torch.cuda.device(idx_mapping.get_device()):
         _accept_kernel[(1,)](idx_mapping, num_sampled, num_accepted, len(idx_mapping), ROWS=rows)
@@ -328,7 +328,7 @@ def accept_tokens(
 def gather_accepted(
     idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
 ) -> None:
-    """Fills the rows with the counts of their slots, and with 1 where there is no request."""
+    """Fill the rows with the counts of their slots, and with 1 where there is no request."""
     num_padded = len(num_accepted_by_row)
     with torch.cuda.device(num_accepted.get_device()):
         _gather_kernel[(1,)](
@@ -377,7 +377,7 @@ def _num_rows(num_reqs: int) -> int:
 
 @functools.cache
 def _shares(device: torch.device) -> tuple[int, int]:
-    """Returns the most programs of a launch, and the counters that they take turns at."""
+    """Return the most programs of a launch, and the counters that they take turns at."""
     if device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER, _TURNS_OF_INTERPRETER
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

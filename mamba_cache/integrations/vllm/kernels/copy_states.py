@@ -1,4 +1,4 @@
-"""How programs of a kernel share out and copy the states of all requests that move."""
+"""Device functions that copy states, shared out over all programs of a kernel."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917
@@ -43,7 +43,7 @@ _NUM_TILES = tl.constexpr(CHUNK_FIELDS.index("num_tiles"))
 def _words_from(  # type: ignore[no-untyped-def]
     first, size, WORD_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr
 ):
-    """Returns how many of ``size`` bytes are in the tile that begins at ``first``, in words."""
+    """Return how many of ``size`` bytes are in the tile that begins at ``first``, in words."""
     num_bytes = tl.minimum(tl.maximum(size - first, 0), _TILE_BYTES).to(tl.int32)
     return tl.multiple_of(num_bytes // WORD_BYTES, ALIGNMENT // WORD_BYTES)
 
@@ -52,7 +52,7 @@ def _words_from(  # type: ignore[no-untyped-def]
 def _copy_tile(  # type: ignore[no-untyped-def]
     source, destination, size, tile, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
-    """Copies the tile of that number of bytes that do not overlap."""
+    """Copy the tile of that number of bytes that do not overlap."""
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     first = tile * _TILE_BYTES
     num_words = _words_from(first, size, word_bytes, ALIGNMENT)
@@ -70,7 +70,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
 def copy_bytes(  # type: ignore[no-untyped-def]
     source, destination, size, tile, WORD: tl.constexpr
 ) -> None:
-    """Copies the tile of that number of bytes that do not overlap, by the widest words that fit."""
+    """Copy the tile of that number of bytes that do not overlap, by the widest words that fit."""
     if ((source | destination | size) & (_WIDE_BYTES - 1)) == 0:
         _copy_tile(source, destination, size, tile, tl.int64, _WIDE_BYTES)
     else:
@@ -89,7 +89,7 @@ def shift_rows(  # type: ignore[no-untyped-def]
     num_parts,
     WORD: tl.constexpr,
 ) -> None:
-    """Moves one part of rows to the left, onto themselves or elsewhere.
+    """Move one part of rows to the left, onto themselves or elsewhere.
 
     A lane is one word of a piece in one row. The program walks through the pieces from first to
     last, a few at a time, and no other program touches its lanes: so nothing is overwritten before
@@ -118,7 +118,7 @@ def shift_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _copy_wide_and_draw(source, destination, size, tile, counter):  # type: ignore[no-untyped-def]
-    """Copies a tile by accesses of 16 bytes, and draws a ticket while they are on their way."""
+    """Copy a tile by accesses of 16 bytes, and draw a ticket while they are on their way."""
     first = tile * _TILE_BYTES
     source = tl.multiple_of((source + first).to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
     destination = tl.multiple_of((destination + first).to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
@@ -145,7 +145,7 @@ def _copy_and_draw(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_chunk(chunks, index):  # type: ignore[no-untyped-def]
-    """Returns the fields of a chunk, in their order."""
+    """Return the fields of a chunk, in their order."""
     chunk = chunks + index.to(tl.int64) * _NUM_FIELDS
     return (
         tl.load(chunk + _BASE_ADDRESS),
@@ -161,7 +161,7 @@ def _load_chunk(chunks, index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _is_last(counters):  # type: ignore[no-untyped-def]
-    """Returns whether all other programs have come here, and if so clears the counters."""
+    """Return whether all other programs have come here, and if so clears the counters."""
     # Relaxed, because what comes before it are this program's reads, whose values led here.
     ended = tl.atomic_add(counters + _ENDED * _LINE_INTS, 1, sem="relaxed")
     is_last = ended == tl.num_programs(0) - 1
@@ -186,7 +186,7 @@ def _move_tile(  # type: ignore[no-untyped-def]
     counter,
     WORD: tl.constexpr,
 ):
-    """Copies one tile of one state from block to block, and draws a ticket."""
+    """Copy one tile of one state from block to block, and draw a ticket."""
     source = base + source_block * stride + shift * token_bytes
     destination = base + destination_block * stride
     is_real = (source_block >= 0) & (destination_block >= 0)
@@ -221,7 +221,7 @@ def copy_moves(  # type: ignore[no-untyped-def]
     TILES_PER_CHUNK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Copies this program's share of the tiles of all moves, numbered through: its tickets.
+    """Copy this program's share of the tiles of all moves, numbered through: its tickets.
 
     The first ticket is the program's number, the others are drawn; so what is in flight stays close
     together in memory. Programs take turns at ``TURNS`` counters, which divide their number.

@@ -1,6 +1,6 @@
-"""What the kernels must equal, bit for bit: each function decides, checks, then copies.
+"""The kernels' twins in plain Python: each function decides, checks, then copies.
 
-It reads the decisions' inputs on the host, so it serves the CPU and as a reference.
+They read the inputs of decisions on the host, so they serve the CPU, and as a reference.
 """
 
 # The launchers of the kernels take the same arguments in the same order.
@@ -57,7 +57,7 @@ class RowMove(NamedTuple):
 
 
 def copy_regions(buffers: MambaCopyBuffers) -> None:
-    """Copies the first ``offset`` regions of ``buffers``, which lie in memory of the CPU."""
+    """Copy the first ``offset`` regions of ``buffers``, which lie in memory of the CPU."""
     columns = [buffer.np[: buffers.offset].tolist() for buffer in buffers.columns]
     for source, destination, size, num_rows, row_stride, _ in zip(*columns, strict=True):
         for row in range(num_rows):
@@ -71,7 +71,7 @@ def decide_precopy(
     token_bias: torch.Tensor,
     idx_mapping: torch.Tensor | None,
 ) -> list[RowMove]:
-    """Returns the moves of ``precopy_columns``."""
+    """Return the moves of ``precopy_columns``."""
     sources, columns, bias = (t.tolist() for t in (source_columns, state_idx, token_bias))
     planned = (
         (row, slot, plan_migration(sources[slot], columns[slot], bias[slot] + 1))
@@ -88,7 +88,7 @@ def precopy_columns(
     token_bias: torch.Tensor,
     idx_mapping: torch.Tensor | None,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
     moves = decide_precopy(num_reqs, state_idx, source_columns, token_bias, idx_mapping)
     check_moves(table, moves)
     _copy(table, moves)
@@ -103,7 +103,7 @@ def decide_precopy_resident(
     state_idx: torch.Tensor,
     block_size: int,
 ) -> list[RowMove]:
-    """Returns the moves of ``precopy_resident``."""
+    """Return the moves of ``precopy_resident``."""
     inputs = (query_start_loc, num_computed, num_accepted, state_idx, block_size)
     steps = _steps(num_reqs, idx_mapping, *inputs)
     return [step for step in steps if step.move.source >= 0 and not step.move.stays]
@@ -121,7 +121,7 @@ def precopy_resident(
     token_bias: torch.Tensor,
     accepted_by_row: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
     inputs = (query_start_loc, num_computed, num_accepted, state_idx, table.block_size)
     steps = _steps(num_reqs, idx_mapping, *inputs)
     moves = decide_precopy_resident(num_reqs, idx_mapping, *inputs)
@@ -145,7 +145,7 @@ def decide_postcopy(
     num_drafts: torch.Tensor,
     block_size: int,
 ) -> list[RowMove]:
-    """Returns the moves of ``postcopy_columns``."""
+    """Return the moves of ``postcopy_columns``."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts)
     planned = (
         (row, plan_alignment(computed + scheduled - drafts, accepted, column, block_size))
@@ -166,7 +166,7 @@ def postcopy_columns(
     num_drafts: torch.Tensor,
     num_accepted_out: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts)
     moves = decide_postcopy(num_reqs, *inputs, table.block_size)
     check_moves(table, moves)
@@ -182,7 +182,7 @@ def decide_postcopy_resident(
     num_computed: torch.Tensor,
     block_size: int,
 ) -> list[RowMove]:
-    """Returns the moves of ``postcopy_resident``."""
+    """Return the moves of ``postcopy_resident``."""
     sampled, columns, computed = (t.tolist() for t in (num_sampled, state_idx, num_computed))
     moves = []
     for row, slot in _rows(len(idx_mapping), idx_mapping):
@@ -202,7 +202,7 @@ def postcopy_resident(
     state_idx: torch.Tensor,
     num_computed: torch.Tensor,
 ) -> None:
-    """Copies as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
     moves = decide_postcopy_resident(
         idx_mapping, num_sampled, state_idx, num_computed, table.block_size
     )
@@ -215,7 +215,7 @@ def postcopy_resident(
 def accept_tokens(
     idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor
 ) -> None:
-    """Writes ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
+    """Write ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
     sampled = num_sampled.tolist()
     for row, slot in _rows(len(idx_mapping), idx_mapping):
         num_accepted[slot] = max(sampled[row], 1)
@@ -224,14 +224,14 @@ def accept_tokens(
 def gather_accepted(
     idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
 ) -> None:
-    """Fills the rows with the counts of their slots, and with 1 where there is no request."""
+    """Fill the rows with the counts of their slots, and with 1 where there is no request."""
     num_accepted_by_row.fill_(1)
     for row, slot in _rows(len(idx_mapping), idx_mapping):
         num_accepted_by_row[row] = num_accepted[slot]
 
 
 def check_moves(table: StateTable, moves: Iterable[RowMove]) -> None:
-    """Checks that every move stays within the block tables and the states.
+    """Check that every move stays within the block tables and the states.
 
     Raises:
         InvalidArgumentError: A row or column is past a block table's end, or a block is past those
@@ -258,7 +258,7 @@ def _check_block(block: int, memory: StateMemory, row: int, column: int) -> None
 
 
 def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> list[tuple[int, int]]:
-    """Returns row and slot of every request that is not skipped."""
+    """Return row and slot of every request that is not skipped."""
     slots: Sequence[int] = range(num_reqs)
     if idx_mapping is not None:
         slots = idx_mapping[:num_reqs].tolist()
@@ -274,7 +274,7 @@ def _steps(
     state_idx: torch.Tensor,
     block_size: int,
 ) -> list[RowMove]:
-    """Returns from which column to which each request's state goes, most often the same."""
+    """Return from which column to which each request's state goes, most often the same."""
     starts, computed = query_start_loc.tolist(), num_computed.tolist()
     steps = []
     for row, slot in _rows(num_reqs, idx_mapping):

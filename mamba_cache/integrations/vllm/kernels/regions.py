@@ -40,7 +40,7 @@ def _regions_kernel(  # type: ignore[no-untyped-def]
 
 
 def copy_regions(buffers: MambaCopyBuffers) -> None:
-    """Copies the first ``offset`` regions of ``buffers`` in one launch."""
+    """Copy the first ``offset`` regions of ``buffers`` in one launch."""
     count = buffers.offset
     values = np.concatenate([buffer.np[:count] for buffer in buffers.columns])
     word_bytes = math.gcd(8, int(np.gcd.reduce(values)))
