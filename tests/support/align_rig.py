@@ -10,7 +10,7 @@ import torch
 from align_engine import Engine
 from align_states import NUM_COLUMNS, States
 
-from mamba_cache.align import (
+from mamba_cache.integrations.vllm import (
     CpuGpuBuffer,
     MambaBuffers,
     MambaHybridModelState,

