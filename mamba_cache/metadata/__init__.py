@@ -25,7 +25,7 @@ __all__ = [
     "compute_varlen_chunk_metadata",
 ]
 
-if not TYPE_CHECKING:  # which would take every name for one of these
+if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these
 
     def __getattr__(name: str) -> object:
         """Look up a name that has moved to ``mamba_cache.integrations.vllm``."""
