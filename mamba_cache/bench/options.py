@@ -16,7 +16,7 @@ def count(text: str) -> int:
     """Read a number of things.
 
     Raises:
-        ArgumentTypeError: It is none, or below 1.
+        argparse.ArgumentTypeError: It is none, or below 1.
     """
     if not (text.isdecimal() and int(text)):
         raise ArgumentTypeError(f"must be an int >= 1, got {text!r}")
@@ -27,7 +27,7 @@ def budget(text: str) -> int | None:
     """Read a budget; None if it never runs out.
 
     Raises:
-        ArgumentTypeError: It is neither a number nor "unlimited".
+        argparse.ArgumentTypeError: It is neither a number nor "unlimited".
     """
     if text == UNLIMITED:
         return None
