@@ -6,6 +6,10 @@ Run ``python tests/interrupt_table.py > table.md``; all moments take about two h
 import argparse
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
@@ -21,6 +25,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="every N-th moment only")
     parser.add_argument("--only", default="", help="calls whose names begin so")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the moments")
     parser.add_argument("--signals", type=int, default=3000, help="real signals to Engine.step")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the signals")
     options = parser.parse_args()
@@ -29,13 +34,13 @@ def main():
     print("|" + "---|" * len(COLUMNS))
     num_faults = 0
     for name, subject, injector in subjects(options.only):
-        started = time.process_time()
+        started = time.monotonic()
         search = Search(subject, injector)
-        counts, examples = search.survey(search.moments()[:: options.every])
+        counts, examples = survey(name, search, options)
         found = [counts[kind] for kind in ("struck", "went on", "poisoned", *FAULTS)]
         print(f"|`{name}`|{len(search.moments())}|" + "|".join(map(str, found)) + "|", flush=True)
         print(
-            f"{name}: {time.process_time() - started:.0f} s",
+            f"{name}: {time.monotonic() - started:.0f} s",
             *examples[:9],
             sep="\n",
             file=sys.stderr,
@@ -45,6 +50,33 @@ def main():
         counts = signal_engine(np.random.default_rng(options.seed), options.signals)
         print(f"real signals: {dict(counts)}", file=sys.stderr)
     return bool(num_faults)
+
+
+def survey(name, search, options):
+    """Strikes at the moments, in this process or in several that share them."""
+    moments = search.moments()[:: options.every]
+    if options.jobs == 1:
+        return search.survey(moments)
+    counts, examples = Counter(), []
+    shares = [(name, moments[first :: 8 * options.jobs]) for first in range(8 * options.jobs)]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for found, told in pool.map(survey_share, shares):
+            counts += found
+            examples += told
+    return counts, examples
+
+
+def survey_share(share):
+    """Strikes at some of the moments, in a process of its own."""
+    torch.set_num_threads(1)
+    name, moments = share
+    return search_named(name).survey(moments)
+
+
+@lru_cache(maxsize=1)
+def search_named(name):
+    [(_, subject, injector)] = [one for one in subjects(name) if one[0] == name]
+    return Search(subject, injector)
 
 
 if __name__ == "__main__":

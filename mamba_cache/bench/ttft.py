@@ -28,9 +28,18 @@ from mamba_cache.bench.model_kernels import (
 )
 from mamba_cache.bench.options import count, one_of
 from mamba_cache.bench.ttft_chat import Chat, measure_chat
-from mamba_cache.bench.ttft_model import FAMILIES, Family, Subject, copy_of, evictions, make_model
+from mamba_cache.bench.ttft_model import (
+    FAMILIES,
+    Family,
+    FirstToken,
+    Subject,
+    copy_of,
+    evictions,
+    make_model,
+)
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.costs import fewest_winning
 from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = ["PrefixTimes", "add_ttft_options", "break_even", "print_ttft", "run_ttft"]
@@ -169,16 +178,14 @@ def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
         The number, between two measured ones where the gain changes its sign, or None if the hit
         with the most cached tokens does not win; and what it rests on.
     """
-    lengths = sorted(gains)
-    losing = [length for length in lengths if gains[length] <= 0]
-    if not losing:
-        return lengths[0], "a hit wins at each measured length; this is the shortest"
-    below = losing[-1]
-    if below == lengths[-1]:
-        return None, f"a hit does not win up to {below:,} cached tokens"
-    above = lengths[lengths.index(below) + 1]
-    share = -gains[below] / (gains[above] - gains[below])
-    return below + share * (above - below), f"between {below:,} and {above:,} cached tokens"
+    tokens, lengths = fewest_winning(gains), sorted(gains)
+    if tokens is None:
+        return None, f"a hit does not win up to {lengths[-1]:,} cached tokens"
+    if tokens == lengths[0]:
+        return tokens, "a hit wins at each measured length; this is the shortest"
+    below = max(length for length in lengths if length <= tokens)
+    above = min(length for length in lengths if length > tokens)
+    return tokens, f"between {below:,} and {above:,} cached tokens"
 
 
 class PrefixTimes:
@@ -191,8 +198,11 @@ class PrefixTimes:
         rounds: How often each way is timed, after one round to warm up.
 
     Attributes:
-        seconds: The times, by way.
+        seconds: The times until the first token, by way.
+        call_seconds: The times until the call that made it returned, by way.
         skipped: Tokens that the prefix cache did not compute again, by way.
+        declined: Hits that it declined, because it took them to lose, by way.
+        expected_saving: Seconds that a hit saves by its own measurements; None: it does not know.
         peak_bytes: The most GPU memory that a run took beside what it found, by way.
         stats: What the prefix cache counted, rounds of ``first prompt`` left out.
         evictions: What the prefix cache gave up: with any, misses and hits are not what they seem.
@@ -204,7 +214,10 @@ class PrefixTimes:
         self._rounds = rounds
         self._has_plain = True
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.call_seconds: dict[str, list[float]] = defaultdict(list)
         self.skipped: dict[str, list[int]] = defaultdict(list)
+        self.declined: dict[str, int] = defaultdict(int)
+        self.expected_saving: float | None = None
         self.peak_bytes: dict[str, int] = defaultdict(int)
         self.stats: dict[str, float] = {}
         self.evictions = 0
@@ -226,6 +239,7 @@ class PrefixTimes:
                 if not number:
                     self._forget()
             self.stats = _counts(cache)
+            self.expected_saving = cache.expected_saving(prefix, suffix)
             progress(f"{prefix:,} + {suffix:,} tokens: first prompts of an empty cache")
             for _ in range(self._rounds):
                 with _no_collections():
@@ -253,9 +267,10 @@ class PrefixTimes:
     def _time_bare(self, prompt: torch.Tensor, filled: Any) -> None:
         """Time the new tokens alone, over what plain transformers has computed of others."""
         new, past = prompt[:, self._lengths[0] :], copy_of(filled)
-        self._time(_BARE, lambda: self._subject.forward(new, past))
+        with self._measured_memory(_BARE):
+            self.seconds[_BARE].append(self._subject.time(lambda: self._subject.forward(new, past)))
         past = copy_of(filled)
-        self._time(_FILLED, lambda: self._subject.generate_filled(prompt, past))
+        self._time(_FILLED, lambda: self._subject.first_token_filled(prompt, past))
 
     def _time_first(self, cache: PrefixCache) -> None:
         self._time_plain()
@@ -269,27 +284,37 @@ class PrefixTimes:
             return
         prompt = self._subject.random(sum(self._lengths))
         try:
-            self._time(_PLAIN, lambda: self._subject.generate(self._subject.model, prompt))
+            self._time(_PLAIN, lambda: self._subject.first_token(self._subject.model, prompt))
         except torch.cuda.OutOfMemoryError:
             progress("plain transformers runs out of memory")
             self._has_plain = False
             self.seconds.pop(_PLAIN, None)
+            self.call_seconds.pop(_PLAIN, None)
         if not self._has_plain:  # once the exception has let go of its frames
             gc.collect()
             torch.cuda.empty_cache()
 
     def _time_cached(self, way: str, cache: PrefixCache, prompt: torch.Tensor) -> None:
         before = cache.stats()
-        self._time(way, lambda: self._subject.generate(cache, prompt))
-        self.skipped[way].append(cache.stats().skipped_tokens - before.skipped_tokens)
+        self._time(way, lambda: self._subject.first_token(cache, prompt))
+        after = cache.stats()
+        self.skipped[way].append(after.skipped_tokens - before.skipped_tokens)
+        self.declined[way] += after.declined_hits - before.declined_hits
 
-    def _time(self, way: str, run: Callable[[], object]) -> None:
+    def _time(self, way: str, run: Callable[[], FirstToken]) -> None:
+        with self._measured_memory(way):
+            first = run()
+        self.seconds[way].append(first.seconds)
+        self.call_seconds[way].append(first.call_seconds)
+
+    @contextmanager
+    def _measured_memory(self, way: str) -> Iterator[None]:
         self._subject.synchronize()
         used = 0
         if self._subject.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             used = torch.cuda.memory_allocated()
-        self.seconds[way].append(self._subject.time(run))
+        yield
         if self._subject.is_cuda:
             taken = torch.cuda.max_memory_allocated() - used
             self.peak_bytes[way] = max(self.peak_bytes[way], taken)
@@ -297,7 +322,9 @@ class PrefixTimes:
     def _forget(self) -> None:
         """Forget the times of the round that warmed up: kernels were compiled and tuned in it."""
         self.seconds.clear()
+        self.call_seconds.clear()
         self.skipped.clear()
+        self.declined.clear()
         self.peak_bytes.clear()
 
 
@@ -312,6 +339,7 @@ class _Report:
         self._figures: list[Measurement] = []
         self._samples: dict[str, Any] = {}
         self._gains: dict[int, float] = {}
+        self._expected_gains: dict[int, float] = {}
         self._failed: dict[str, str] = {}
 
     def result(self) -> dict[str, Any]:
@@ -343,6 +371,8 @@ class _Report:
         self._figures += self._ratios(times, title, prefix)
         if _PLAIN in times.seconds:
             self._gains[prefix] = _median_ms(times, _PLAIN) - _median_ms(times, _HIT)
+        if times.expected_saving is not None:
+            self._expected_gains[prefix] = 1e3 * times.expected_saving
         self._samples.setdefault("stats", {})[title] = times.stats
         samples = self._samples.setdefault("samples_ms", {})
         samples[title] = {
@@ -352,13 +382,20 @@ class _Report:
         }
 
     def add_break_even(self) -> None:
-        """Add from how many cached tokens on a hit wins, if plain transformers was measured."""
-        if not self._gains:
+        """Add from how many cached tokens on a hit wins, as measured here and by the cache."""
+        self._add_break_even("break_even", "break-even", self._gains)
+        name = "break-even by the cache's own measurements"
+        self._add_break_even("expected_break_even", name, self._expected_gains)
+
+    def _add_break_even(self, key: str, name: str, gains: dict[int, float]) -> None:
+        """Add one of them, unless nothing was measured."""
+        if not gains:
             return
-        tokens, detail = break_even(self._gains)
-        self._samples["break_even"] = {"cached_tokens": tokens, "detail": detail}
+        tokens, detail = break_even(gains)
+        in_ms = {str(prefix): round(gain, 3) for prefix, gain in sorted(gains.items())}
+        self._samples[key] = {"cached_tokens": tokens, "detail": detail, "gains_ms": in_ms}
         if tokens is not None:
-            self._figures.append(Measurement("break-even", tokens, "tokens", detail=detail))
+            self._figures.append(Measurement(name, tokens, "tokens", detail=detail))
 
     def add_chat(self) -> None:
         """Measure a chat."""
@@ -401,6 +438,11 @@ def _times(times: PrefixTimes, title: str, num_tokens: int) -> Iterator[Measurem
         if way in times.skipped:
             skipped = statistics.median_low(times.skipped[way])
             detail += f"; {skipped:,} tokens skipped"
+        if way in times.call_seconds:
+            call = statistics.median(times.call_seconds[way]) * 1e3
+            detail += f"; call {call:,.1f} ms"
+        if times.declined.get(way):
+            detail += f"; declined {times.declined[way]} of {len(seconds)} times"
         median = _median_ms(times, way)
         yield Measurement(f"{way}, {title}", median, "ms", runs=len(seconds), detail=detail)
 

@@ -2,14 +2,14 @@
 
 Each request is timed three ways in turn: by plain transformers, through the prefix cache, and as
 one bare forward of its new tokens over a cache of transformers that holds all that some request
-before it has computed: what a prefix cache without any cost of its own would take.
+before it has computed: what a prefix cache without any cost of its own would take. The prefix cache
+is told where the system prompt ends.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -92,23 +92,6 @@ class _User:
     past: Any = None
 
 
-class _FirstToken:
-    """A streamer that keeps when the first token came."""
-
-    def __init__(self) -> None:
-        self._num_puts = 0
-        self.at = 0.0
-
-    def put(self, _: object) -> None:
-        """Take the prompt, and then each token once it is on the host."""
-        self._num_puts += 1
-        if self._num_puts == 2:
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        """Take the end of the answer."""
-
-
 def measure_chat(
     subject: Subject, chat: Chat, rounds: int
 ) -> tuple[list[Measurement], dict[str, Any]]:
@@ -154,9 +137,15 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
             prompt = torch.cat([user.history, subject.random(chat.message_tokens)], dim=1)
             new = prompt[:, user.past.get_seq_length() :]
             bare = 1e3 * subject.time(partial(subject.forward, new, user.past))
-            _, plain = _first_token(subject, subject.model, prompt, 1)
+            plain = 1e3 * subject.first_token(subject.model, prompt).seconds
             before = cache.stats().skipped_tokens
-            user.history, cached = _first_token(subject, cache, prompt, chat.answer_tokens)
+            answered = subject.first_token(
+                cache,
+                prompt,
+                max_new_tokens=chat.answer_tokens,
+                checkpoints=[chat.system_tokens],
+            )
+            user.history, cached = answered.ids, 1e3 * answered.seconds
             skipped = cache.stats().skipped_tokens - before
             answer = user.history[:, prompt.shape[1] : -1]  # its last token was not computed
             if answer.shape[1]:
@@ -164,18 +153,6 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
             yield _Request(
                 turn + 1, index + 1, prompt.shape[1], new.shape[1], skipped, plain, cached, bare
             )
-
-
-def _first_token(
-    subject: Subject, who: Any, prompt: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, float]:
-    """Return prompt and answer, and the milliseconds until the answer's first token."""
-    streamer = _FirstToken()
-    subject.synchronize()
-    start = time.perf_counter()
-    ids = subject.generate(who, prompt, max_new_tokens=num_tokens, streamer=streamer)
-    subject.synchronize()
-    return ids, 1e3 * (streamer.at - start)
 
 
 def _figures(

@@ -18,7 +18,7 @@ import torch
 from mamba_cache.bench.measure import progress
 from mamba_cache.integrations.transformers import PrefixCache
 
-__all__ = ["FAMILIES", "Family", "Subject", "copy_of", "evictions", "make_model"]
+__all__ = ["FAMILIES", "Family", "FirstToken", "Subject", "copy_of", "evictions", "make_model"]
 
 _GIB = 2**30
 _STATES_A_CALL = 3
@@ -115,6 +115,38 @@ def make_model(family: Family, device: str) -> Any:
     return model.to(device).eval()
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """How long an answer's first token took.
+
+    Attributes:
+        ids: [1, length] int64: the prompt and the answer.
+        seconds: Until the host had the first token.
+        call_seconds: Until the call had returned and the device was done with its work.
+    """
+
+    ids: torch.Tensor
+    seconds: float
+    call_seconds: float
+
+
+class _Streamer:
+    """Keeps when the first token came."""
+
+    def __init__(self) -> None:
+        self._num_puts = 0
+        self.at = 0.0
+
+    def put(self, _: object) -> None:
+        """Take the prompt, and then each token once it is on the host."""
+        self._num_puts += 1
+        if self._num_puts == 2:
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        """Take the end of the answer."""
+
+
 class Subject:
     """A model, fresh prompts for it, and the ways to compute them.
 
@@ -145,9 +177,18 @@ class Subject:
         ids: torch.Tensor = who.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         return ids
 
-    def generate_filled(self, prompt: torch.Tensor, past: Any) -> torch.Tensor:
+    def first_token(self, who: Any, prompt: torch.Tensor, **options: Any) -> FirstToken:
+        """Do the same, and time it."""
+        streamer = _Streamer()
+        self.synchronize()
+        start = time.perf_counter()
+        ids = self.generate(who, prompt, streamer=streamer, **options)
+        self.synchronize()
+        return FirstToken(ids, streamer.at - start, time.perf_counter() - start)
+
+    def first_token_filled(self, prompt: torch.Tensor, past: Any) -> FirstToken:
         """Do the same through the model, over a cache that all but the new tokens are in."""
-        return self.generate(self.model, prompt, **{self._cache_name: past})
+        return self.first_token(self.model, prompt, **{self._cache_name: past})
 
     def new_cache(self) -> Any:
         """Make an empty cache of transformers."""

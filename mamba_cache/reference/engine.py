@@ -206,8 +206,10 @@ class Engine:
             Every event.
         """
         while self.num_requests:
-            events, taken = self.step(), 0
+            events: list[TokenEvent] = []
+            taken = 0
             try:
+                events = self.step()
                 while taken < len(events):
                     # One line: an interrupt comes before both or after both.
                     yield events[(taken := taken + 1) - 1]

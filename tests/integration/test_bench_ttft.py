@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 
-from mamba_cache.bench import ttft, ttft_chat
+from mamba_cache.bench import ttft, ttft_chat, ttft_model
 from mamba_cache.bench.command import main
 from mamba_cache.bench.model_kernels import REFERENCE
 from mamba_cache.bench.ttft import PrefixTimes, break_even, run_ttft
@@ -32,6 +33,13 @@ def model():
     return make_model(replace(tiny, config=config), "cpu")
 
 
+@pytest.fixture(autouse=True)
+def every_hit_is_used(monkeypatch):
+    """The clocks jump in tests: by them, any hit may seem to lose."""
+    always = partial(PrefixCache, measure_costs=False)
+    monkeypatch.setattr(ttft_model, "PrefixCache", always)
+
+
 @pytest.fixture
 def subject(model):
     return Subject(model)
@@ -50,7 +58,7 @@ def test_the_ways_compute_the_same(subject):
     filled = subject.fill(prompt[:, :256])
     bare = subject.forward(prompt[:, 256:], copy_of(filled))
     assert subject.generate(subject.model, prompt)[0, -1] == bare
-    assert subject.generate_filled(prompt, copy_of(filled))[0, -1] == bare
+    assert subject.first_token_filled(prompt, copy_of(filled)).ids[0, -1] == bare
     assert filled.get_seq_length() == 256, "a copy shares nothing"
     with subject.prefix_cache(num_tokens=1000, num_calls=3) as cache:
         assert subject.generate(cache, prompt)[0, -1] == bare
@@ -93,7 +101,8 @@ def test_prompts_are_what_their_names_say(subject, monkeypatch):
 
 def test_an_eviction_spoils_the_figures(small, model, monkeypatch):
     one_state = Subject(model)._measure_memory()[0] / 2**30
-    few = PrefixCache(model, mamba_cache_gb=1.5 * one_state, kv_cache_gb=0.01)
+    sizes = {"mamba_cache_gb": 1.5 * one_state, "kv_cache_gb": 0.01}
+    few = PrefixCache(model, measure_costs=False, **sizes)
     monkeypatch.setattr(Subject, "prefix_cache", lambda self, **_: few)
     result = run_ttft(family="tiny", prefix=[256], suffix=9, rounds=1)
     [given_up] = [one for one in result["measurements"] if one["name"].startswith("given up")]
@@ -127,6 +136,33 @@ def test_the_result_holds_every_time(small, monkeypatch, capsys):
     assert "break_even" in result
     assert len(result["chat"]["requests"]) == 6
     assert result["failed"] == {}
+
+
+class Pessimist(PrefixCache):
+    """One that takes all hits to lose, as long as nobody knows better."""
+
+    def __init__(self, model, **settings):
+        super().__init__(model, **settings)
+        self._costs.uses = lambda saving: False
+
+    def expected_saving(self, cached_tokens, new_tokens):
+        return {256: -0.003, 300: 0.001}[cached_tokens]
+
+
+def test_declined_hits_show_and_so_does_what_the_cache_expects(small, monkeypatch, capsys):
+    monkeypatch.setattr(ttft_model, "PrefixCache", Pessimist)
+    assert main([*ARGUMENTS, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    found = {one["name"]: one for one in result["measurements"]}
+    for tokens in ("256 + 9 tokens", "300 + 9 tokens"):
+        assert found[f"hit, {tokens}"]["detail"].endswith("declined 2 of 2 times")
+        assert "declined" not in found[f"miss, {tokens}"]["detail"]
+        assert result["stats"][tokens]["declined_hits"] > 0
+        assert result["stats"][tokens]["skipped_tokens"] == 0
+    own = result["expected_break_even"]
+    assert own["gains_ms"] == {"256": -3, "300": 1}
+    assert own["cached_tokens"] == found["break-even by the cache's own measurements"]["value"]
+    assert own["cached_tokens"] == 256 + 33
 
 
 def test_a_failure_is_reported_and_the_rest_is_measured(small, monkeypatch, capsys):
@@ -187,6 +223,7 @@ def test_a_chat_knows_what_is_new_in_each_request(subject):
     assert [one["new_tokens"] for one in requests] == [320, 20, 21, 21, 21, 21]
     assert [one["prompt_tokens"] for one in requests] == [320, 320, 343, 343, 366, 366]
     assert requests[0]["skipped_tokens"] == 0
+    assert requests[1]["skipped_tokens"] == 256, "the system prompt's end was named"
     assert min(one["skipped_tokens"] for one in requests[2:]) > 0
     for way in ("plain_ms", "cached_ms", "bare_ms"):
         [total] = result["totals_ms"][way]

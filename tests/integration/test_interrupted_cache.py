@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from injectors import LineInterrupt
 from interrupt_rig import Search
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -28,6 +29,22 @@ def test_an_interrupted_cache_serves_nothing_wrong_and_lets_the_model_go(name):
     """Removed to see it fail: ``remove_hooks``, and ``let_go``, in ``PrefixCache._take_back``."""
     search = Search(CALLS[name])
     assert search.survey(search.moments(12))[1] == []
+
+
+class _LinesOfReplacements(LineInterrupt):
+    """A moment is before each line that replaces the model's functions, or puts them back."""
+
+    def _trace(self, frame, event, argument):
+        is_one = frame.f_code.co_filename.endswith("replacement.py")
+        return super()._trace(frame, event, argument) if is_one else None
+
+
+@pytest.mark.parametrize("name", ["a hit", "a miss"])
+def test_an_interrupt_while_functions_are_replaced_hangs_nobody(name):
+    """A lock was left locked by one at the end of its block, and the next call waited for ever."""
+    search = Search(CALLS[f"PrefixCache.generate, {name}"], _LinesOfReplacements)
+    assert search.num_moments > 20
+    assert search.survey(search.moments())[1] == []
 
 
 PROMPT = ONE[0].tolist()

@@ -26,6 +26,20 @@ def test_an_interrupted_engine_tells_every_token_once(name):
     assert search.survey(search.moments(16))[1] == []
 
 
+class _LinesOfStream(LineInterrupt):
+    """A moment is before each line of ``Engine.stream`` itself."""
+
+    def _trace(self, frame, event, argument):
+        is_stream = frame.f_code.co_name == "stream"
+        return super()._trace(frame, event, argument) if is_stream else None
+
+
+def test_a_stream_interrupted_before_any_of_its_own_lines_tells_every_token_once():
+    """Before the first event of a step, too, when the step has ended and nobody has its events."""
+    search = Search(ENGINE_CALLS["Engine.stream"], _LinesOfStream)
+    assert search.survey(search.moments())[1] == []
+
+
 def test_an_engine_tells_every_token_once_under_real_signals(seed):
     """In a process of its own: a signal may strike a tool that holds a lock, such as coverage."""
     command = [sys.executable, "tests/interrupt_table.py", "--only=none of the calls"]

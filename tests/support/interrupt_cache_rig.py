@@ -113,6 +113,15 @@ def _batch(cache):
     cache.generate(prompts, cache_salt="a", **OPTIONS)
 
 
+def _declined(cache):
+    """Finds what it could restore, and computes it all the same."""
+    cache._costs.uses = lambda _: False
+    try:
+        cache.generate(ONE, checkpoints=[BLOCK], cache_salt="a", **OPTIONS)
+    finally:
+        del cache._costs.uses
+
+
 def cache_calls():
     """Returns the calls by name; they share one model."""
     cached = Cached()
@@ -127,6 +136,9 @@ def cache_calls():
             lambda cache: cache.generate(ONE, attention_mask=mask, cache_salt="c", **OPTIONS),
         ),
         "PrefixCache.generate, a batch": CacheCall(cached, _batch),
+        "PrefixCache.generate, a hit is declined": CacheCall(
+            cached, _declined, lambda cache: cache.prefill(ROOT, cache_salt="a")
+        ),
         "PrefixCache.generate, answers fill blocks": CacheCall(
             cached,
             lambda cache: cache.generate(

@@ -172,8 +172,12 @@ def make_model(name: str, seed: int = 0, **settings: object) -> transformers.Pre
 
 
 def make_cache(model: transformers.PreTrainedModel, **settings: object) -> PrefixCache:
-    """A cache with room for all that a test does, unless ``settings`` say otherwise."""
+    """A cache with room for all that a test does, and which reads no clock.
+
+    Unless ``settings`` say otherwise.
+    """
     ample = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
+    ample["measure_costs"] = False
     return PrefixCache(model, **{**ample, "segment_tokens": 4 * BLOCK, **settings})
 
 

@@ -16,6 +16,7 @@ from sources import ROOT
 from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.integrations.prometheus import TIMED_CALLS, CacheCollector, CallDurations
+from mamba_cache.integrations.transformers import PrefixCacheStats
 
 DASHBOARD = ROOT / "docs" / "how-to" / "grafana_dashboard.json"
 GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
@@ -24,8 +25,9 @@ GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
 class Source:
     """Statistics of distinct values, each at least 1."""
 
-    def __init__(self, seed):
-        fields = [f.name for f in dataclasses.fields(CacheStats) if f.name != "misses"]
+    def __init__(self, seed, kind=CacheStats):
+        self.kind = kind
+        fields = [f.name for f in dataclasses.fields(kind) if f.name != "misses"]
         values = random.Random(seed).sample(range(1, 10**6), len(fields) + len(MissReason))
         self.values = dict(zip(fields, values, strict=False))
         self.misses = dict(
@@ -33,7 +35,7 @@ class Source:
         )
 
     def stats(self):
-        return CacheStats(misses=self.misses, **self.values)
+        return self.kind(misses=self.misses, **self.values)
 
 
 def scrape(registry):
@@ -55,8 +57,9 @@ def labels(**named):
     return frozenset(named.items())
 
 
-def test_every_figure_is_exported(seed):
-    source = Source(seed)
+@pytest.mark.parametrize("kind", [CacheStats, PrefixCacheStats])
+def test_every_figure_is_exported(seed, kind):
+    source = Source(seed, kind)
     samples = scrape(registry_of(main=source))
     exported = {value for series in samples.values() for value in series.values()}
     bytes_per_slot = source.values.pop("bytes_per_slot")
@@ -84,7 +87,7 @@ def test_names_kinds_and_reasons(seed):
 
 
 def test_names_follow_the_conventions(seed):
-    registry = registry_of(main=Source(seed))
+    registry = registry_of(main=Source(seed, PrefixCacheStats))
     CallDurations(registry)
     for family in registry.collect():
         assert re.fullmatch(r"mamba_cache_[a-z_]+", family.name)
@@ -103,6 +106,15 @@ def test_several_caches_share_each_metric(seed):
         labels(cache="one"): one.values["evicted_slots"],
         labels(cache="two"): two.values["evicted_slots"],
     }
+
+
+def test_only_prefix_caches_have_what_is_theirs(seed):
+    context, cache = Source(seed), Source(seed + 1, PrefixCacheStats)
+    samples = scrape(registry_of(context=context, cache=cache))
+    assert samples["mamba_cache_seconds_saved_total"] == {
+        labels(cache="cache"): cache.values["seconds_saved"]
+    }
+    assert "mamba_cache_seconds_saved_total" not in scrape(registry_of(context=context))
 
 
 def test_each_scrape_reads_the_context_anew(seed):
@@ -189,7 +201,7 @@ def test_without_the_extra_the_error_names_it():
 @pytest.fixture
 def exported(seed):
     """{sample name: label names} of all that is exported."""
-    registry = registry_of(main=Source(seed))
+    registry = registry_of(main=Source(seed, PrefixCacheStats))
     durations = CallDurations(registry)
     durations.watch("main", make_context())
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -91,10 +92,14 @@ class ModelFingerprint:
         }
         self._settings.leave_out(frozenset(changed))
 
-    def begin(self) -> None:
+    def begin(self, *, may_differ: bool = False) -> None:
         """Reads the settings, and begins to compare the weights.
 
         On a GPU that is enqueued, and ``confirm`` tells the result.
+
+        Args:
+            may_differ: Nothing is cached that was computed with other weights, so those that are
+                found are the right ones from then on.
 
         Raises:
             InvalidArgumentError: A module is in training mode, so that dropout would make each run
@@ -105,7 +110,9 @@ class ModelFingerprint:
         if self._is_unchecked:
             self._check_modes()
         self.key = self._current_key()
-        self._weights.begin(self._settings.tensors, is_read_anew=self._is_unchecked)
+        self._weights.begin(
+            self._settings.tensors, is_read_anew=self._is_unchecked, may_differ=may_differ
+        )
         self._is_unchecked = False
 
     def confirm(self) -> None:
@@ -122,8 +129,14 @@ class ModelFingerprint:
         return self._current_key() == self.key
 
     def forget(self) -> None:
-        """Takes the weights as they are from now on."""
+        """Takes the weights as they are from now on.
+
+        They are read at once, so that the next prompt does not wait for it; what hinders that is
+        told by the next ``begin``.
+        """
         self._weights = _Weights(self._weights.kind)
+        with suppress(Exception):
+            self.begin()
 
     def _refresh(self) -> None:
         # What is found to be new is checked by the next call that begins, however often it is read.
@@ -153,24 +166,29 @@ class _Weights:
         self._expected: dict[str, object] = {}
         self._tensors: dict[str, list[torch.Tensor]] = {}
         self._special: dict[str, torch.Tensor] = {}
+        self._flat: list[torch.Tensor] = []
         self._layout: list[Any] = []
         self._versions: list[int] = []
         self._checksums: list[TensorChecksums] | None = None
         self._is_pending = False
+        self._may_differ = False
         self._num_calls = 0
 
-    def begin(self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool) -> None:
+    def begin(
+        self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool, may_differ: bool
+    ) -> None:
         """Begins to compare.
 
         Raises:
-            ModelChangedError: They are others.
+            ModelChangedError: They are others, and must not be.
         """
         self._is_pending = False
+        self._may_differ = may_differ
         self._num_calls += 1
         if is_read_anew or self._checksums is None or not self._is_laid_out_as_before():
             self._compare(tensors)
             return
-        versions = _versions(self._flat()) if self.kind != "full" else []
+        versions = _versions(self._flat) if self.kind != "full" else []
         if versions != self._versions:
             self._compare(tensors)
             return
@@ -187,7 +205,7 @@ class _Weights:
         """Waits for what ``begin`` began.
 
         Raises:
-            ModelChangedError: The weights are others.
+            ModelChangedError: The weights are others, and must not be.
         """
         if not self._is_pending:
             return
@@ -195,17 +213,15 @@ class _Weights:
         assert self._checksums is not None
         verdicts = [checksums.is_unchanged() for checksums in self._checksums]
         if not all(verdicts):
-            known = self._expected
-            changed = [path for path, value in self._measured() if known[path] != value]
-            self._checksums = None
-            raise _changed(changed)
+            self._take(dict(self._measured()), is_changed=True)
 
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, object]]:
         """Returns what each of the tensors holds."""
         self._tensors = {path: _parts(tensor) for path, tensor in tensors.items()}
         self._special = {path: t for path, t in tensors.items() if not _is_plain(t)}
+        self._flat = [part for parts in self._tensors.values() for part in parts]
         groups: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in self._flat():
+        for tensor in self._flat:
             groups.setdefault(tensor.device, []).append(tensor)
         self._checksums = (
             [TensorChecksums(group) for group in groups.values()] if self.kind != "off" else []
@@ -213,16 +229,21 @@ class _Weights:
         return self._measured()
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        changed = []
-        found = dict(self.measure(tensors))
-        for path, value in found.items():
-            if self._expected.setdefault(path, value) != value:
-                changed.append(path)
-        if changed:
+        self._take(dict(self.measure(tensors)), is_changed=False)
+        self._layout = _layout(self._flat)
+        self._versions = _versions(self._flat) if self.kind != "full" else []
+
+    def _take(self, found: dict[str, object], *, is_changed: bool) -> None:
+        """Expects what was found, or says that it is not what was expected."""
+        known = self._expected
+        changed = [path for path, value in found.items() if known.get(path, value) != value]
+        if self._may_differ:
+            self._expected = found
+        elif changed or is_changed:
             self._checksums = None
             raise _changed(changed)
-        self._layout = _layout(self._flat())
-        self._versions = _versions(self._flat()) if self.kind != "full" else []
+        else:
+            self._expected |= found
 
     def _measured(self) -> Iterator[tuple[str, object]]:
         assert self._checksums is not None
@@ -244,10 +265,7 @@ class _Weights:
             parts, known = _parts(tensor), self._tensors[path]
             if _layout(parts) != _layout(known):
                 return False
-        return self._layout == _layout(self._flat())
-
-    def _flat(self) -> list[torch.Tensor]:
-        return [part for parts in self._tensors.values() for part in parts]
+        return self._layout == _layout(self._flat)
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:

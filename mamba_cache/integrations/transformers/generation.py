@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -59,6 +60,8 @@ class Generation:
         prefiller: Computes prompts.
         store: What is cached.
         cache_salt: Prompts of different salts never match.
+        checkpoints: Of each row that ``generate`` was given, the positions that its caller named;
+            none if he named nothing.
         eos_token_ids: Tokens that end an answer.
         follows_rows: A row of the batch goes on with its own tokens, as in sampling; in beam
             search rows change places, and only prompts are cached.
@@ -77,6 +80,7 @@ class Generation:
         store: PrefixStore,
         *,
         cache_salt: ExtraKey,
+        checkpoints: Sequence[Sequence[int]],
         eos_token_ids: Sequence[int],
         follows_rows: bool,
         keeps_decoded: bool,
@@ -85,11 +89,12 @@ class Generation:
         self._prefiller = prefiller
         self._store = store
         self._cache_salt = cache_salt
+        self._checkpoints = checkpoints
         self._eos = frozenset(eos_token_ids)
         self._keeps_decoded = keeps_decoded
         self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
-        self._prefills: dict[tuple[int, ...], Prefill] = {}
+        self._prefills: dict[bytes, Prefill] = {}
         self._ids: torch.Tensor | None = None
         self._columns: list[torch.Tensor] = []
         self._answers: list[list[int]] = []
@@ -150,8 +155,8 @@ class Generation:
 
     def publish(self) -> None:
         """Makes the answers findable, once ``generate`` has returned."""
-        if self._ids is None or not self._keeps_answers:
-            return
+        if self._ids is None or not self._keeps_answers or len(self._columns) < 2:
+            return  # the last token of an answer has not gone through the model
         if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
             return
         self._read_columns(len(self._columns) - 1)
@@ -176,7 +181,7 @@ class Generation:
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
-        self._runner.fingerprint.begin()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
         if prompts is None:
             self.is_bypassed, self._keeps_answers = True, False
             return forward(**kwargs)
@@ -231,10 +236,11 @@ class Generation:
         """Fills the cache; returns how many columns of the batch are in it."""
         if not _is_batch(prompts):
             return self._fill_one(prompts[0])
+        named = self._checkpoints_of(prompts)
         for prompt in prompts:
-            self._prefill_but_last(prompt.tokens, self._tokens_left(prompts))
+            self._prefill_but_last(prompt, self._tokens_left(prompts), named[prompt.key])
         layout, left = self._store.layout, self._tokens_left(prompts)
-        prefills = [self._prefills[prompt.tokens] for prompt in prompts]
+        prefills = [self._prefills[prompt.key] for prompt in prompts]
         memories = [
             read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
             if len(prefill.tokens) > left
@@ -259,9 +265,10 @@ class Generation:
             end=len(tokens),
             min_computed=1,
             cache_salt=self._cache_salt,
+            checkpoints=self._checkpoints[0] if self._checkpoints else (),
             is_retry=self._is_retry,
         )
-        self._prefills[tokens] = prefill
+        self._prefills[prompt.key] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
         self._rows = [_Row(prompt, prefill)]
         if not prefill.segments:
@@ -285,15 +292,23 @@ class Generation:
             )
         return left
 
-    def _prefill_but_last(self, tokens: tuple[int, ...], left: int) -> None:
-        if tokens in self._prefills:
+    def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
+        """What was named, by prompt; ``generate`` repeats a row for each of its answers."""
+        named: dict[bytes, set[int]] = defaultdict(set)
+        for row, checkpoints in enumerate(self._checkpoints):
+            named[prompts[row * len(prompts) // len(self._checkpoints)].key].update(checkpoints)
+        return named
+
+    def _prefill_but_last(self, prompt: Prompt, left: int, checkpoints: Collection[int]) -> None:
+        if prompt.key in self._prefills:
             return
-        self._prefills[tokens] = self._prefiller.compute(
-            tokens,
+        self._prefills[prompt.key] = self._prefiller.compute(
+            prompt.tokens,
             self._runner.new_cache(),
-            end=len(tokens) - left,
+            end=len(prompt.tokens) - left,
             min_computed=left,
             cache_salt=self._cache_salt,
+            checkpoints=checkpoints,
         )
 
     def _memory(self) -> SequenceMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = [
     "CacheFiller",
+    "EmptyCache",
     "LayerParts",
     "SequenceMemory",
     "learn_layers",
@@ -74,6 +76,8 @@ class SequenceMemory:
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
         """Returns views of one row without the ``padding`` tokens on its left."""
+        if not padding and self.num_rows == 1:
+            return self
         num_tokens = self.num_tokens - padding
         one = slice(row, row + 1)
         return SequenceMemory(
@@ -83,6 +87,11 @@ class SequenceMemory:
             [tokens[one, :, padding:] for tokens in self.tokens],
             None if self.logits is None else self.logits[one],
         )
+
+    @property
+    def num_rows(self) -> int:
+        """How many sequences it holds."""
+        return self.states[0].shape[0]
 
     def dtypes(self) -> list[torch.dtype]:
         """Returns the dtype of each tensor, in the order of the attributes."""
@@ -190,6 +199,37 @@ def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMem
             layer.update(next(tokens), next(tokens))
 
 
+class EmptyCache:
+    """An empty cache, from which others are copied.
+
+    Args:
+        cache: A transformers cache that no forward has used, or ever will.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
+
+    def copy(self) -> Any:
+        """Returns an empty cache that shares nothing with others that is written to."""
+        made = copy.copy(self._cache)
+        made.layers = []
+        for kind, plain, nested in self._layers:
+            layer = object.__new__(kind)
+            attributes = vars(layer)
+            attributes.update(plain)
+            for name, value in nested:
+                attributes[name] = value.copy()
+            made.layers.append(layer)
+        return made
+
+
+def _split(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Returns the attributes that are not written into, and those that are."""
+    nested = [(name, x) for name, x in attributes.items() if isinstance(x, (dict, list))]
+    return {name: x for name, x in attributes.items() if name not in dict(nested)}, nested
+
+
 class CacheFiller:
     """Fills fresh caches with tensors that they may keep, without copying or allocating.
 
@@ -210,13 +250,14 @@ class CacheFiller:
         self._layers = layers
         before = [_copied(vars(layer)) for layer in _layers(fresh)]
         write_layers(fresh, layers, sample)
-        self._changes = [
+        changes: list[dict[str, Any]] = [
             {name: value for name, value in vars(layer).items() if not _same(value, old.get(name))}
             for layer, old in zip(_layers(fresh), before, strict=True)
         ]
-        for changed in self._changes:
+        for changed in changes:
             for name in _TENSORS & changed.keys():
                 changed[name] = _emptied(changed[name])
+        self._changes = [_split(changed) for changed in changes]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Makes a fresh cache own what is in ``memory``, one row.
@@ -231,8 +272,10 @@ class CacheFiller:
         fresh = _layers(cache)
         _check_kinds(fresh, self._layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
-        for layer, parts, changes in zip(fresh, self._layers, self._changes, strict=True):
-            vars(layer).update(_copied(changes))
+        for layer, parts, (plain, nested) in zip(fresh, self._layers, self._changes, strict=True):
+            vars(layer).update(plain)
+            for name, value in nested:
+                setattr(layer, name, value.copy())
             _put(layer, "conv_states", parts.convs, states)
             _put(layer, "recurrent_states", parts.recurrents, states)
             if parts.window:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.costs import CostModel, fewest_winning
 from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -50,7 +54,7 @@ class Prefill:
         logits: [1, vocabulary]: what follows, if all of it was restored and that is known.
     """
 
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int32]
     cache: Any
     record: SequenceRecord
     segments: list[Segment]
@@ -66,6 +70,7 @@ class Prefiller:
         filler: Puts what is restored into caches.
         capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
         placement: Where states are saved.
+        costs: Which hits and which of the placement's positions pay.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
         is_stepwise: After the first forward, or after a restored state, the model must be given
@@ -85,6 +90,7 @@ class Prefiller:
         filler: CacheFiller,
         capture: StateCapture | None,
         placement: CheckpointPlacement,
+        costs: CostModel,
         segment_tokens: int,
         may_shrink: bool,
         is_stepwise: bool,
@@ -95,6 +101,7 @@ class Prefiller:
         self._filler = filler
         self._capture = capture
         self._placement = placement
+        self._costs = costs
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
         self._is_stepwise = is_stepwise
@@ -102,15 +109,16 @@ class Prefiller:
 
     def begin(
         self,
-        tokens: Sequence[int],
+        tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        checkpoints: Collection[int] = (),
         is_retry: bool = False,
     ) -> Prefill:
-        """Restores the longest cached prefix of a prompt and plans the rest.
+        """Restores the longest cached prefix of a prompt, if that pays, and plans the rest.
 
         Args:
             tokens: Token ids of the prompt.
@@ -119,6 +127,8 @@ class Prefiller:
             min_computed: How many are to be computed in any case, those after ``end`` included;
                 none if ``end`` is the prompt's, and the logits that follow are cached.
             cache_salt: Prompts of different salts never match.
+            checkpoints: Positions whose states are kept in any case; one inside a block stands for
+                the block's beginning.
             is_retry: The prompt is counted already.
 
         Returns:
@@ -134,26 +144,30 @@ class Prefiller:
             left = len(tokens) - end + self.fewest_tokens
             record = self._open(tokens, cache_salt, left, is_whole)
         try:
-            restored = record.load()
-            if restored is not None:
-                self._filler.fill(cache, restored)
-            segments = self._plan(record, len(tokens), end)  # a placement may raise
+            start, restored = self._start(record, end, is_retry), None
+            if start:
+                with self._costs.restore(self._restored_bytes(start)):
+                    restored = record.load()
+                    assert restored is not None
+                    self._filler.fill(cache, restored)
+            segments = self._plan(record, len(tokens), start, end, checkpoints)  # may raise
         except BaseException:
             record.close()
             raise
         if not is_retry:
-            self._store.counters.count_admission(record.match)
+            self._count(record, start)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 
     def compute(
         self,
-        tokens: Sequence[int],
+        tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        checkpoints: Collection[int] = (),
         is_retry: bool = False,
     ) -> Prefill:
         """Restores the longest cached prefix of a prompt and computes the rest.
@@ -164,13 +178,15 @@ class Prefiller:
             end: How many of the tokens.
             min_computed: How many are to be computed in any case.
             cache_salt: Prompts of different salts never match.
+            checkpoints: Positions whose states are kept in any case.
             is_retry: The prompt is counted already.
 
         Returns:
             The prompt; close its record when it is done.
         """
-        bounds = {"end": end, "min_computed": min_computed}
-        prefill = self.begin(tokens, cache, **bounds, cache_salt=cache_salt, is_retry=is_retry)
+        bounds: dict[str, Any] = {"end": end, "min_computed": min_computed}
+        bounds |= {"cache_salt": cache_salt, "checkpoints": checkpoints}
+        prefill = self.begin(tokens, cache, **bounds, is_retry=is_retry)
         try:
             self.run(prefill, prefill.segments)
         except BaseException as error:
@@ -179,7 +195,7 @@ class Prefiller:
                 raise
         else:
             return prefill
-        return self.compute(tokens, cache, **bounds, cache_salt=cache_salt, is_retry=True)
+        return self.compute(tokens, cache, **bounds, is_retry=True)
 
     def put_back(self) -> None:
         """Undoes what a forward that broke off has replaced in the model's code."""
@@ -208,7 +224,7 @@ class Prefiller:
         return True
 
     def _open(
-        self, tokens: Sequence[int], cache_salt: ExtraKey, min_computed: int, is_whole: bool
+        self, tokens: npt.NDArray[np.int32], cache_salt: ExtraKey, min_computed: int, is_whole: bool
     ) -> SequenceRecord:
         return self._store.open(
             tokens,
@@ -241,31 +257,157 @@ class Prefiller:
         """
         inside = [position for position in segment.checkpoints if position < segment.end]
         rooms = prefill.record.reserve_states(inside) if inside else {}
-        if not rooms or self._capture is None:
-            yield set()
-            return
         size = segment.end - segment.start
-        with self._capture.during(prefill.cache, segment.start, size, rooms) as captured:
+        if not rooms or self._capture is None:
+            with self._costs.forward(size, segment.start):
+                yield set()
+            return
+        self._costs.spent.splits += len(rooms)
+        with (
+            self._costs.forward(size, segment.start, len(rooms)),
+            self._capture.during(prefill.cache, segment.start, size, rooms) as captured,
+        ):
             yield captured
 
-    def _plan(self, record: SequenceRecord, num_tokens: int, end: int) -> list[Segment]:
-        size, start = self._store.layout.block_size_tokens, record.match.skip_tokens
+    def expected_saving(self, cached_tokens: int, new_tokens: int) -> float | None:
+        """Returns the seconds by which a hit is faster than none, None if that is not known.
+
+        Args:
+            cached_tokens: Tokens that it does not compute.
+            new_tokens: Tokens that follow them.
+        """
+        return self._saving(cached_tokens, cached_tokens + new_tokens)
+
+    def break_even_tokens(self, new_tokens: int) -> int | None:
+        """Returns from how many cached tokens on a hit wins, None if that is not known.
+
+        Args:
+            new_tokens: Tokens that follow them.
+        """
+        size = self._store.layout.block_size_tokens
+        lengths = {size * step << power for power in range(12) for step in (2, 3)} | {size}
+        gains = {n: self._saving(n, n + new_tokens) for n in lengths}
+        tokens = fewest_winning({n: gain for n, gain in gains.items() if gain is not None})
+        return None if tokens is None else math.ceil(tokens)
+
+    def _start(self, record: SequenceRecord, end: int, is_retry: bool) -> int:
+        """Decides how much of what was found is restored: all of it, or nothing."""
+        found = record.match.skip_tokens
+        # A prompt that ran out of memory needs more for more tokens.
+        if not found or is_retry or self._costs.uses(self._saving(found, end)):
+            return found
+        return 0
+
+    def _count(self, record: SequenceRecord, start: int) -> None:
+        match, counters = record.match, self._store.counters
+        if start or not match.skip_tokens:
+            counters.count_admission(match)
+            return
+        counters.requests += 1
+        counters.kv_matched_blocks += match.kv_matched_blocks
+        self._costs.spent.declined_hits += 1
+        self._costs.spent.declined_tokens += match.skip_tokens
+
+    def _restored_bytes(self, num_tokens: int) -> int:
+        layout = self._store.layout
+        blocks = -(-num_tokens // layout.block_size_tokens)
+        return layout.bytes_per_slot + blocks * layout.bytes_per_block
+
+    def _saving(self, position: int, end: int) -> float | None:
+        """Returns the seconds that a state at ``position`` saves a prompt of ``end`` tokens."""
+        restore = self._costs.restore_seconds(self._restored_bytes(position))
+        whole = None if restore is None else self._seconds(0, end)
+        rest = None if whole is None else self._seconds(position, end)
+        if restore is None or whole is None or rest is None:
+            return None
+        return whole - rest - restore
+
+    def _seconds(self, start: int, end: int) -> float | None:
+        """Returns what the forwards over a part of a prompt take, None if that is not known."""
+        if self._is_stepwise and start:
+            one = self._costs.forward_seconds(1, start)
+            return None if one is None else one * (end - start)
+        total, ends = 0.0, () if self._is_stepwise else self._segment_ends(start, end)
+        for begin, stop in pairwise([start, *ends, end]):
+            if begin < stop:
+                seconds = self._costs.forward_seconds(stop - begin, begin)
+                if seconds is None:
+                    return None
+                total += seconds
+        return total
+
+    def _split_seconds(self, position: int, start: int, end: int) -> float | None:
+        """Returns what it takes to save a state inside a prompt, None if that is not known."""
+        if self._capture is not None:
+            return self._costs.cut_seconds()
+        parts = self._seconds(start, position), self._seconds(position, end)
+        whole = self._seconds(start, end)
+        if whole is None or parts[0] is None or parts[1] is None:
+            return None
+        return max(parts[0] + parts[1] - whole, 0.0)
+
+    def _pays(self, position: int, start: int, end: int) -> bool:
+        """Says whether a state is worth its split, as far as is known."""
+        saving = self._saving(position, end)
+        cost = None if saving is None else self._split_seconds(position, start, end)
+        if saving is None or cost is None or saving > cost:
+            return True
+        self._costs.spent.declined_splits += 1
+        return False
+
+    def _checkpoints(
+        self,
+        record: SequenceRecord,
+        num_tokens: int,
+        start: int,
+        end: int,
+        named: Collection[int],
+    ) -> set[int]:
+        """Decides after which tokens states are kept.
+
+        Args:
+            record: The prompt.
+            num_tokens: Of the prompt.
+            start: Tokens restored.
+            end: Tokens restored or computed.
+            named: What the caller named.
+        """
+        size, found = self._store.layout.block_size_tokens, record.match.skip_tokens
         facts = PlacementFacts(
             prompt_tokens=num_tokens,
             block_size_tokens=size,
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // size),
         )
-        positions = placed_positions(self._placement, facts)
+        # If what was found does not pay, nothing before it does.
+        placed = {p for p in placed_positions(self._placement, facts) if found < p <= end}
+        named = {p // size * size for p in named} - {found}
+        positions = {p for p in placed if p == end or p in named or self._pays(p, start, end)}
+        positions |= {p for p in named if start < p <= end}
         if self.fewest_tokens > 1 and end - 1 in positions:  # it would leave a single token
-            positions = positions - {end - 1} | {end - 1 - size}
-        checkpoints = {p for p in positions if start < p <= end}
-        first = start // self._segment_tokens + 1
-        cuts = set(range(first * self._segment_tokens, end, self._segment_tokens))
+            positions = {p for p in positions - {end - 1} | {end - 1 - size} if p > start}
+        return positions
+
+    def _plan(
+        self,
+        record: SequenceRecord,
+        num_tokens: int,
+        start: int,
+        end: int,
+        named: Collection[int],
+    ) -> list[Segment]:
+        checkpoints = self._checkpoints(record, num_tokens, start, end, named)
+        cuts = set(self._segment_ends(start, end))
         if self._is_stepwise:
             cuts = self._step_cuts(checkpoints, start, end)
         elif self._capture is None:
-            cuts |= checkpoints
+            splits = checkpoints - cuts - {end}
+            for position in splits:
+                self._costs.spent.splits += 1
+                self._costs.spent.seconds_splitting += (
+                    self._split_seconds(position, start, end) or 0.0
+                )
+            cuts |= splits
         ends = sorted({*cuts, end} - {start})
         if self.fewest_tokens > 1:
             # No cut leaves a single token before it or after it.
@@ -276,6 +418,11 @@ class Prefiller:
             Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
             for begin, stop in zip([start, *ends], ends, strict=False)
         ]
+
+    def _segment_ends(self, start: int, end: int) -> range:
+        """Returns where a part of a prompt is divided because of the memory that it needs."""
+        first = start // self._segment_tokens + 1
+        return range(first * self._segment_tokens, end, self._segment_tokens)
 
     def _step_cuts(self, checkpoints: set[int], start: int, end: int) -> set[int]:
         """Single tokens, but for the first forward of all, which goes to the first checkpoint."""

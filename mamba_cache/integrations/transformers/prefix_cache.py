@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from mamba_cache._checks import check_kind
+from mamba_cache._checks import check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -22,11 +21,13 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
+from mamba_cache.integrations.transformers.costs import PrefixCacheStats, make_cost_model
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.options import ServedOptions, read_options
+from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
@@ -80,6 +81,10 @@ class PrefixCache:
             of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
             only which tensors they are and PyTorch's count of writes, which fused optimizers,
             ``.data`` and inference tensors bypass.
+        measure_costs: Measure what forwards and restores take here, and pass over what is known not
+            to pay: hits that restore more slowly than the whole prompt is computed, and states
+            inside a prompt that cost more than they will save. False: every hit is used, and what
+            is computed depends on the prompts alone. Measured on CPUs and CUDA devices.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -103,10 +108,12 @@ class PrefixCache:
         on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
+        measure_costs: bool = True,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
+        check_kind("measure_costs", measure_costs, bool)
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -119,17 +126,20 @@ class PrefixCache:
             eviction=eviction,
         )
         capture = probe_capture(self._runner, layout) if fault is None else None
+        self._costs = make_cost_model(layout.device, is_on=measure_costs)
         self._prefiller = Prefiller(
             self._runner,
             self._store,
             filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
             capture=capture,
             placement=placement,
+            costs=self._costs,
             segment_tokens=segment_tokens or _default_segment(block_size_tokens, capture),
             may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
             is_step_exact=is_step_exact,
         )
+        self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
         self._guard = CallGuard(self._take_back)
         self._store.join(self._guard)
@@ -146,20 +156,33 @@ class PrefixCache:
         self.close()
 
     @guarded(waits=True, trusts=())
-    def generate(self, inputs: Any = None, *, cache_salt: ExtraKey = None, **options: Any) -> Any:
+    def generate(
+        self,
+        inputs: Any = None,
+        *,
+        cache_salt: ExtraKey = None,
+        checkpoints: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
 
         Args:
             inputs: Token ids, also accepted as ``input_ids``: a tensor [rows, length], padded on
                 the left, or a list of prompts of any lengths, each a list of ints.
             cache_salt: Prompts of different salts never share anything.
+            checkpoints: Lengths in tokens of beginnings of the prompt that others will share: a
+                system prompt, worked examples (``message_ends`` finds them). Their states are kept
+                the first time already; a length inside a block stands for the block's beginning.
+                For several rows one list for all of them, or a list for each; padding does not
+                count.
             options: All else that ``model.generate`` takes.
 
         Returns:
             What ``model.generate`` returns.
 
         Raises:
-            InvalidArgumentError: The prompts are malformed, or an option cannot be served.
+            InvalidArgumentError: The prompts or checkpoints are malformed, or an option cannot be
+                served.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
@@ -168,9 +191,10 @@ class PrefixCache:
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
-        served = read_options(self._runner.model, options)
+        served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
-        with self._watch(served, cache_salt) as generation:
+        named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
+        with self._watch(served, cache_salt, named) as generation:
             criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
             arguments = {
                 **served.arguments,
@@ -191,28 +215,42 @@ class PrefixCache:
         return output
 
     @guarded(waits=True, trusts=())
-    def prefill(self, input_ids: Any, *, cache_salt: ExtraKey = None) -> Any:
+    def prefill(
+        self,
+        input_ids: Any,
+        *,
+        cache_salt: ExtraKey = None,
+        checkpoints: Sequence[int] | None = None,
+    ) -> Any:
         """Computes a prompt, for those who call the model themselves.
 
         Args:
             input_ids: Token ids of one prompt: a tensor [1, length] or [length], or a list of ints.
             cache_salt: Prompts of different salts never share anything.
+            checkpoints: Lengths in tokens of beginnings that other prompts will share, as for
+                ``generate``.
 
         Returns:
             A transformers cache that all of the tokens have gone through, to be passed to the
             model's forward with the tokens that follow. The caller owns it.
 
         Raises:
-            InvalidArgumentError: The prompt is malformed.
+            InvalidArgumentError: The prompt or checkpoints are malformed.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
         self._check_ready()
-        self._runner.fingerprint.begin()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
         tokens = read_prompt(input_ids, self._runner.vocabulary)
+        named = [] if checkpoints is None else read_checkpoints(checkpoints, [len(tokens)])[0]
         past = self._runner.new_cache()
         prefill = self._prefiller.compute(
-            tokens, past, end=len(tokens), min_computed=0, cache_salt=cache_salt
+            tokens,
+            past,
+            end=len(tokens),
+            min_computed=0,
+            cache_salt=cache_salt,
+            checkpoints=named,
         )
         try:
             self._runner.fingerprint.confirm()
@@ -220,9 +258,42 @@ class PrefixCache:
             prefill.record.close()
         return past
 
-    def stats(self) -> CacheStats:
-        """Returns what the cache did so far and what it holds now."""
-        return self._store.stats()
+    def stats(self) -> PrefixCacheStats:
+        """Returns what the cache did so far, what that took and saved, and what it holds now."""
+        return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
+
+    def break_even_tokens(self, new_tokens: int = 256) -> int | None:
+        """Returns from how many cached tokens on a hit wins, by what was measured in calls.
+
+        Args:
+            new_tokens: Tokens of the prompt that follow the cached ones.
+
+        Returns:
+            The number; None while it is not known, or if none that is known wins. Of lengths that
+            all win it is the least that is known.
+
+        Raises:
+            InvalidArgumentError: ``new_tokens`` is not an int >= 1.
+        """
+        check_int("new_tokens", new_tokens, minimum=1)
+        return self._prefiller.break_even_tokens(new_tokens)
+
+    def expected_saving(self, cached_tokens: int, new_tokens: int = 256) -> float | None:
+        """Returns the seconds by which a hit is faster than none, by what was measured in calls.
+
+        Args:
+            cached_tokens: Tokens that the hit does not compute.
+            new_tokens: Tokens of the prompt that follow them.
+
+        Returns:
+            The seconds, negative if it is slower; None while they are not known.
+
+        Raises:
+            InvalidArgumentError: One of them is not an int >= 1.
+        """
+        check_int("cached_tokens", cached_tokens, minimum=1)
+        check_int("new_tokens", new_tokens, minimum=1)
+        return self._prefiller.expected_saving(cached_tokens, new_tokens)
 
     def reset(self) -> None:
         """Forgets every prefix and every count, as after a change of the model's weights.
@@ -255,6 +326,7 @@ class PrefixCache:
     def _reset(self) -> None:
         self._remove_hooks()
         self._store.reset()
+        self._costs.spent.reset()
         self._runner.fingerprint.forget()
 
     def _take_back(self) -> None:
@@ -309,16 +381,27 @@ class PrefixCache:
         device = self._runner.model.device
         return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
-    def _watch(self, served: ServedOptions, cache_salt: ExtraKey) -> Generation:
+    def _watch(
+        self, served: ServedOptions, cache_salt: ExtraKey, checkpoints: Sequence[Sequence[int]]
+    ) -> Generation:
         return Generation(
             self._runner,
             self._prefiller,
             self._store,
             cache_salt=cache_salt,
+            checkpoints=checkpoints,
             eos_token_ids=served.eos_token_ids,
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
         )
+
+
+def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Counts the tokens of each row; without a mask ``generate`` may find padding among them."""
+    if attention_mask is None:
+        return [input_ids.shape[1]] * input_ids.shape[0]
+    lengths: list[int] = (attention_mask != 0).sum(dim=1).tolist()
+    return lengths
 
 
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import as_ints
@@ -16,17 +18,24 @@ __all__ = ["Prompt", "check_prompts", "pad_prompts", "read_prompt", "split_rows"
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One row of a batch without its padding.
 
     Attributes:
         tokens: Token ids.
         padding: Columns on the left that are not part of it.
+        key: The same for rows of the same tokens, and for no others.
     """
 
-    tokens: tuple[int, ...]
+    tokens: npt.NDArray[np.int32]
     padding: int
+    key: bytes
+
+
+def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:
+    tokens = np.ascontiguousarray(row[padding:])
+    return Prompt(tokens, padding, tokens.tobytes())
 
 
 def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int) -> None:
@@ -47,8 +56,9 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
             f"input_ids must be an int64 or int32 tensor [rows, length] of at least one token, got "
             f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
         )
-    lowest, highest = (int(bound) for bound in input_ids.aminmax())
-    _check_range(lowest, highest, vocabulary, "input_ids")
+    # All that follows is done on the host, which waits for the device once for each tensor.
+    ids = input_ids.cpu().numpy()
+    _check_range(int(ids.min()), int(ids.max()), vocabulary, "input_ids")
     if attention_mask is None:
         return
     shape = tuple(getattr(attention_mask, "shape", ()))
@@ -57,10 +67,11 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
             f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}, "
             f"got {type(attention_mask).__name__} of shape {shape}"
         )
-    is_real = attention_mask == 1
-    if not (is_real | (attention_mask == 0)).all():
+    mask = attention_mask.cpu()
+    is_real: npt.NDArray[np.bool_] = (mask == 1).numpy()
+    if not (is_real | (mask == 0).numpy()).all():
         raise InvalidArgumentError("attention_mask must be 1 for tokens and 0 for padding only")
-    is_right = is_real[:, -1] & (is_real[:, :-1] <= is_real[:, 1:]).all(dim=1)
+    is_right = is_real[:, -1] & (is_real[:, :-1] <= is_real[:, 1:]).all(axis=1)
     if not is_right.all():
         raise InvalidArgumentError(
             f"attention_mask must be 0 on the left only, and not everywhere; row "
@@ -117,7 +128,7 @@ def pad_prompts(
     return ids.to(device), mask.to(device)
 
 
-def read_prompt(input_ids: Any, vocabulary: int) -> tuple[int, ...]:
+def read_prompt(input_ids: Any, vocabulary: int) -> npt.NDArray[np.int32]:
     """Returns one prompt's token ids.
 
     Args:
@@ -131,7 +142,7 @@ def read_prompt(input_ids: Any, vocabulary: int) -> tuple[int, ...]:
     if isinstance(input_ids, torch.Tensor):
         rows = input_ids[None] if input_ids.dim() == 1 else input_ids
         check_prompts(rows, None, vocabulary)
-        prompts: Sequence[Any] = rows.tolist()
+        prompts: Any = rows.cpu().numpy()
     elif _is_list(input_ids):
         nested = len(input_ids) and all(_is_list(item) for item in input_ids)
         prompts = input_ids if nested else [input_ids]
@@ -142,7 +153,9 @@ def read_prompt(input_ids: Any, vocabulary: int) -> tuple[int, ...]:
         )
     if len(prompts) > 1:
         raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
-    return tuple(_token_ids(prompts[0], vocabulary, "the prompt"))
+    if isinstance(prompts, np.ndarray):
+        return np.asarray(prompts[0], dtype=np.int32)
+    return np.array(_token_ids(prompts[0], vocabulary, "the prompt"), dtype=np.int32)
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
@@ -156,16 +169,15 @@ def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
         The rows; None if the mask hides more than columns on the left, so that token ids alone do
         not tell what the model sees.
     """
-    ids = input_ids.tolist()
+    ids = input_ids.cpu().numpy().astype(np.int32)
     if attention_mask is None:
-        return [Prompt(tuple(row), 0) for row in ids]
-    prompts = []
-    for row, mask in zip(ids, attention_mask.bool().tolist(), strict=True):
-        padding = mask.index(True) if True in mask else len(mask)
-        if False in mask[padding:] or padding == len(mask):
-            return None
-        prompts.append(Prompt(tuple(row[padding:]), padding))
-    return prompts
+        return [_prompt(row, 0) for row in ids]
+    sees: npt.NDArray[np.bool_] = attention_mask.cpu().bool().numpy()
+    padding = sees.argmax(axis=1)  # up to the first one that is seen
+    num_seen = sees.sum(axis=1)
+    if not (num_seen.all() and (padding + num_seen == sees.shape[1]).all()):
+        return None
+    return [_prompt(row, before) for row, before in zip(ids, padding.tolist(), strict=True)]
 
 
 def _token_ids(prompt: Any, vocabulary: int, name: str) -> list[int]:

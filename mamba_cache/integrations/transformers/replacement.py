@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from mamba_cache._guard import CallGuard, guarded
 
 __all__ = ["put_back", "replaced"]
 
@@ -30,8 +31,55 @@ class _Replacement:
     users: dict[int, object] = field(default_factory=dict)
 
 
-_lock = threading.Lock()
-_now: dict[tuple[int, str], _Replacement] = {}
+class _Replacements:
+    """All that is replaced now, in whatever thread.
+
+    A call that an interrupt breaks off leaves an attribute replaced or not, and its entry says how
+    to put it back: ``put_back`` does so, or the next call for the same attribute goes on with it.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[tuple[int, str], _Replacement] = {}
+        self._guard = CallGuard(self._check)
+
+    def _check(self) -> None:
+        """There are no books to prove: see above."""
+
+    @guarded(waits=True, trusts=())
+    def add(self, user: object, owner: Any, name: str, replace: Callable[[Any], Any]) -> None:
+        """Replace an attribute for one more user."""
+        key = id(owner), name
+        if key not in self._now:
+            original = getattr(owner, name)
+            is_own = name in vars(owner)
+            self._now[key] = _Replacement(owner, original, is_own, replace(original))
+        now = self._now[key]
+        now.users[id(user)] = user
+        if getattr(owner, name) is not now.substitute:
+            setattr(owner, name, now.substitute)
+
+    @guarded(waits=True, trusts=())
+    def release(self, key: tuple[int, str], user: object) -> None:
+        """Put an attribute back, unless somebody else still wants it replaced."""
+        now = self._now.get(key)
+        if now is None:
+            return
+        now.users.pop(id(user), None)
+        if now.users:
+            return
+        if now.is_own:
+            setattr(now.owner, key[1], now.original)
+        elif key[1] in vars(now.owner):
+            delattr(now.owner, key[1])  # uncovers what the class has
+        del self._now[key]
+
+    def put_back(self, user: object) -> None:
+        """Release whatever ``user`` still has replaced."""
+        for key in list(self._now):
+            self.release(key, user)
+
+
+_replacements = _Replacements()
 
 
 @contextmanager
@@ -48,34 +96,13 @@ def replaced(user: object, owner: Any, name: str, replace: Callable[[Any], Any])
         name: The attribute's.
         replace: Makes what stands in its place, given what is there.
     """
-    key = id(owner), name
-    with _lock:
-        if key not in _now:
-            original = getattr(owner, name)
-            _now[key] = _Replacement(owner, original, name in vars(owner), replace(original))
-        now = _now[key]
-        now.users[id(user)] = user
-        if getattr(owner, name) is not now.substitute:
-            setattr(owner, name, now.substitute)
     try:
+        _replacements.add(user, owner, name, replace)
         yield
     finally:
-        _release(key, user)
+        _replacements.release((id(owner), name), user)
 
 
 def put_back(user: object) -> None:
     """Undo what calls of ``user`` replaced that were broken off before they could undo it."""
-    for key in list(_now):
-        _release(key, user)
-
-
-def _release(key: tuple[int, str], user: object) -> None:
-    with _lock:
-        now = _now.get(key)
-        if now is None or now.users.pop(id(user), None) is None or now.users:
-            return
-        if now.is_own:
-            setattr(now.owner, key[1], now.original)
-        elif key[1] in vars(now.owner):
-            delattr(now.owner, key[1])  # uncovers what the class has
-        del _now[key]
+    _replacements.put_back(user)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
-from mamba_cache.integrations.transformers.layers import LayerParts, learn_layers, read_layers
+from mamba_cache.integrations.transformers.layers import (
+    EmptyCache,
+    LayerParts,
+    learn_layers,
+    read_layers,
+)
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.settings import is_same
 
 __all__ = ["ModelRunner"]
+
+_Tokens = Sequence[int] | npt.NDArray[np.int32]
 
 
 class ModelRunner:
@@ -52,6 +63,8 @@ class ModelRunner:
         self.check_mode()
         _check_rope(model)
         self.fingerprint = ModelFingerprint(model, weights_check)
+        self._empty_cache: EmptyCache | None = None
+        self._config_of_empty: dict[str, Any] = {}
 
     @property
     def config(self) -> Any:
@@ -84,9 +97,15 @@ class ModelRunner:
 
     def new_cache(self) -> Any:
         """Makes an empty cache, as ``generate`` does."""
-        return transformers().DynamicCache(config=self.config)
+        # Reading the configuration takes longer than all else about it, so one cache is kept for
+        # as long as that stays the same, and copied.
+        config = self.config
+        if self._empty_cache is None or not is_same(vars(config), self._config_of_empty):
+            self._config_of_empty = copy.deepcopy(vars(config))
+            self._empty_cache = EmptyCache(transformers().DynamicCache(config=config))
+        return self._empty_cache.copy()
 
-    def forward(self, tokens: Sequence[int], cache: Any, start: int) -> torch.Tensor:
+    def forward(self, tokens: _Tokens, cache: Any, start: int) -> torch.Tensor:
         """Computes tokens of one sequence.
 
         Args:
@@ -100,7 +119,7 @@ class ModelRunner:
         """
         return self._forward(tokens, cache, start, logits_to_keep=1)
 
-    def forward_all(self, tokens: Sequence[int], cache: Any, start: int) -> torch.Tensor:
+    def forward_all(self, tokens: _Tokens, cache: Any, start: int) -> torch.Tensor:
         """Does the same, and returns the logits of all tokens."""
         return self._forward(tokens, cache, start, logits_to_keep=0)
 
@@ -131,9 +150,14 @@ class ModelRunner:
         return self.model.device, self.model.dtype
 
     def _forward(
-        self, tokens: Sequence[int], cache: Any, start: int, *, logits_to_keep: int
+        self,
+        tokens: _Tokens,
+        cache: Any,
+        start: int,
+        *,
+        logits_to_keep: int,
     ) -> torch.Tensor:
-        ids = torch.tensor([tokens], device=self.model.device)
+        ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
         options: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
         if "logits_to_keep" in self._accepts:
             options["logits_to_keep"] = logits_to_keep

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.modules import module as torch_modules
 
-__all__ = ["ModelSettings", "global_settings"]
+__all__ = ["ModelSettings", "global_settings", "is_same"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, range)
 _BOOKKEEPING = frozenset(
@@ -463,3 +463,11 @@ def _switches() -> Iterator[Any]:
 
 
 _SWITCHES = tuple(_switches())
+
+
+def is_same(one: object, other: object) -> bool:
+    """Says whether two values are equal; not if they cannot be compared."""
+    try:
+        return bool(one == other)
+    except Exception:  # tensors of several elements, or whatever an object raises
+        return False

@@ -90,6 +90,11 @@ class PrefixStore:
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached."""
+        return not (self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks)
+
     def join(self, guard: CallGuard) -> None:
         """Becomes a part of what ``guard`` guards."""
         self.kv_blocks.join(guard)
@@ -203,7 +208,7 @@ class PrefixStore:
 
     def open(
         self,
-        tokens: Sequence[int],
+        tokens: npt.NDArray[np.int32],
         *,
         cache_salt: ExtraKey,
         lora_id: ExtraKey,
@@ -225,9 +230,8 @@ class PrefixStore:
         size = self.layout.block_size_tokens
         chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
         chain.append(tokens)
-        ids = np.array(tokens, dtype=np.int32)
-        hit = self.match(chain, ids, min_computed_tokens=min_computed, with_logits=with_logits)
-        return SequenceRecord(self, chain, ids, hit, lora_id)
+        hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
+        return SequenceRecord(self, chain, tokens, hit, lora_id)
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""

@@ -20,16 +20,19 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor in a slot: [1, *shape] of ``dtype``, from byte ``start`` to byte ``end``."""
+    """One tensor in a slot, [1, *shape] of ``dtype``, without gaps.
 
-    shape: tuple[int, ...]
+    Attributes:
+        dtype: Of the tensor.
+        shape: Its shape, the row included.
+        strides: In elements.
+        start: Its first element, if all of the slot were of its dtype.
+    """
+
     dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     start: int
-    end: int
-
-    def of(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in ``row``, [bytes_per_slot] uint8."""
-        return row[self.start : self.end].view(self.dtype).view(1, *self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class PrefixLayout:
         self.logits_dtype = sample.logits.dtype
         kinds = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
         self._parts, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
+        self._dtypes = {part.dtype for part in self._parts}
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
             len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
@@ -129,7 +133,13 @@ class PrefixLayout:
             row: [bytes_per_slot] uint8.
             num_tokens: What ``SequenceMemory.num_tokens`` is to be.
         """
-        views = [part.of(row) for part in self._parts]
+        # One view for each tensor, and one for each dtype: every hit makes all of them.
+        rows = {dtype: row.view(dtype) for dtype in self._dtypes}
+        first = {dtype: view.storage_offset() for dtype, view in rows.items()}
+        views = [
+            rows[part.dtype].as_strided(part.shape, part.strides, first[part.dtype] + part.start)
+            for part in self._parts
+        ]
         num_states = len(self.initial.states)
         return SequenceMemory(
             num_tokens, views[:num_states], views[num_states:-1], logits=views[-1]
@@ -263,7 +273,8 @@ def _arrange(
     for shape, dtype in zip(shapes, dtypes, strict=True):
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + math.prod(shape) * dtype.itemsize
-        parts.append(_Part(shape, dtype, start, end))
+        strides = torch.empty((1, *shape), device="meta").stride()
+        parts.append(_Part(dtype, (1, *shape), strides, start // dtype.itemsize))
     return parts, -(-end // _ALIGNMENT) * _ALIGNMENT
 
 

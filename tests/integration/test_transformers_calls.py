@@ -1,0 +1,191 @@
+"""What a call of a prefix cache does beside the model's forward: no more than once what need be."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from transformers import GenerationConfig
+from transformers_rig import (
+    BLOCK,
+    assert_same,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+from mamba_cache.integrations.transformers import fingerprint
+from mamba_cache.integrations.transformers.options import OptionsReader
+
+
+@pytest.fixture
+def model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+def counted(monkeypatch, owner, name):
+    """Returns a list that grows with each call of a method."""
+    calls, method = [], getattr(owner, name)
+
+    def run(*args, **kwargs):
+        calls.append(name)
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, run)
+    return calls
+
+
+# Options.
+
+
+def test_the_same_options_again_are_not_joined_again(model, monkeypatch):
+    joined = counted(monkeypatch, type(model), "_prepare_generation_config")
+    reader, options = OptionsReader(model), {"max_new_tokens": 3, "eos_token_id": [5, 6]}
+    first = reader.read({**options, "attention_mask": torch.ones(1, 3), "streamer": object()})
+    again = reader.read({**options, "attention_mask": torch.ones(1, 9), "streamer": object()})
+    assert len(joined) == 1
+    assert first.eos_token_ids == again.eos_token_ids == (5, 6)
+    assert again.arguments["attention_mask"].shape == (1, 9)
+
+
+def _change_own_field(model, options):
+    model.generation_config.eos_token_id = 7
+
+
+def _replace_own(model, options):
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=7)
+
+
+def _change_list_in_place(model, options):
+    options["eos_token_id"][:] = [7]
+
+
+def _give_a_config(model, options):
+    options["generation_config"] = GenerationConfig(eos_token_id=7)
+    del options["eos_token_id"]
+
+
+@pytest.mark.parametrize(
+    ("start", "change"),
+    [
+        ({}, _change_own_field),
+        ({}, _replace_own),
+        ({"eos_token_id": [5, 6]}, _change_list_in_place),
+        ({"eos_token_id": [5, 6]}, _give_a_config),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_options_that_changed_are_read_again(model, start, change):
+    reader, options = OptionsReader(model), copy.deepcopy(start)
+    reader.read(options)
+    change(model, options)
+    assert reader.read(options).eos_token_ids == (7,)
+
+
+def test_a_given_configuration_that_changes_is_read_again(model):
+    reader, config = OptionsReader(model), GenerationConfig(eos_token_id=7, pad_token_id=0)
+    assert reader.read({"generation_config": config}).follows_rows
+    config.num_beams = 3
+    assert not reader.read({"generation_config": config}).follows_rows
+    config.num_beams, config.use_cache = 1, False
+    with pytest.raises(InvalidArgumentError, match="use_cache must be True"):
+        reader.read({"generation_config": config})
+    config.use_cache = True
+    assert reader.read({"generation_config": config}).eos_token_ids == (7,)
+
+
+def test_options_that_cannot_be_compared_are_read_each_time(model, monkeypatch):
+    joined = counted(monkeypatch, type(model), "_prepare_generation_config")
+    reader = OptionsReader(model)
+    for _ in range(2):
+        reader.read({"eos_token_id": torch.tensor([5, 6])})
+    assert len(joined) == 2
+
+
+def test_another_method_reads_the_options_again(model, monkeypatch):
+    reader = OptionsReader(model)
+    assert reader.read({}).follows_rows
+    monkeypatch.setattr(type(model), "_sample", lambda *_, **__: None, raising=False)
+    assert not reader.read({}).follows_rows
+
+
+# Empty caches.
+
+
+def test_empty_caches_share_nothing_that_is_written_to(cache):
+    runner = cache._runner
+    one, other = runner.new_cache(), runner.new_cache()
+    fresh = copy.deepcopy([vars(layer) for layer in other.layers])
+    runner.forward([3, 4, 5], one, 0)
+    assert [vars(layer) for layer in other.layers] == fresh
+    assert [vars(layer) for layer in runner.new_cache().layers] == fresh
+    assert [vars(layer) for layer in one.layers] != fresh
+
+
+def test_an_empty_cache_is_as_the_library_makes_it(cache):
+    import transformers  # noqa: PLC0415 - beside the rig's lazy import
+
+    made, wanted = cache._runner.new_cache(), transformers.DynamicCache(config=cache._runner.config)
+    assert type(made) is type(wanted)
+    assert list(map(type, made.layers)) == list(map(type, wanted.layers))
+    assert [vars(layer) for layer in made.layers] == [vars(layer) for layer in wanted.layers]
+    assert {**vars(made), "layers": 0} == {**vars(wanted), "layers": 0}
+
+
+def test_empty_caches_follow_the_configuration():
+    cache = make_cache(make_model("inkling"))
+    before = [vars(layer) for layer in cache._runner.new_cache().layers]
+    cache._runner.config.sliding_window_size += 2
+    assert [vars(layer) for layer in cache._runner.new_cache().layers] != before
+
+
+# Weights.
+
+
+def test_the_first_prompt_after_a_reset_waits_for_no_reading_of_the_weights(
+    cache, generator, monkeypatch
+):
+    cached(cache, text(generator, 2 * BLOCK))
+    cache.reset()
+    read = counted(monkeypatch, fingerprint._Weights, "measure")
+    cached(cache, text(generator, 2 * BLOCK))
+    assert read == []
+
+
+@pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
+def test_weights_may_change_while_nothing_is_cached(model, generator, weights_check):
+    """A cache that was just made or reset protects nothing."""
+    cache = make_cache(model, weights_check=weights_check)
+    prompt = text(generator, 2 * BLOCK + 3)
+    for factor in (2, 0.5):
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(factor)
+        assert_same(plain(model, prompt), cached(cache, prompt))
+        assert skipped(cache, lambda: assert_same(plain(model, prompt), cached(cache, prompt)))
+        with torch.no_grad():
+            model.get_input_embeddings().weight[5].mul_(3)
+        with pytest.raises(ModelChangedError, match="call reset"):
+            cached(cache, prompt)
+        cache.reset()
+
+
+def test_a_reset_in_training_mode_leaves_the_check_to_the_next_prompt(model, cache, generator):
+    prompt = text(generator, 2 * BLOCK + 3)
+    cached(cache, prompt)
+    model.train()
+    cache.reset()
+    with pytest.raises(InvalidArgumentError, match="training mode"):
+        cached(cache, prompt)
+    model.eval()
+    assert_same(plain(model, prompt), cached(cache, prompt))

@@ -1,0 +1,337 @@
+"""States at positions that callers and chat templates name, kept the first time already."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    assert_same,
+    budgets,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers import message_ends
+
+SYSTEM = 3 * BLOCK + 5
+BOUNDARY = 3 * BLOCK
+
+
+@pytest.fixture(params=["nemotron_h", "zaya"])
+def model(request):
+    """One whose states are captured inside a forward, and one whose prompts are cut in two."""
+    return make_model(request.param)
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model, segment_tokens=16 * BLOCK)
+
+
+def served(cache, ids, **options):
+    """Prompt tokens that were not computed, and what was generated."""
+    runs = []
+    hit = skipped(cache, lambda: runs.append(cached(cache, ids, **options)))
+    return hit, runs[0]
+
+
+@pytest.fixture
+def users(generator):
+    """Prompts with a system prompt in common."""
+    system = text(generator, SYSTEM)
+    return [join(system, text(generator, length)) for length in (9, 12, 20)]
+
+
+def test_the_second_user_goes_on_from_a_named_position(model, cache, users):
+    expected = [plain(model, user) for user in users]
+    for number, user in enumerate(users):
+        hit, output = served(cache, user, checkpoints=[SYSTEM])
+        assert hit == (BOUNDARY if number else 0)
+        assert_same(expected[number], output)
+
+
+def test_without_a_name_only_the_third_does(cache, users):
+    hits = [served(cache, user)[0] for user in users]
+    assert hits == [0, 0, BOUNDARY]
+
+
+def test_several_positions_may_be_named(cache, users, generator):
+    cached(cache, users[0], checkpoints=(SYSTEM, BLOCK, 2 * BLOCK + 1, BLOCK))
+    for shared in (BLOCK, 2 * BLOCK, 3 * BLOCK):
+        other = join(users[0][:, :shared], text(generator, 11))
+        assert served(cache, other)[0] == shared
+
+
+def test_the_state_at_a_named_end_of_the_prompt_is_kept_once(cache, users):
+    whole = users[0][:, : 4 * BLOCK]
+    cached(cache, whole, max_new_tokens=1, checkpoints=[4 * BLOCK])
+    assert cache.stats().saved_states == 1
+    longer = users[0]
+    assert served(cache, longer)[0] == 4 * BLOCK
+
+
+@pytest.mark.parametrize("as_given", [list, tuple, set, np.array, torch.tensor])
+def test_positions_come_in_any_collection(cache, users, as_given):
+    cached(cache, users[0], checkpoints=as_given([SYSTEM, BLOCK]))
+    assert served(cache, users[1])[0] == BOUNDARY
+
+
+def test_nothing_named_keeps_nothing_more(cache, users):
+    for nothing in (None, [], [[]]):
+        cached(cache, users[0], checkpoints=nothing, cache_salt=str(nothing))
+        assert served(cache, users[1], cache_salt=str(nothing))[0] == 0
+
+
+def test_prefill_takes_them_too(model, cache, users):
+    cache.prefill(users[0], checkpoints=[SYSTEM])
+    hit, output = served(cache, users[1])
+    assert hit == BOUNDARY
+    assert_same(plain(model, users[1]), output)
+
+
+def test_rows_may_have_positions_of_their_own(cache, generator):
+    rows = [text(generator, length)[0].tolist() for length in (20, 29, 24)]
+    cache.generate(rows, checkpoints=[[BLOCK], [3 * BLOCK, 2 * BLOCK], []], **GREEDY)
+    cache.check_invariants()
+    for row, longest in zip(rows, (BLOCK, 3 * BLOCK, 0), strict=True):
+        other = join(torch.tensor([row[: longest + 3]]), text(generator, 9))
+        assert served(cache, other)[0] == longest
+
+
+def test_positions_for_all_rows_count_their_own_tokens(model, cache, generator):
+    """Padding is no part of a prompt."""
+    system = text(generator, SYSTEM)[0].tolist()
+    rows = [[*system, 5, 6, 7], system + [8] * 12]
+    expected = [plain(model, torch.tensor([row])).sequences[0, len(row) :] for row in rows]
+    output = cache.generate(rows, checkpoints=[SYSTEM], **GREEDY)
+    for answer, wanted in zip(output.sequences, expected, strict=True):
+        assert torch.equal(answer[-len(wanted) :], wanted)
+    other = torch.tensor([system + [9] * 5])
+    assert served(cache, other)[0] == BOUNDARY
+
+
+def test_what_rows_of_one_prompt_name_is_joined(cache, generator):
+    rows = text(generator, 4 * BLOCK)[0].tolist()
+    cache.generate([rows, rows], checkpoints=[[BLOCK], [2 * BLOCK]], **GREEDY)
+    for shared in (BLOCK, 2 * BLOCK):
+        other = join(torch.tensor([rows[:shared]]), text(generator, 9))
+        assert served(cache, other)[0] == shared
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}]
+)
+def test_several_answers_share_them(cache, generator, options):
+    rows = [text(generator, 4 * BLOCK)[0].tolist() for _ in range(2)]
+    options = {**GREEDY, "output_logits": False, **options}
+    cache.generate(rows, checkpoints=[[BLOCK], [2 * BLOCK]], **options)
+    cache.check_invariants()
+    for row, shared in zip(rows, (BLOCK, 2 * BLOCK), strict=True):
+        other = join(torch.tensor([row[: 3 * BLOCK]]), text(generator, 9))
+        assert served(cache, other)[0] == shared
+
+
+def test_padding_that_generate_finds_by_itself_is_no_part_of_a_prompt(cache, users, generator):
+    """Positions then count what is left, and one beyond it is of no use."""
+    padded = join(torch.zeros(1, 6, dtype=torch.long), users[0])
+    cache.generate(padded, checkpoints=[SYSTEM, padded.shape[1]], **GREEDY)
+    cache.check_invariants()
+    assert served(cache, users[1])[0] == BOUNDARY
+
+
+def test_a_prompt_that_is_computed_in_segments(model, users):
+    cache = make_cache(model, segment_tokens=2 * BLOCK)
+    expected = plain(model, users[0])
+    assert_same(expected, cached(cache, users[0], checkpoints=[SYSTEM, BLOCK]))
+    assert served(cache, users[1])[0] == BOUNDARY
+
+
+def test_models_that_take_single_tokens(generator):
+    model = make_model("mamba")
+    cache = make_cache(model, on_unresumable="step")
+    system = text(generator, SYSTEM)
+    for number in range(2):
+        user = join(system, text(generator, 5))
+        expected = plain(model, user)
+        hit, output = served(cache, user, checkpoints=[SYSTEM])
+        assert hit == number * BOUNDARY
+        assert_same(expected, output)
+
+
+def test_no_room_for_them_is_no_error(model, cache, users):
+    small = make_cache(model, **budgets(cache, slots=1, blocks=3))
+    assert_same(plain(model, users[0]), cached(small, users[0], checkpoints=[SYSTEM, BLOCK]))
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ([0], r"in \[1, 38\].*got 0"),
+        ([39], r"in \[1, 38\], numbers of tokens of the prompt, got 39"),
+        ([-1], "got -1"),
+        ([True], "must be ints"),
+        ([2.0], "must be ints"),
+        ("ab", "must be ints"),
+        (7, "must be a collection"),
+        ([[1], [2]], "for each of the 1 rows, got 2 items"),
+        ([[1], 2], "for each of the 1 rows, got 2 items"),
+        ([[1.5]], "checkpoints of row 0 must be ints"),
+    ],
+)
+def test_what_is_no_position_is_refused(cache, users, checkpoints, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        cache.generate(users[0][:, :38], checkpoints=checkpoints, **GREEDY)
+    with pytest.raises(InvalidArgumentError):
+        cache.prefill(users[0][:, :38], checkpoints=checkpoints)
+    cache.check_invariants()
+    assert cache.stats().requests == 0
+
+
+def test_a_refusal_names_the_row(cache):
+    with pytest.raises(InvalidArgumentError, match=r"in \[1, 3\].*in row 1, got 4"):
+        cache.generate([[5] * 9, [6] * 3], checkpoints=[4], **GREEDY)
+
+
+# Where the messages of a chat end.
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is a slot?"},
+    {"role": "assistant", "content": "Room for a state."},
+    {"role": "user", "content": "And a block?"},
+]
+
+
+def make_tokenizer(template):
+    """Bytes as tokens, and two special ones."""
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+    fast.add_special_tokens(special)
+    return fast
+
+
+def ends_as_text(template, messages, **options):
+    """The prompt up to the end of each message."""
+    tokenizer = make_tokenizer(template)
+    ends = message_ends(tokenizer, messages, **options)
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    assert all(0 < end <= len(ids) for end in ends)
+    return [tokenizer.decode(ids[:end]) for end in ends]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_each_message_ends_where_the_next_begins(add_generation_prompt):
+    found = ends_as_text(CHATML, MESSAGES, add_generation_prompt=add_generation_prompt)
+    parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES]
+    assert found == ["".join(parts[: n + 1]) for n in range(4)]
+
+
+def test_options_reach_the_template():
+    template = "{{ greeting }}" + CHATML
+    [first, *_] = ends_as_text(template, MESSAGES, greeting="Hello.")
+    assert first.startswith("Hello.<|im_start|>system")
+
+
+def test_options_that_choose_what_is_returned_do_not_count():
+    tokenizer = make_tokenizer(CHATML)
+    expected = message_ends(tokenizer, MESSAGES)
+    options = {"tokenize": True, "return_tensors": "pt", "return_dict": True}
+    assert message_ends(tokenizer, MESSAGES, **options) == expected
+
+
+def test_a_template_that_refuses_a_lone_system_message():
+    refusing = (
+        "{% if messages|length == 1 and messages[0].role == 'system' %}"
+        "{{ raise_exception('No user query found.') }}{% endif %}" + CHATML
+    )
+    assert ends_as_text(refusing, MESSAGES) == ends_as_text(CHATML, MESSAGES)[1:]
+
+
+def test_a_template_that_strips_what_was_thought_before():
+    """Its last message is shown with it, and the same one later without."""
+    stripping = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    thought = [dict(m) for m in MESSAGES]
+    thought[2]["content"] = "<think>Room? Yes.</think>Room for a state."
+    assert ends_as_text(stripping, thought) == [
+        part for n, part in enumerate(ends_as_text(CHATML, MESSAGES)) if n != 2
+    ]
+
+
+def test_a_template_that_closes_the_chat():
+    """What it puts after the last message alone is no part of the message."""
+    closing = CHATML.replace(
+        "{% if add", "{% if not add_generation_prompt %}END{% endif %}{% if add"
+    )
+    found = ends_as_text(closing, MESSAGES, add_generation_prompt=True)
+    assert found == ends_as_text(CHATML, MESSAGES)
+
+
+def test_a_template_that_shows_the_first_message_otherwise_in_a_longer_chat():
+    counting = "{{ messages|length }} messages\n" + CHATML
+    [only] = ends_as_text(counting, MESSAGES)
+    assert only.endswith("And a block?<|im_end|>\n")
+
+
+def test_contents_of_parts():
+    """As multimodal chats have them."""
+    parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+    assert ends_as_text(parts, messages) == ends_as_text(CHATML, MESSAGES)
+    counting = "{{ messages|length }} messages\n" + parts
+    assert len(ends_as_text(counting, messages)) == 1
+
+
+def test_tokens_that_reach_into_the_next_message_are_left_out():
+    """Where a message ends in the middle of what is one token in the prompt."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    alphabet = {s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    pairs = Tokenizer(models.BPE(vocab={**alphabet, "bc": len(alphabet)}, merges=[("b", "c")]))
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=pairs, chat_template=tokenizer.chat_template
+    )
+    messages = [{"role": "user", "content": content} for content in ("aab", "caa", "b")]
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert len(ids) == 6  # a a bc a a b
+    assert message_ends(tokenizer, messages) == [2, 5, 6]
+
+
+def test_a_tokenizer_without_chats_is_refused():
+    with pytest.raises(InvalidArgumentError, match="apply_chat_template, got object"):
+        message_ends(object(), MESSAGES)
+
+
+def test_a_chat_is_found_again_by_where_its_messages_end(generator):
+    model, tokenizer = make_model("granite 4", vocab_size=300), make_tokenizer(CHATML)
+    cache = make_cache(model)
+    for number, question in enumerate(("What is a slot?", "Why?")):
+        chat = [MESSAGES[0], {"role": "user", "content": question}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        ids = tokenizer.apply_chat_template(chat, return_tensors="pt", **options)
+        ends = message_ends(tokenizer, chat, add_generation_prompt=True)
+        hit = served(cache, ids, checkpoints=ends)[0]
+        assert hit == (ends[0] // BLOCK * BLOCK if number else 0)
