@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 
-from mamba_cache.bench import ttft, ttft_chat, ttft_model
+from mamba_cache.bench import ttft, ttft_model
 from mamba_cache.bench.command import main
 from mamba_cache.bench.model_kernels import REFERENCE
 from mamba_cache.bench.ttft import PrefixTimes, break_even, run_ttft
@@ -236,18 +236,18 @@ def test_a_chat_knows_what_is_new_in_each_request(subject):
 def test_the_clock_of_a_chat_stops_at_the_first_token(subject, monkeypatch):
     """What comes after it, an answer of any length, is not counted."""
     times = iter(range(100))
-    monkeypatch.setattr(ttft_chat.time, "perf_counter", lambda: next(times))
-    ids, milliseconds = ttft_chat._first_token(subject, subject.model, subject.random(20), 5)
-    assert (ids.shape, milliseconds) == ((1, 25), 1000)
+    monkeypatch.setattr(ttft_model.time, "perf_counter", lambda: next(times))
+    first = subject.first_token(subject.model, subject.random(20), max_new_tokens=5)
+    assert (first.ids.shape, first.seconds, first.call_seconds) == ((1, 25), 1, 2)
 
-    streamer = ttft_chat._FirstToken()
+    streamer = ttft_model._Streamer()
     streamer.put("the prompt")
     assert streamer.at == 0
     streamer.put("the first token")
-    assert streamer.at == 2
+    assert streamer.at == 3
     streamer.put("the second token")
     streamer.end()
-    assert streamer.at == 2
+    assert streamer.at == 3
 
 
 @pytest.mark.parametrize("wrong", [{"prefix": [0]}, {"suffix": 0}, {"rounds": 0}])

@@ -21,6 +21,7 @@ from transformers_rig import (
 
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers import fingerprint
+from mamba_cache.integrations.transformers.generation import _EarlyStreamer
 from mamba_cache.integrations.transformers.options import OptionsReader
 
 
@@ -118,6 +119,59 @@ def test_another_method_reads_the_options_again(model, monkeypatch):
     assert reader.read({}).follows_rows
     monkeypatch.setattr(type(model), "_sample", lambda *_, **__: None, raising=False)
     assert not reader.read({}).follows_rows
+
+
+# The first token.
+
+
+class _Told:
+    """A streamer that keeps what it is told, and what the cache had kept by then."""
+
+    def __init__(self, cache=None):
+        self.cache, self.values, self.saved = cache, [], []
+
+    def put(self, value):
+        self.values.append(value.tolist())
+        if self.cache is not None:
+            self.saved.append(self.cache.stats().saved_states)
+
+    def end(self):
+        self.values.append("end")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_the_first_token_is_told_before_anything_is_kept(cache, model, generator, num_tokens):
+    prompt, told = text(generator, 2 * BLOCK + 3), _Told(cache)
+    options = {"max_new_tokens": num_tokens}
+    cached(cache, prompt, streamer=told, **options)
+    assert told.saved[:2] == [0, 0]
+    assert told.saved[2:] == [1] * (num_tokens - 1)
+    answer = plain(model, prompt, **options).sequences[0, prompt.shape[1] :].tolist()
+    assert told.values == [prompt.tolist(), *([one] for one in answer), "end"]
+
+
+def test_a_first_token_that_was_streamed_already_is_not_told_again():
+    """Earlier versions stream a token before they ask their stopping criteria."""
+    told = _Told()
+    early = _EarlyStreamer(told)
+    early.put(torch.tensor([[3, 4]]))
+    early.put(torch.tensor([5]))
+    early.tell_first(torch.tensor([5]))
+    early.put(torch.tensor([6]))
+    early.end()
+    assert told.values == [[[3, 4]], [5], [6], "end"]
+
+
+def test_a_streamer_that_writes_to_the_first_token_changes_no_prompt(cache, model, generator):
+    class Writes(_Told):
+        def put(self, value):
+            super().put(value)
+            if value.dim() == 1:  # what it hears of the prompt is the prompt itself
+                value.fill_(7)
+
+    prompt = text(generator, 2 * BLOCK + 3)
+    wanted = plain(model, prompt)
+    assert_same(wanted, cached(cache, prompt.clone(), streamer=Writes()))
 
 
 # Empty caches.

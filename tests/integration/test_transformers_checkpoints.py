@@ -296,6 +296,11 @@ def test_a_template_that_shows_the_first_message_otherwise_in_a_longer_chat():
     assert only.endswith("And a block?<|im_end|>\n")
 
 
+def test_a_template_that_leaves_a_message_out():
+    without_system = CHATML.replace("in messages %}", "in messages if m.role != 'system' %}")
+    assert ends_as_text(without_system, MESSAGES) == ends_as_text(CHATML, MESSAGES[1:])
+
+
 def test_contents_of_parts():
     """As multimodal chats have them."""
     parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")

@@ -22,6 +22,7 @@ MODULES = [source for source in sources(PACKAGE) if source.path.name != "__main_
 READ_CLOCKS = {
     "tests/conftest.py",
     "tests/support/clocks.py",
+    "tests/conversation_search.py",
     "tests/fault_table.py",
     "tests/interrupt_table.py",
     "tests/mutation/__main__.py",

@@ -100,6 +100,7 @@ class Generation:
         self._answers: list[list[int]] = []
         self._captured: set[int] = set()
         self._is_retry = False
+        self._streamer: _EarlyStreamer | None = None
         self._logits: torch.Tensor | None = None
         self.cache: Any = runner.new_cache()
         self.is_bypassed = False
@@ -145,6 +146,8 @@ class Generation:
         """
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
+            if self._streamer is not None:
+                self._streamer.tell_first(input_ids[:, -1])
             self._publish_prompts()
         self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
         if self._keeps_answers:
@@ -152,6 +155,11 @@ class Generation:
             # A copy: processors and criteria are given these ids, and may write to them.
             self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def streamed(self, streamer: Any) -> Any:
+        """Returns what hands tokens on to a caller's streamer, the first one before it is kept."""
+        self._streamer = _EarlyStreamer(streamer)
+        return self._streamer
 
     def publish(self) -> None:
         """Makes the answers findable, once ``generate`` has returned."""
@@ -381,6 +389,36 @@ class Generation:
         tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens
+
+
+class _EarlyStreamer:
+    """Hands tokens on to a caller's streamer; the first one may come to it from somebody else.
+
+    ``generate`` asks its stopping criteria before it streams a token, in the versions that do, and
+    what the cache does there would keep the first token waiting.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._num_puts = 0
+        self._is_first_told = False
+
+    def tell_first(self, tokens: torch.Tensor) -> None:
+        """Hand on the first token of each row, [rows], if that has not been done."""
+        if self._num_puts < 2:  # the prompt comes first
+            self._streamer.put(tokens.to("cpu", copy=True))  # who gets it may write to it
+            self._is_first_told = True
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, and then each token."""
+        self._num_puts += 1
+        if self._num_puts == 2 and self._is_first_told:
+            return
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Take the end of the answer."""
+        self._streamer.end()
 
 
 _armed: dict[int, Generation] = {}

@@ -202,6 +202,8 @@ class PrefixCache:
                 self._runner.cache_name: generation.cache,
                 "stopping_criteria": transformers().StoppingCriteriaList(criteria),
             }
+            if options.get("streamer") is not None:
+                arguments["streamer"] = generation.streamed(options["streamer"])
             output = self._runner.model.generate(ids, **arguments)
             self._runner.fingerprint.confirm()
             generation.publish()

@@ -1,0 +1,98 @@
+"""Holds random conversations with a prefix cache, and prints the table of what came of them.
+
+Run ``python tests/conversation_search.py --conversations 2000 --seed 0``: half an hour on one core.
+Conversation ``n`` of a search is the one of seed ``seed + n``, and of no other number: it is
+repeated with ``--seed`` alone. The exit status is 1 if anything was wrong.
+
+With ``--broken`` the cache is broken on purpose, in one way after the other, and the table says how
+many conversations it took to find each; the exit status is 1 if one was not found.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+import torch
+from broken_caches import FAULTS, broken
+from conversations import SUBJECTS, Conversation, WrongAnswerError
+
+
+def find_faults(seed, most):
+    """Prints after how many conversations each fault is found; returns whether any was not."""
+    print("|what is broken|found after|it said|\n|---|--:|---|")
+    missed = 0
+    for fault in FAULTS:
+        with broken(fault):
+            for number in range(most):
+                try:
+                    Conversation(seed + number).run()
+                except WrongAnswerError as error:
+                    said = str(error).partition(": ")[2].splitlines()[0]
+                    print(f"|{fault}|{number + 1}|{said[:110]}|", flush=True)
+                    break
+            else:
+                missed += 1
+                print(f"|{fault}|not in {most}||", flush=True)
+    return bool(missed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=2000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--every", type=int, default=1, help="this share only: every N-th of them")
+    parser.add_argument("--verbose", action="store_true", help="print what was asked")
+    parser.add_argument("--broken", action="store_true", help="break the cache: is it found?")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.broken:
+        return find_faults(options.seed, options.conversations)
+    return search(range(options.seed, options.seed + options.conversations, options.every), options)
+
+
+def search(seeds, options):
+    """Holds the conversations of ``seeds``, prints the table; returns whether any was wrong."""
+    counts, ties, wrong, gap = Counter(), Counter(), [], 0.0
+    started, number = time.process_time(), 0
+    try:
+        for number, seed in enumerate(seeds, 1):
+            conversation = Conversation(seed)
+            try:
+                conversation.run()
+            except WrongAnswerError as error:
+                wrong.append(seed)
+                print(error, file=sys.stderr, flush=True)
+            if options.verbose:
+                print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
+            counts += conversation.report.counts
+            ties[conversation.subject] += conversation.report.counts["ties"]
+            gap = max(gap, conversation.report.largest_gap)
+            if number % 100 == 0 or number == len(seeds):
+                print(
+                    f"{number} conversations, {counts['calls judged']} calls, {counts['ties']} "
+                    f"ties, {len(wrong)} wrong, {time.process_time() - started:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except KeyboardInterrupt:
+        print(f"interrupted in conversation {number} of {len(seeds)}", file=sys.stderr)
+    table = {
+        "seeds": str(seeds),
+        "models": len(SUBJECTS),
+        "wrong": wrong,
+        "ties by model": {name: count for name, count in ties.items() if count},
+        "furthest off at a tie": gap,
+        "process seconds": round(time.process_time() - started),
+        **dict(sorted(counts.items())),
+    }
+    print(json.dumps(table, indent=1))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

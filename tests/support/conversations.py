@@ -1,0 +1,1005 @@
+"""Random conversations with a prefix cache, each answer judged by what the model says without one.
+
+A conversation is made from its seed alone: a tiny model, a cache with random settings, users with
+salts and system prompts, and what they ask one after the other. Whatever the cache answers must be
+what ``model.generate`` answers when it is asked the same, token by token and, but for rounding,
+logit by logit. Where tokens differ, two things must hold, or the answer is wrong:
+
+- The logits that the cache's answer was chosen by lie no further from those that the model computes
+  for the same tokens by itself than the model's own rounding explains: that is measured for these
+  very tokens, by cutting the prompt elsewhere into forwards over a cache of transformers.
+- ``generate`` without a cache, told those logits, gives that answer, with the same random numbers.
+
+Then it is a tie: the best tokens were so close that rounding decided between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers_rig import (
+    FAMILIES,
+    UNRESUMABLE,
+    VOCABULARY,
+    budgets,
+    make_cache,
+    make_model,
+)
+
+from mamba_cache.errors import ModelChangedError
+from mamba_cache.slots import (
+    BranchPoint,
+    ConsumedSlotPolicy,
+    EveryNthBlock,
+    LastBlock,
+    LruSlotPolicy,
+    MegatronPlacement,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
+
+SUBJECTS = [*FAMILIES, *(f"{name}, large weights" for name in FAMILIES)]
+"""As made, a model hardly looks at its states: what is wrong in one may drown in rounding. With
+large weights it does."""
+
+LARGE = 5.0
+CLAMPING = ("nemotron_h", "nemotron_h with experts", "zamba2")
+"""With large weights their time steps reach the clamp, which they have in the prefill only."""
+
+MARGIN = 4
+"""By how much an answer may be further off than the cuts that were tried."""
+
+FLOOR = 16 * torch.finfo(torch.float32).eps
+"""Of the largest logit: what is nearer is not looked at closer."""
+
+NUM_CUTS = 6
+MOST_TOKENS = 150
+PAD = 0
+EOS = 2
+"""The models' own, where a call names none."""
+
+Tokens = tuple[int, ...]
+
+
+class WrongAnswerError(AssertionError):
+    """The cache said what the model does not say, or its books are wrong."""
+
+
+class Boom(Exception):
+    """Raised in the middle of a call."""
+
+
+@dataclass
+class Call:
+    """What is asked of the cache, and of the model.
+
+    Attributes:
+        kind: For the log and the counts.
+        rows: Prompts.
+        salt: Of all of them.
+        options: What goes to ``generate`` as it is.
+        form: How the prompts are given: "ids", "masked", or "list", which plain cannot take.
+        stop_tokens: A row stops after one of them, by a criterion.
+        stop_length: All stop at so many columns, by a criterion.
+        favours: A processor moves the logits of these tokens.
+        streams: With a streamer.
+        breaks_in: Where ``Boom`` is raised, "" if nowhere.
+        breaks_at: At which call of it.
+        talks: The criterion calls the model, too.
+        seed: Of PyTorch's random numbers.
+    """
+
+    kind: str
+    rows: list[Tokens]
+    salt: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    form: str = "ids"
+    stop_tokens: Tokens = ()
+    stop_length: int = 0
+    favours: Tokens = ()
+    streams: bool = False
+    breaks_in: str = ""
+    breaks_at: int = 0
+    talks: bool = False
+    seed: int = 0
+
+    @property
+    def num_beams(self) -> int:
+        return self.options.get("num_beams", 1)
+
+    @property
+    def num_answers(self) -> int:
+        return self.options.get("num_return_sequences", 1)
+
+    @property
+    def is_padded(self) -> bool:
+        return len({len(row) for row in self.rows}) > 1
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.num_beams == 1 and not self.options.get("do_sample")
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.rows))
+
+    @property
+    def has_logits(self) -> bool:
+        return bool(self.options.get("output_logits"))
+
+    def __str__(self) -> str:
+        rows = " ".join(f"{len(row)}" for row in self.rows)
+        others = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("kind", "rows", "salt", "options", "seed") and value
+        }
+        return f"{self.kind}: prompts of {rows} tokens, salt {self.salt!r}, {self.options} {others}"
+
+
+@dataclass
+class Said:
+    """What came of a call.
+
+    Attributes:
+        sequences: [rows, columns], None if something was raised.
+        logits: By step, [rows, vocabulary] each; empty if they were not asked for.
+        shown: By step, what a processor was shown: all tokens so far.
+        streamed: Tokens that a streamer was told, prompt and all.
+        error: The class of what was raised.
+    """
+
+    sequences: torch.Tensor | None = None
+    logits: Sequence[torch.Tensor] = ()
+    shown: list[torch.Tensor] = field(default_factory=list)
+    streamed: list[int] = field(default_factory=list)
+    error: type[BaseException] | None = None
+
+
+class _Callbacks:
+    """A caller's own code around one call of ``generate``."""
+
+    def __init__(self, call: Call, said: Said, talk: Callable[[], None] | None) -> None:
+        self._call, self._said, self._talk = call, said, talk
+        self._counts: Counter[str] = Counter()
+
+    def arguments(self) -> dict[str, Any]:
+        call, given = self._call, {}
+        if call.favours or call.num_beams > 1 or call.breaks_in == "processor":
+            given["logits_processor"] = transformers.LogitsProcessorList([self._process])
+        if call.stop_tokens or call.stop_length or call.talks or call.breaks_in == "criterion":
+            given["stopping_criteria"] = transformers.StoppingCriteriaList([self._stop])
+        if call.streams or call.breaks_in == "streamer":
+            given["streamer"] = self
+        return given
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self._count("streamer")
+        self._said.streamed += tokens.flatten().tolist()
+
+    def end(self) -> None:
+        self._said.streamed.append(-1)
+
+    def _count(self, where: str) -> None:
+        self._counts[where] += 1
+        if self._call.breaks_in == where and self._counts[where] > self._call.breaks_at:
+            raise Boom(where)
+
+    def _process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._count("processor")
+        self._said.shown.append(input_ids.clone())
+        if self._call.favours:
+            scores = scores.clone()
+            scores[:, list(self._call.favours)] += 0.05 * scores.abs().amax()
+        return scores
+
+    def _stop(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self._count("criterion")
+        if self._talk is not None:
+            self._talk()
+        stops = torch.tensor(
+            [token in self._call.stop_tokens for token in input_ids[:, -1].tolist()]
+        )
+        length = self._call.stop_length
+        return stops | torch.tensor(bool(length) and input_ids.shape[1] >= length)
+
+
+class Judge:
+    """What a model says by itself, and how exactly.
+
+    Args:
+        model: The model.
+        subject: Which one it is.
+        rng: Chooses the cuts.
+    """
+
+    def __init__(self, model: Any, subject: str, rng: random.Random) -> None:
+        self.model = model
+        self._resumes = family_of(subject) not in UNRESUMABLE
+        self._fewest = 2 if _is_clamping(subject) else 1
+        self._rng = rng
+        accepted = inspect.signature(model.forward).parameters
+        names = ("cache_params", "past_key_values")
+        self.cache_name = next(name for name in names if name in accepted)
+        self.takes_positions = "position_ids" in accepted
+
+    def forward(self, tokens: Sequence[int], past: Any, start: int, rows: int = 1) -> torch.Tensor:
+        """Returns the logits after each of ``tokens``, [tokens, vocabulary]."""
+        named: dict[str, Any] = {self.cache_name: past, "use_cache": True}
+        if self.takes_positions:
+            positions = torch.arange(start, start + len(tokens))
+            named["position_ids"] = positions[None].expand(rows, -1)
+        with torch.no_grad():
+            return self.model(input_ids=torch.tensor([tokens] * rows), **named).logits[0]
+
+    def logits_after(
+        self, tokens: Tokens, prompt_tokens: int, cuts: Sequence[int] = (), rows: int = 1
+    ) -> torch.Tensor:
+        """Returns what follows the prompt and each later token, [steps, vocabulary].
+
+        The prompt is computed in forwards that end at the cuts, what follows token by token.
+        """
+        past = transformers.DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        ends = [*sorted(cuts), *range(prompt_tokens, len(tokens) + 1)]
+        found = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            logits = self.forward(tokens[start:end], past, start, rows)
+            if end >= prompt_tokens:
+                found.append(logits[-1])
+        return torch.stack(found)
+
+    def rounding(self, tokens: Tokens, prompt_tokens: int) -> float:
+        """Returns by how much the model's own logits differ when the prompt is cut elsewhere."""
+        whole = self.logits_after(tokens, prompt_tokens)
+        others = [self.logits_after(tokens, prompt_tokens, rows=3)]
+        for number in range(NUM_CUTS):
+            cuts = self._cuts(prompt_tokens, number)
+            others.append(self.logits_after(tokens, prompt_tokens, cuts))
+        return max((other - whole).abs().max().item() for other in others)
+
+    def _cuts(self, prompt_tokens: int, number: int) -> list[int]:
+        inside = range(self._fewest, prompt_tokens - self._fewest + 1)
+        if not inside:
+            return []
+        first = self._rng.choice(inside)
+        if not self._resumes:
+            return list(range(first, prompt_tokens))
+        if self._fewest == 1 and number % 2:  # as where an answer was decoded
+            return list(range(first, min(prompt_tokens, first + self._rng.randrange(2, 20))))
+        cuts = sorted({first, *self._rng.choices(inside, k=number // 2)})
+        return [cut for at, cut in enumerate(cuts) if not at or cut - cuts[at - 1] >= self._fewest]
+
+    def bound(self, tokens: Tokens, prompt_tokens: int, most: float) -> float:
+        """Returns how far logits after these tokens may be off; ``most``: their largest."""
+        return MARGIN * self.rounding(tokens, prompt_tokens) + FLOOR * most
+
+
+@dataclass
+class Report:
+    """What a conversation came to."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    largest_gap: float = 0.0
+
+
+class Conversation:
+    """One conversation.
+
+    Args:
+        seed: Decides everything.
+
+    Attributes:
+        log: What was asked so far.
+        report: What came of it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._rng = rng = random.Random(seed)
+        self.subject = SUBJECTS[seed % len(SUBJECTS)]
+        self.model = _model(self.subject)
+        chunk = "chunk_size" in vars(self.model.config) or "mamba_chunk_size" in vars(
+            self.model.config
+        )
+        sizes = (8, 8, 16) if chunk else (3, 4, 5, 7, 8, 8, 16)
+        self._block = rng.choice(sizes)
+        self._is_clamping = _is_clamping(self.subject)
+        self.settings = self._choose_settings()
+        self.cache: Any = None
+        self.report = Report()
+        self.log: list[str] = []
+        self._judge = Judge(self.model, self.subject, rng)
+        salts = [None, "a", "b", 7]
+        self._systems = [self._text(self._length(3)) for _ in range(rng.choice((1, 1, 2)))]
+        self._users = [
+            _User(salt=rng.choice(salts[: rng.choice((1, 2, 4))]), system=self._system())
+            for _ in range(rng.randrange(2, 5))
+        ]
+        self._adapter: _Adapter | None = None
+        self._undo = contextlib.ExitStack()
+        self._is_reset = False
+        self._seen: dict[Any, list[Tokens]] = {}
+        self._extra_key: Any = None
+
+    # What is asked.
+
+    def run(self) -> Report:
+        """Holds the conversation.
+
+        Raises:
+            WrongAnswerError: Something is wrong; the message says what, and how to repeat it.
+        """
+        try:
+            with self._undo, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.cache = _cache(self.model, self.subject, **self.settings)
+                for _ in range(self._rng.randrange(3, 9)):
+                    self._do_something()
+                self._check_that_all_can_be_had()
+        except Exception as error:
+            raise WrongAnswerError(self._story(error)) from error
+        self.report.counts["conversations"] += 1
+        return self.report
+
+    def _story(self, error: BaseException) -> str:
+        steps = "\n".join(f"  {number}. {line}" for number, line in enumerate(self.log, 1))
+        return (
+            f"conversation {self.seed}: {type(error).__name__}: {error}\n{self.subject}, "
+            f"{_described(self.settings)}\n{steps}\n"
+            f"repeat with: python tests/conversation_search.py --seed {self.seed} --conversations 1"
+        )
+
+    def _do_something(self) -> None:
+        kinds = {
+            "next turn": 27,
+            "again": 11,
+            "branch": 13,
+            "beginning": 8,
+            "batch": 16,
+            "several answers": 6,
+            "beams": 6,
+            "prefill": 6,
+            "pad token inside": 2,
+            "callback raises": 5,
+            "forward raises": 3,
+            "memory runs out": 2,
+            "reset": 2,
+            "weights": 2,
+            "adapter": 5,
+        }
+        kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
+        special = {
+            "prefill": self._prefill,
+            "forward raises": self._forward_raises,
+            "memory runs out": self._memory_runs_out,
+            "reset": self._reset,
+            "weights": self._change_weights,
+            "adapter": self._change_adapter,
+        }
+        if kind in special:
+            self.report.counts[kind] += 1
+            special[kind]()
+            return
+        call, users = self._choose_call(kind)
+        answers = self._ask(call)
+        for row, user in enumerate(users):
+            if answers is not None and user is not None:
+                user.took(call.rows[row], answers[row * call.num_answers])
+        if self._rng.random() < 0.3:
+            self.cache.check_invariants()
+
+    def _choose_call(self, kind: str) -> tuple[Call, list[_User | None]]:
+        rng, user = self._rng, self._rng.choice(self._users)
+        if kind in ("again", "beginning", "branch") and not user.turns:
+            kind = "next turn"
+        self.report.counts[kind] += 1
+        call = Call(kind, [], user.salt, seed=rng.randrange(2**31))
+        users: list[_User | None] = [user]
+        if kind == "batch":
+            users = rng.choices(self._users, k=rng.randrange(2, 4))
+            call.salt = users[0].salt if users[0] else None
+            call.rows = [self._prompt_of(one) for one in users if one]
+            if rng.random() < 0.3:  # repeated rows
+                call.rows, users = [*call.rows, call.rows[0]], [*users, None]
+            if rng.random() < 0.3:  # of one length, so that plain takes them as they are
+                shortest = min(map(len, call.rows))
+                call.rows = [row[-shortest:] for row in call.rows]
+        elif kind == "again":
+            call.rows = [rng.choice(user.prompts)]
+        elif kind == "beginning":
+            call.rows = [self._beginning_of(rng.choice(user.turns))]
+        elif kind == "branch":
+            begin = rng.choice(user.turns)
+            if rng.random() < 0.5:  # an edited message
+                begin = begin[: rng.randrange(len(begin) + 1)]
+            call.rows = [begin + self._text(self._length(1))]
+        else:
+            call.rows = [self._prompt_of(user)]
+        self._choose_options(call)
+        if self._is_clamping and call.is_padded:  # a row of one token cannot be with others
+            call.rows = [row if len(row) > 1 else row + self._text(1) for row in call.rows]
+        return call, users
+
+    def _choose_options(self, call: Call) -> None:
+        rng, kind = self._rng, call.kind
+        call.options = {
+            "max_new_tokens": self._answer_length(),
+            "do_sample": rng.random() < 0.25,
+            "eos_token_id": self._some_tokens(8) if rng.random() < 0.4 else None,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
+        if kind == "several answers":
+            call.options |= {"do_sample": True, "num_return_sequences": rng.randrange(2, 4)}
+        if kind == "beams":
+            call.options["num_beams"] = beams = rng.randrange(2, 4)
+            call.options["num_return_sequences"] = rng.randrange(1, beams + 1)
+            call.options["early_stopping"] = rng.random() < 0.5
+            call.options["max_new_tokens"] = min(8, call.options["max_new_tokens"])
+            if rng.random() < 0.4:
+                call.rows.append(self._prompt_of(rng.choice(self._users)))
+        if call.options["do_sample"]:
+            call.options |= {"top_k": rng.choice((0, 5, 50)), "temperature": rng.choice((1.0, 0.3))}
+        if rng.random() < 0.12:
+            call.options["repetition_penalty"] = 1.3
+        if rng.random() < 0.12:
+            call.favours = tuple(self._some_tokens(5))
+        if rng.random() < 0.15:
+            call.stop_tokens = tuple(self._some_tokens(10))
+        if rng.random() < 0.1:
+            call.stop_length = call.width + rng.randrange(1, 6)
+        call.talks = rng.random() < 0.05
+        call.form = rng.choice(("ids", "masked", "masked", "list"))
+        is_single = len(call.rows) == call.num_beams == call.num_answers == 1
+        call.streams = is_single and rng.random() < 0.2
+        if kind == "callback raises":
+            where = ("criterion", "processor", *(("streamer",) if is_single else ()))
+            call.breaks_in, call.breaks_at = rng.choice(where), rng.randrange(6)
+        elif (
+            call.is_greedy
+            and not call.favours
+            and rng.random() < 0.1
+            # What was chosen can then be judged only if nothing but logits decided.
+            and "repetition_penalty" not in call.options
+        ):
+            call.options |= {"return_dict_in_generate": False, "output_logits": False}
+        if any(PAD in row for row in call.rows) and call.form == "ids":
+            call.form = "masked"
+        if kind == "pad token inside":
+            [row] = call.rows
+            at = max(rng.randrange(len(row)), 1)  # before the first token it is padding
+            call.rows, call.form = [(*row[:at], PAD, *row[at:])], rng.choice(("ids", "masked"))
+        if call.is_padded and call.form == "ids":
+            call.form = "masked"
+
+    def _prompt_of(self, user: _User) -> Tokens:
+        """The next prompt of a user: all so far, and a message."""
+        if len(user.history) > MOST_TOKENS:
+            user.history = ()
+        return (user.history or user.system) + self._text(self._length(1.5))
+
+    def _beginning_of(self, tokens: Tokens) -> Tokens:
+        """Just what was computed, or kept, before: the prompt's last token is none of its own."""
+        size = self._block
+        ends = [len(tokens), len(tokens) - 1, self._rng.randrange(len(tokens)) + 1]
+        ends += [len(tokens) // size * size, self._rng.randrange(len(tokens)) // size * size]
+        return tokens[: self._rng.choice([end for end in ends if end > 0])]
+
+    def _system(self) -> Tokens:
+        return self._rng.choice([*self._systems, *self._systems, ()])
+
+    def _length(self, most_blocks: float) -> int:
+        size = self._block
+        usual = (1, 2, 3, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1)
+        most = int(most_blocks * size)
+        fitting = [length for length in usual if 0 < length <= most]
+        return self._rng.choice([*fitting, self._rng.randrange(1, most + 1)])
+
+    def _answer_length(self) -> int:
+        size = self._block
+        lengths = (1, 1, 2, 3, size - 1, size, size + 1, 2 * size - 1, 2 * size + 1)
+        return min(self._rng.choice([*lengths, self._rng.randrange(1, 10)]), 19)
+
+    def _text(self, length: int) -> Tokens:
+        return tuple(self._rng.choices(range(3, VOCABULARY), k=length))
+
+    def _some_tokens(self, count: int) -> list[int]:
+        return self._rng.sample(range(1, VOCABULARY), count)
+
+    def _choose_settings(self) -> dict[str, Any]:
+        rng, size = self._rng, self._block
+        room = rng.choice(((1, 3), (2, 8), (3, 20), (6, 12), (8, 60), (50, 200), (50, 200)))
+        placements = [None, BranchPoint(), LastBlock(), MegatronPlacement()]
+        evictions = (None, LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy())
+        return {
+            "slots": room[0] + rng.randrange(2),
+            "blocks": room[1] + rng.randrange(3),
+            "block_size_tokens": size,
+            "segment_tokens": rng.choice((None, size, 2 * size, 4 * size, 64 * size)),
+            "placement": rng.choice([*placements, EveryNthBlock(1), EveryNthBlock(2)]),
+            "eviction": rng.choice([*evictions, ScoreSlotPolicy()]),
+            "reuse_answers": rng.random() < 0.8,
+            "weights_check": rng.choice(("full", "full", "sample", "off")),
+        }
+
+    # How it is asked.
+
+    def _arguments(self, call: Call, said: Said, *, talks: bool) -> dict[str, Any]:
+        callbacks = _Callbacks(call, said, self._talk if talks and call.talks else None)
+        options = dict(call.options)
+        if call.seed % 5 == 0:
+            kept = ("max_new_tokens", "do_sample", "eos_token_id", "top_k", "temperature")
+            config = {name: options.pop(name) for name in kept if name in options}
+            options["generation_config"] = transformers.GenerationConfig(pad_token_id=PAD, **config)
+        return {**options, **callbacks.arguments()}
+
+    def _talk(self) -> None:
+        with torch.no_grad():
+            self.model(input_ids=torch.tensor([[5, 6, 7]]))
+
+    def _prompts(self, call: Call, rows: Sequence[Tokens]) -> dict[str, Any]:
+        """As tensors, padded on the left."""
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), PAD)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, width - len(row) :] = torch.tensor(row)
+            mask[number, width - len(row) :] = 1
+        return (
+            {"input_ids": ids} if call.form == "ids" else {"input_ids": ids, "attention_mask": mask}
+        )
+
+    def _say(self, call: Call, generate: Callable[..., Any], *, talks: bool = True, **prompts: Any):
+        said = Said()
+        arguments = self._arguments(call, said, talks=talks)
+        torch.manual_seed(call.seed)
+        try:
+            output = generate(**prompts, **arguments)
+        except Boom as error:
+            said.error = type(error)
+            return said
+        said.sequences = output if torch.is_tensor(output) else output.sequences
+        if call.has_logits:
+            said.logits = output.logits
+        return said
+
+    def _plain(self, call: Call, rows: Sequence[Tokens] | None = None) -> Said:
+        return self._say(call, self.model.generate, **self._prompts(call, rows or call.rows))
+
+    def _cached(self, call: Call) -> Said:
+        key = call.salt, self._extra_key
+        skipped = self.cache.stats().skipped_tokens
+        if call.form == "list":
+            prompts: dict[str, Any] = {"inputs": [list(row) for row in call.rows]}
+        else:
+            prompts = self._prompts(call, call.rows)
+        said = self._say(call, self.cache.generate, cache_salt=call.salt, **prompts)
+        self._is_reset = False
+        self._check_skips(key, call.rows, self.cache.stats().skipped_tokens - skipped)
+        self._seen.setdefault(key, []).extend(self._sequences(call, said))
+        return said
+
+    def _sequences(self, call: Call, said: Said) -> list[Tokens]:
+        """What the cache may have kept of a call."""
+        keeps_answers = self.settings["reuse_answers"] and not self._is_clamping
+        if said.sequences is None or not keeps_answers or call.num_beams > 1:
+            return call.rows
+        answers = [row[call.width :] for row in said.sequences.tolist()]
+        return [call.rows[i // call.num_answers] + tuple(row) for i, row in enumerate(answers)]
+
+    def _check_skips(self, key: Any, rows: Sequence[Tokens], skipped: int) -> None:
+        """Nothing is found but what was computed before, under the same salt and adapter."""
+        self.report.counts["prompt tokens"] += sum(map(len, rows))
+        self.report.counts["skipped tokens"] += skipped
+        different = sorted(set(rows))
+        most = 0
+        for row in different:
+            known = [*self._seen.get(key, ()), *(other for other in different if other != row)]
+            most += max((_shared(row, other) for other in known), default=0)
+        if skipped > most:
+            raise WrongAnswerError(f"{skipped} tokens were skipped, of {most} ever computed before")
+
+    def _ask(self, call: Call) -> list[Tokens] | None:
+        """Asks the cache and the model; returns the answers, None if the call was to fail."""
+        self.log.append(str(call))
+        actual = self._cached(call)
+        self.report.counts["calls judged"] += 1
+        simple = call.is_greedy and not (
+            call.favours or call.stop_length or "repetition_penalty" in call.options
+        )
+        if call.breaks_in:
+            rows = call.rows if not call.is_padded else None
+            expected = self._plain(call, rows) if rows else actual
+            if actual.error is not expected.error:
+                raise WrongAnswerError(f"raised {actual.error}, not {expected.error}")
+            if actual.error is not None:
+                self.cache.check_invariants()
+                return None
+        if not call.is_padded:
+            self._compare(call, self._plain(call), actual)
+        elif simple and not call.talks:
+            for number, row in enumerate(call.rows):
+                alone = Call(**{**vars(call), "rows": [row], "form": "masked", "breaks_in": ""})
+                self._compare(alone, self._plain(alone), self._row_of(call, actual, number))
+        else:
+            self._judge_by_logits(call, actual)
+        return self._answers(call, actual)
+
+    def _row_of(self, call: Call, said: Said, number: int) -> Said:
+        padding = call.width - len(call.rows[number])
+        assert said.sequences is not None
+        return Said(
+            said.sequences[number : number + 1, padding:],
+            [step[number : number + 1] for step in said.logits],
+        )
+
+    def _answers(self, call: Call, said: Said) -> list[Tokens]:
+        """The rows' answers, each to its end."""
+        assert said.sequences is not None
+        ends = {*call.stop_tokens, *(call.options["eos_token_id"] or (EOS,))}
+        answers = []
+        for row in said.sequences[:, call.width :].tolist():
+            length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
+            answers.append(tuple(row[:length]))
+        return answers
+
+    # What is right.
+
+    def _compare(self, call: Call, expected: Said, actual: Said) -> None:
+        answers = self._answers(call, expected)
+        if answers != self._answers(call, actual):
+            gap = self._judge_by_logits(call, actual)
+            self.report.counts["ties"] += 1
+            self.report.largest_gap = max(self.report.largest_gap, gap)
+            self.log[-1] += f" (a tie: {self.subject}, off by {gap:.1e})"
+            return
+        if actual.streamed != expected.streamed:
+            raise WrongAnswerError(f"streamed {actual.streamed}, not {expected.streamed}")
+        if not call.has_logits or call.num_beams > 1:
+            # Beams that were not returned may have tied; what was is the same.
+            return
+        for number, answer in enumerate(answers):
+            prompt = call.rows[number // call.num_answers]
+            steps = range(len(answer))
+            wanted = torch.stack([expected.logits[step][number] for step in steps])
+            got = torch.stack([actual.logits[step][number] for step in steps])
+            self._check_logits(prompt + answer[:-1], len(prompt), wanted, got)
+
+    def _check_logits(
+        self, tokens: Tokens, prompt_tokens: int, wanted: torch.Tensor, got: torch.Tensor
+    ) -> float:
+        """Returns how far logits are off; raises if rounding does not explain it."""
+        most, off = wanted.abs().max().item(), (got - wanted).abs().max().item()
+        self.report.counts["rows of logits"] += len(got)
+        if off <= FLOOR * most:
+            return off
+        self.report.counts["roundings measured"] += 1
+        bound = self._judge.bound(tokens, prompt_tokens, most)
+        if not off <= bound:
+            raise WrongAnswerError(
+                f"logits are off by {off:.2e}, of {most:.2e} at most; the model's own rounding "
+                f"allows {bound:.2e} after a prompt of {prompt_tokens} tokens"
+            )
+        return off
+
+    def _judge_by_logits(self, call: Call, actual: Said) -> float:
+        """Judges an answer by the logits that it was chosen by; returns how far they are off."""
+        if not call.has_logits:
+            return self._judge_greedy_tokens(call, actual)
+        found: dict[Tokens, torch.Tensor] = {}
+        for tokens, got in sorted(self._steps(call, actual), key=lambda step: -len(step[0])):
+            found.setdefault(tokens, got)
+        off, done = 0.0, set()
+        for tokens in found:
+            prompt_tokens = self._prompt_in(call, tokens)
+            steps = [tokens[:end] for end in range(prompt_tokens, len(tokens) + 1)]
+            if tokens in done:
+                continue
+            done.update(steps)
+            wanted = self._judge.logits_after(tokens, prompt_tokens)
+            got = torch.stack([found[step] for step in steps])
+            off = max(off, self._check_logits(tokens, prompt_tokens, wanted, got))
+        self._check_that_these_logits_say_it(call, actual)
+        return off
+
+    def _prompt_in(self, call: Call, tokens: Tokens) -> int:
+        return max(len(row) for row in call.rows if tokens[: len(row)] == row)
+
+    def _steps(self, call: Call, actual: Said) -> Iterator[tuple[Tokens, torch.Tensor]]:
+        """What went through the model, and the logits that came of it."""
+        per_prompt = call.num_beams if call.num_beams > 1 else call.num_answers
+        answers = self._answers(call, actual)
+        for step, logits in enumerate(actual.logits):
+            for row, got in enumerate(logits):
+                prompt = call.rows[row // per_prompt]
+                if call.num_beams > 1:
+                    padding = call.width - len(prompt)
+                    yield tuple(actual.shown[step][row].tolist()[padding:]), got
+                elif step < len(answers[row]):
+                    yield prompt + answers[row][:step], got
+
+    def _judge_greedy_tokens(self, call: Call, actual: Said) -> float:
+        off = 0.0
+        for prompt, answer in zip(call.rows, self._answers(call, actual), strict=True):
+            tokens = prompt + answer[:-1]
+            logits = self._judge.logits_after(tokens, len(prompt))
+            bound = self._judge.bound(tokens, len(prompt), logits.abs().max().item())
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            gap = (logits.amax(dim=1) - chosen).max().item()
+            if gap > 2 * bound:
+                raise WrongAnswerError(
+                    f"a token was chosen that is {gap:.2e} from the best; rounding: {bound:.2e}"
+                )
+            off = max(off, gap)
+        return off
+
+    def _check_that_these_logits_say_it(self, call: Call, actual: Said) -> None:
+        """``generate`` without a cache, told these logits, must give the same answer."""
+        logits = iter(actual.logits)
+
+        def dictate(_: Any, __: Any, output: Any) -> None:
+            output.logits[:, -1] = next(logits)
+
+        call = Call(**{**vars(call), "form": "masked" if call.form == "list" else call.form})
+        call.streams, call.breaks_in = False, ""
+        hook = self.model.register_forward_hook(dictate)
+        try:
+            prompts = self._prompts(call, call.rows)
+            told = self._say(call, self.model.generate, talks=False, **prompts)
+        finally:
+            hook.remove()
+        if self._answers(call, told) != self._answers(call, actual):
+            raise WrongAnswerError("its logits are right, and do not lead to this answer")
+
+    # What is asked beside answers.
+
+    def _prefill(self) -> None:
+        user = self._rng.choice(self._users)
+        prompt = self._prompt_of(user)
+        message = self._text(self._rng.randrange(1, 6))
+        self.log.append(f"prefill: {len(prompt)} tokens and {len(message)} by the caller")
+        self._is_reset = False
+        skipped, key = self.cache.stats().skipped_tokens, (user.salt, self._extra_key)
+        given = list(prompt) if self._rng.random() < 0.5 else torch.tensor([prompt])
+        past = self.cache.prefill(given, cache_salt=user.salt)
+        self._check_skips(key, [prompt], self.cache.stats().skipped_tokens - skipped)
+        self._seen.setdefault(key, []).append(prompt)
+        got = [
+            self._judge.forward([token], past, len(prompt) + at)[-1]
+            for at, token in enumerate(message)
+        ]
+        tokens = prompt + message
+        wanted = self._judge.logits_after(tokens, len(prompt))[1:]
+        self._check_logits(tokens, len(prompt), wanted, torch.stack(got))
+        self.report.counts["calls judged"] += 1
+
+    def _forward_raises(self) -> None:
+        """A module of the model raises, at a forward that a hit may not come to."""
+        call, _ = self._choose_call("next turn")
+        call.breaks_in = ""
+        left = self._rng.randrange(4)
+
+        def raise_at_last(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Boom("forward")
+
+        self.log.append(f"its forward raises: {call}")
+        with self._hooked(raise_at_last):
+            self._cached(call)
+        self.cache.check_invariants()
+
+    def _memory_runs_out(self) -> None:
+        """Long forwards run out of memory; the cache may try shorter ones, or give up."""
+        call, _ = self._choose_call(self._rng.choice(("next turn", "batch")))
+        call.options |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        most = self._rng.randrange(self._block, 6 * self._block)
+
+        def raise_if_long(_: Any, args: Any) -> None:
+            if args[0].shape[1] > most:
+                raise torch.OutOfMemoryError("too long")
+
+        with self._hooked(raise_if_long):
+            self.log.append(f"no memory for {most + 1} tokens: {call}")
+            try:
+                actual = self._cached(call)
+            except torch.OutOfMemoryError:
+                actual = None
+        if actual is not None and actual.error is None:
+            self._judge_by_logits(call, actual)
+            self.report.counts["calls judged"] += 1
+        self.cache.check_invariants()
+
+    @contextlib.contextmanager
+    def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
+        before, self._extra_key = self._extra_key, "hooked"
+        handle = self.model.get_input_embeddings().register_forward_pre_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._extra_key = before
+
+    def _reset(self) -> None:
+        self.log.append("reset")
+        self.cache.reset()
+        self._seen.clear()
+        self._is_reset = True
+        if self.cache.stats().cached_slots or self.cache.stats().requests:
+            raise WrongAnswerError("something is left after a reset")
+
+    def _change_weights(self) -> None:
+        """Others are noticed, and taken as they are after a reset."""
+        if self._is_reset:  # nothing is known of the weights before the next call
+            self._ask(self._choose_call("again")[0])
+        matrices = [x for x in self.model.parameters() if x.dim() == 2]
+        weight = self._rng.choice(matrices)
+        original = weight.detach().clone()
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.seed))
+        self.log.append(f"other weights, of shape {tuple(weight.shape)}")
+        self._undo.callback(_write, weight, original)
+        _write(weight, original + noise * original.std() * 0.3)
+        call, _ = self._choose_call("next turn")
+        call.breaks_in = ""
+        try:
+            self._say(call, self.cache.generate, **self._prompts(call, call.rows))
+        except ModelChangedError:
+            self._reset()
+        else:
+            raise WrongAnswerError("other weights were not noticed")
+
+    def _change_adapter(self) -> None:
+        """Puts an adapter on, scales it, or takes it off; prefixes of each are kept apart."""
+        if self._adapter is None:
+            self._adapter = _Adapter(self.model, self._rng)
+            self._undo.callback(self._adapter.take_off)
+        scaling = self._rng.choice([x for x in (0.0, 1.0, 2.0) if x != self._adapter.scaling])
+        self._adapter.put_on(scaling)
+        self._extra_key = scaling or None
+        self.log.append(f"adapter of {self._adapter.path}: scaling {scaling}")
+
+    def _check_that_all_can_be_had(self) -> None:
+        """All blocks and slots, at the end."""
+        self.cache.check_invariants()
+        store, stats = self.cache._store, self.cache.stats()
+        num_blocks, num_slots = store.kv_blocks.pool_size - 1, store.slots.max_slots
+        have = (
+            stats.free_blocks + stats.cached_blocks + stats.used_blocks,
+            stats.free_slots + stats.cached_slots + stats.reserved_slots,
+        )
+        if have != (num_blocks, num_slots):
+            raise WrongAnswerError(f"{have} blocks and slots are left of {num_blocks, num_slots}")
+        for name in ("evicted_blocks", "evicted_slots", "hits", "saved_states"):
+            self.report.counts[name] += getattr(stats, name)
+        blocks = store.kv_blocks.allocate_memory_blocks(num_blocks)
+        slots = store.slots.reserve_slots(blocks[:num_slots])
+        if len(set(blocks)) != num_blocks or None in slots or len(set(slots)) != len(slots):
+            raise WrongAnswerError(f"could have {len(blocks)} blocks and {slots} slots")
+        store.slots.cancel_reserved(slots)
+        store.kv_blocks.release_memory_blocks(blocks)
+        self.cache.check_invariants()
+
+
+@dataclass
+class _User:
+    """Somebody who talks to the model.
+
+    Attributes:
+        salt: The cache salt of his prompts.
+        system: What his conversations begin with.
+        history: All so far.
+        prompts: All that he sent.
+        turns: Where his conversation stood.
+    """
+
+    salt: Any
+    system: Tokens
+    history: Tokens = ()
+    prompts: list[Tokens] = field(default_factory=list)
+    turns: list[Tokens] = field(default_factory=list)
+
+    def took(self, prompt: Tokens, answer: Tokens) -> None:
+        self.history = prompt + answer
+        self.prompts.append(prompt)
+        self.turns += [prompt, self.history]
+
+
+class _Adapter:
+    """A small one, made as PEFT's are: it takes the place of a linear layer and has a scaling."""
+
+    def __init__(self, model: torch.nn.Module, rng: random.Random) -> None:
+        linear = [
+            (path, module)
+            for path, module in model.named_modules()
+            if type(module) is torch.nn.Linear and ".layers." in f".{path}"
+        ]
+        self.path, self._base = rng.choice(linear)
+        parent, _, self._name = self.path.rpartition(".")
+        self._parent = model.get_submodule(parent)
+        self._layer = _AdaptedLinear(self._base, rng.randrange(2**31)).eval()
+        self.scaling = 0.0
+
+    def put_on(self, scaling: float) -> None:
+        self.scaling = self._layer.scaling = scaling
+        setattr(self._parent, self._name, self._layer if scaling else self._base)
+
+    def take_off(self) -> None:
+        setattr(self._parent, self._name, self._base)
+
+
+class _AdaptedLinear(torch.nn.Linear):
+    def __init__(self, base: torch.nn.Linear, seed: int) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        generator = torch.Generator().manual_seed(seed)
+        self.weight, self.bias, self.scaling = base.weight, base.bias, 1.0
+        self.down = torch.nn.Parameter(0.1 * torch.randn(base.in_features, 2, generator=generator))
+        self.up = torch.nn.Parameter(0.1 * torch.randn(2, base.out_features, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.scaling * (x @ self.down @ self.up)
+
+
+_models: dict[str, Any] = {}
+_bytes: dict[tuple[str, int], tuple[float, float]] = {}
+
+
+def family_of(subject: str) -> str:
+    return subject.partition(", ")[0]
+
+
+def _is_clamping(subject: str) -> bool:
+    return subject != family_of(subject) in CLAMPING
+
+
+def _model(subject: str) -> Any:
+    if subject not in _models:
+        model = make_model(family_of(subject)).requires_grad_(False)
+        for parameter in model.parameters():
+            if subject != family_of(subject) and parameter.dim() > 1:
+                parameter.mul_(LARGE)
+        _models[subject] = model
+    return _models[subject]
+
+
+def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any) -> Any:
+    """A cache of just so many slots and blocks, whose sizes are measured once."""
+    size = settings["block_size_tokens"]
+    mode = "step" if family_of(subject) in UNRESUMABLE else "error"
+    if (subject, size) not in _bytes:
+        measured = make_cache(
+            model, block_size_tokens=size, segment_tokens=size, on_unresumable=mode
+        )
+        zero, one = (budgets(measured, slots=n, blocks=n) for n in (0, 1))
+        _bytes[subject, size] = tuple(one[name] - zero[name] for name in sorted(one))
+    of_blocks, of_slots = _bytes[subject, size]
+    room = {
+        "mamba_cache_gb": (slots + 0.5) * of_slots,
+        "kv_cache_gb": (blocks + 0.5) * of_blocks,
+    }
+    return make_cache(model, on_unresumable=mode, **room, **settings)
+
+
+def _write(weight: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(values)
+
+
+def _shared(one: Tokens, other: Tokens) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _described(settings: dict[str, Any]) -> dict[str, Any]:
+    plain = (int, str, type(None))
+    return {name: x if isinstance(x, plain) else type(x).__name__ for name, x in settings.items()}
