@@ -39,7 +39,7 @@ autodoc_default_options = {"members": True, "ignore-module-all": True, "show-inh
 
 nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
-    (r"py:.*", r"(ast|collections|contextlib|enum|pathlib|types|typing)\..*"),
+    (r"py:.*", r"(argparse|ast|collections|contextlib|enum|pathlib|types|typing)\..*"),
     (r"py:.*", r"(np|numpy|prometheus_client|rich|torch|typer)\..*"),
     # A private base class or type variable may appear in a signature.
     (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
@@ -82,7 +82,7 @@ def contents(package: ModuleType) -> list[str]:
     homes = [getattr(getattr(package, name), "__module__", None) for name in package.__all__]
     found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     names = [module.name for module in found if not is_inner(module.name)]
-    names = [name for name in names if not name.endswith("__main__")]
+    names = [name for name in names if not name.endswith("__main__") and not is_old_path(name)]
     if package is mamba_cache:
         return []  # its contents are those of the reference's first page
     # A name from a package below, such as `kernels`, counts for that package.
@@ -109,13 +109,34 @@ def is_inner(module: str) -> bool:
     return "._" in module
 
 
+def is_old_path(module: str) -> bool:
+    """Whether a module only stands for another one, under the name that this had before."""
+    return (importlib.import_module(module).__doc__ or "").startswith("Old import path of")
+
+
+def overview(modules: list[str]) -> list[str]:
+    """Every module by package, with a sentence on each; pages of inner ones are listed here."""
+    title = "Every module"
+    lines = [title, "=" * len(title), ""]
+    packages = [name for name in modules if hasattr(importlib.import_module(name), "__path__")]
+    for package in packages:
+        members = [name for name in modules if name.rpartition(".")[0] == package]
+        members = [name for name in members if name not in packages]
+        about = f":py:mod:`{package}`: {first_sentence(importlib.import_module(package))}"
+        lines += titled(package, [about, "", *sentences(members)])
+    inner = [f"   {name} <inner/{name}>" for name in modules if is_inner(name)]
+    return [*lines, ".. toctree::", "   :hidden:", "", *inner, ""]
+
+
 def write_reference(_app: object) -> None:
     """Write a page for each module, so that none can be forgotten; inner ones in a folder apart."""
     shutil.rmtree(REFERENCE, ignore_errors=True)
     (REFERENCE / "inner").mkdir(parents=True)
     found = pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
     names = [module.name for module in found if not module.name.endswith("__main__")]
-    for name in ["mamba_cache", *names]:
+    names = ["mamba_cache", *(name for name in names if not is_old_path(name))]
+    (REFERENCE / "modules.rst").write_text("\n".join(overview(names)), encoding="utf-8")
+    for name in names:
         module = importlib.import_module(name)
         body = [name, "=" * len(name), "", f".. automodule:: {name}", ""]
         if hasattr(module, "__path__"):

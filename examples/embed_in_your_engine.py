@@ -22,7 +22,7 @@ from mamba_cache import (
     Step,
     StepMetadata,
 )
-from mamba_cache.models import HybridModel
+from mamba_cache.reference import HybridModel
 
 Forward = Callable[[StepMetadata, DynamicInferenceContext], torch.Tensor]
 Sample = Callable[[torch.Tensor], torch.Tensor]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from mamba_cache import CacheConfig
-from mamba_cache.engine import Completion, Engine, SamplingParams
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import Completion, Engine, HybridModel, HybridModelConfig, SamplingParams
 
 BLOCK_SIZE_TOKENS = 64
 SAMPLING = SamplingParams(max_new_tokens=96)

@@ -23,8 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mamba_cache import CacheConfig
-from mamba_cache.engine import Completion, Engine, SamplingParams
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import Completion, Engine, HybridModel, HybridModelConfig, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=24)
 NUM_PROMPTS = 18

@@ -30,8 +30,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mamba_cache import CacheConfig
-from mamba_cache.engine import DecodingStats, Engine, SamplingParams
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import (
+    DecodingStats,
+    Engine,
+    HybridModel,
+    HybridModelConfig,
+    SamplingParams,
+)
 
 TEXTS = ("compound", "execmodel", "debugger")
 PROMPT_TOKENS = 600

@@ -53,13 +53,12 @@ from mamba_cache.errors import (
     UnsupportedVersionError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import (
+from mamba_cache.integrations.vllm import (
     Mamba2AttentionBackend,
     Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,
-    StepMetadata,
-    compute_varlen_chunk_metadata,
 )
+from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
 from mamba_cache.slots import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     CheckpointPlacement,

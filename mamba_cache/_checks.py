@@ -1,4 +1,4 @@
-"""Checks of arguments that every room makes."""
+"""Checks of arguments, shared by all packages."""
 
 from __future__ import annotations
 

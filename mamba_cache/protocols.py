@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 __all__ = ["BatchDimensions", "KVBlockView", "MambaMetadata", "PrefillRequest", "SlotContext"]
 
-# `Any` stands for a CPU torch tensor or a numpy array: this floor imports neither.
+# `Any` stands for a CPU torch tensor or a numpy array: this module imports neither.
 
 
 class KVBlockView(Protocol):

@@ -13,6 +13,9 @@ import json
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
 from broken_caches import FAULTS, broken

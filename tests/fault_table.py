@@ -6,6 +6,9 @@ Run ``python tests/fault_table.py > table.md``; all moments take some thirty min
 import argparse
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
 from fault_rig import CALLS, Outcome, Survey

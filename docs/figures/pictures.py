@@ -1,8 +1,11 @@
-"""The pictures that explain: a hit, and the house that the package is."""
+"""The pictures that explain: a hit, and the layers of the package."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,15 +18,8 @@ WIDTH = 16.5
 LEFT = 20
 """Where blocks begin; names stand before."""
 
-FLOORS = (
-    ("7", ("cli",), "the command line"),
-    ("6", ("bench",), "benchmarks"),
-    ("5", ("engine", "models", "integrations"), "a reference engine and model; other projects"),
-    ("4", ("context", "align"), "requests and steps; states in block tables"),
-    ("3", ("slots",), "which states are kept, and where"),
-    ("2", ("states", "blocks", "metadata"), "tensors and kernels; KV blocks; what kernels read"),
-    ("1", ("errors", "config", "protocols"), "exceptions; settings; what an embedder supplies"),
-)
+ARCHITECTURE = Path(__file__).parents[1] / "explanation" / "architecture.md"
+"""Whose table of layers is drawn."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +68,28 @@ def draw_hit() -> None:
     save(axes.get_figure(), "hit")
 
 
-def draw_house() -> None:
-    """Draw the rooms by floor; a room imports only from rooms below its own floor."""
-    axes = _canvas(100, 54)
-    for place, (number, rooms, holds) in enumerate(reversed(FLOORS)):
-        bottom = 1.8 + 7.4 * place
+def draw_layers() -> None:
+    """Draw the packages of each layer, as the table on the page about architecture lists them."""
+    rows = re.findall(
+        r"^\| (\d) \| (`[^|]*) \| ([^|:]*)", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    layers: dict[str, tuple[list[str], list[str]]] = {}
+    for number, names, holds in rows:
+        packages = re.findall(r"`([a-z]+)", names)  # not the private modules
+        if packages:
+            drawn = layers.setdefault(number, ([], []))
+            drawn[0].extend(packages)
+            drawn[1].append(holds.strip())
+    axes = _canvas(110, 8.4 + 7.4 * (len(layers) - 1))
+    for number, (packages, holds) in layers.items():
+        bottom = 1.8 + 7.4 * (int(number) - 1)
         axes.text(2, bottom + 3, number, va="center", color=LIGHT["muted"], fontsize=12)
-        width = 52 / len(rooms)
-        for index, room in enumerate(rooms):
-            _box(axes, 6 + index * width, bottom, room, BLOCK, width=width - 1)
-        axes.text(60, bottom + 3, holds, va="center", color=LIGHT["muted"], fontsize=9.5)
-    save(axes.get_figure(), "house")
+        width = 52 / len(packages)
+        for index, package in enumerate(packages):
+            _box(axes, 6 + index * width, bottom, package, BLOCK, width=width - 1)
+        text = textwrap.fill("; ".join(holds), 58)
+        axes.text(60, bottom + 3, text, va="center", color=LIGHT["muted"], fontsize=9)
+    save(axes.get_figure(), "layers")
 
 
 def _canvas(width: float, height: float) -> Axes:

@@ -1,3 +1,3 @@
-"""Benchmarks: ``python -m mamba_cache.bench <name>``."""
+"""The benchmarks that ``mamba-cache bench`` runs; ``command`` lists them."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""How long states in block tables take to follow a step on a GPU, beside a flat copy.
+"""The benchmark of the vLLM adapter: states in block tables on a GPU, beside a flat copy.
 
 No time is taken before the bits have been compared. Copies and flat copies are timed in turn, and
 other blocks are copied each time.
@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mamba_cache.align import (
+from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
+from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpec,
     MambaSpecDecodeGPUContext,
@@ -23,7 +24,6 @@ from mamba_cache.align import (
     get_conv_copy_spec_ds,
     get_temporal_copy_spec,
 )
-from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
 
 __all__ = ["REQUEST_COUNTS", "measure_copies", "measure_idle_step", "run_align"]
 

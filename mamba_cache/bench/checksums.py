@@ -1,13 +1,10 @@
-"""How long the check of a model's weights takes on a GPU, beside a flat read of the same bytes.
-
-``python -m mamba_cache.bench.checksums`` prints JSON.
-"""
+"""The benchmark of the check of a model's weights on a GPU, beside a flat read of as many bytes."""
 
 from __future__ import annotations
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, device_us, host_us, print_json
+from mamba_cache.bench.measure import Measurement, check_gpu, device_us, host_us
 from mamba_cache.states.checksums import TensorChecksums
 
 __all__ = ["run_checksums"]
@@ -26,10 +23,9 @@ def run_checksums(num_layers: int = _LAYERS) -> list[Measurement]:
         num_layers: How many layers; the default has about 8 GB.
 
     Raises:
-        SystemExit: There is no GPU.
+        InvalidArgumentError: There is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark of checksums times a GPU, and PyTorch finds none")
+    check_gpu("checksums")
     weights = [
         torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         for _ in range(num_layers)
@@ -58,7 +54,7 @@ def run_checksums(num_layers: int = _LAYERS) -> list[Measurement]:
 
 
 def _check(checksums: TensorChecksums, weights: list[torch.Tensor]) -> None:
-    """Compares with the twin, and changes one bit, before any time is taken."""
+    """Compare with the twin, and change one bit, before any time is taken."""
     expected = TensorChecksums(weights[: len(_SHAPES)], backend="torch").measure()
     assert checksums.measure()[: len(_SHAPES)] == expected
     bits = weights[-1].view(torch.int16)
@@ -66,7 +62,3 @@ def _check(checksums: TensorChecksums, weights: list[torch.Tensor]) -> None:
         bits[-1, -1] ^= 1
         checksums.start()
         assert checksums.is_unchanged() == is_unchanged
-
-
-if __name__ == "__main__":
-    print_json("checksums", run_checksums())

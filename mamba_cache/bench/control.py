@@ -1,4 +1,4 @@
-"""How long the decisions take: no state is copied and no model runs here.
+"""The benchmark of decisions: no state is copied and no model runs here.
 
 All of it is single-threaded Python, so each figure holds for one core.
 """

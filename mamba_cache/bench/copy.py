@@ -1,4 +1,4 @@
-"""How long state copies take on a GPU, beside other ways to move the same bytes.
+"""The benchmark of state copies on a GPU, beside other ways to move the same bytes.
 
 Every figure is a median of runs that copy other rows each time, queued behind one another so that
 the device never waits for the host. No time is taken before the bits have been compared.

@@ -1,4 +1,4 @@
-"""What saving a prefill step's checkpoints takes on a GPU: of bandwidth, of the step, of memory."""
+"""The benchmark of saving a prefill's checkpoints on a GPU: bandwidth, time, memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mamba_cache.bench.measure import Measurement, device_us, host_us, progress
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.metadata.step import StepMetadata
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.states import StatePool, StateSpec, extract_checkpoint_states
 
 __all__ = ["measure_extraction", "measure_model_step", "run_extraction"]

@@ -1,4 +1,4 @@
-"""What a benchmark measured, and how it is shown."""
+"""Measurements: how they are taken, held to limits, and shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a transformers model computes with: those of packages, or PyTorch's reference."""
+"""The kernels that a transformers model computes with: a package's, or PyTorch's reference."""
 
 from __future__ import annotations
 

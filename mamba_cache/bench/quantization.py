@@ -1,4 +1,4 @@
-"""What int8 slots cost in accuracy: errors of real states, and of the logits after a hit.
+"""The benchmark of int8 slots' accuracy: errors of real states, and of logits after a hit.
 
 The reference model (random weights, float32, on the CPU) reads English text that ships inside
 CPython, with bytes as tokens.
@@ -16,7 +16,7 @@ import torch
 from mamba_cache.bench.measure import Measurement, progress
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.states import SlotQuantization, SlotRounding, dequantize_states, quantize_states
 
 __all__ = ["run_quantization"]

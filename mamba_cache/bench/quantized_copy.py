@@ -1,4 +1,4 @@
-"""How long copies between live states and int8 slots take on a GPU, beside a flat copy.
+"""The benchmark of copies between live states and int8 slots on a GPU, beside a flat copy.
 
 Rates count the bytes really read and written: a state on one side, codes and scales on the other.
 """

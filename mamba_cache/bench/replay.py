@@ -1,4 +1,4 @@
-"""What a trace of requests would hit: the real control plane, and no model.
+"""The replay of a trace of requests: what it would hit, by the real control plane and no model.
 
 Each request runs to its first token before the next one comes: the tokens of answers are in no
 trace, so there would be nothing to find of them.
@@ -6,6 +6,7 @@ trace, so there would be nothing to find of them.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from mamba_cache._checks import check_int
 from mamba_cache.bench.measure import describe_run, print_rows, progress_bar
 from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.options import budget, count, one_of
 from mamba_cache.bench.workload import (
     TOKENS_PER_HASH_ID,
     WORKLOADS,
@@ -23,8 +25,8 @@ from mamba_cache.bench.workload import (
     read_trace,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
     CheckpointPlacement,
     ConsumedSlotPolicy,
@@ -65,27 +67,47 @@ _FIRST_TOKEN = SamplingParams(max_new_tokens=1)
 def add_replay_options(command: Any) -> None:
     """Add what ``run_replay`` takes to an ``ArgumentParser``."""
     command.add_argument("--trace", metavar="FILE", help="JSON lines; default: a drawn workload")
-    command.add_argument("--workload", choices=list(WORKLOADS), default="conversations")
-    command.add_argument("--limit", type=int, help="requests to replay, from the first")
+    command.add_argument(
+        "--workload",
+        type=one_of(WORKLOADS),
+        default="conversations",
+        metavar="NAME",
+        help=f"what is drawn: {', '.join(WORKLOADS)}",
+    )
+    command.add_argument(
+        "--limit", type=count, metavar="N", help="requests to replay, from the first"
+    )
+    # Where one is left out, run_replay has its own default; `extend` would add to one given here.
+    many: dict[str, Any] = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
     command.add_argument(
         "--slots",
-        type=_budget,
-        nargs="+",
-        default=[50, 200, None],
+        type=budget,
         metavar="N",
-        help="numbers, or unlimited",
+        help="numbers, or unlimited; default: 50 200 unlimited",
+        **many,
     )
     command.add_argument(
-        "--kv-blocks", type=_budget, metavar="N", help="a number; default: unlimited"
+        "--kv-blocks", type=budget, metavar="N", help="a number; default: unlimited"
     )
     command.add_argument(
-        "--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES), dest="policies"
+        "--policy",
+        type=one_of(POLICIES),
+        dest="policies",
+        metavar="NAME",
+        help=f"eviction: {', '.join(POLICIES)}; default: all",
+        **many,
     )
     command.add_argument(
-        "--placement", nargs="+", choices=list(PLACEMENTS), default=["megatron", "last"],
+        "--placement",
+        type=one_of(PLACEMENTS),
         dest="placements",
-    )  # fmt: skip
-    command.add_argument("--max-tokens", type=int, default=8192, help="tokens of a step")
+        metavar="NAME",
+        help=f"where states are saved: {', '.join(PLACEMENTS)}; default: megatron last",
+        **many,
+    )
+    command.add_argument(
+        "--max-tokens", type=count, default=8192, metavar="N", help="tokens of a step"
+    )
 
 
 def run_replay(
@@ -274,7 +296,3 @@ def _fit(
 
 def _say(budget: int | None) -> str:
     return "unlimited" if budget is None else f"{budget:,}"
-
-
-def _budget(text: str) -> int | None:
-    return None if text == "unlimited" else int(text)

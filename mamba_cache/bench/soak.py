@@ -1,4 +1,4 @@
-"""Hours of requests at small sizes, in search of what leaks, slows down or goes wrong.
+"""The soak: hours of requests at small sizes, in search of what leaks, slows down or goes wrong.
 
 Clients ask, wait, go on and change their minds; requests are cancelled and preempted, forwards
 fail, and there is never enough room. Every few seconds everything is counted from the ground.
@@ -31,12 +31,19 @@ from mamba_cache.bench.measure import (
     progress_bar,
 )
 from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.options import one_of
 from mamba_cache.bench.soak_checks import UncachedAnswers, check_conservation
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import RequestStatus
-from mamba_cache.engine import Completion, Engine, LanguageModel, SamplingParams
 from mamba_cache.errors import InvalidArgumentError, InvariantError, UnknownRequestError
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import (
+    Completion,
+    Engine,
+    HybridModel,
+    HybridModelConfig,
+    LanguageModel,
+    SamplingParams,
+)
 from mamba_cache.slots import ScoreSlotPolicy
 
 __all__ = [
@@ -121,10 +128,20 @@ class Window:
 
 def add_soak_options(command: Any) -> None:
     """Add what ``run_soak`` takes to an ``ArgumentParser``."""
-    command.add_argument("--minutes", type=float, default=10.0)
-    command.add_argument("--model", choices=list(MODELS), default="none")
-    command.add_argument("--device", default="cpu", help="where the tiny model runs")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--minutes", type=float, default=10.0, metavar="N", help="how long, checks included"
+    )
+    command.add_argument(
+        "--model",
+        type=one_of(MODELS),
+        default="none",
+        metavar="NAME",
+        help=f"what computes: {', '.join(MODELS)}",
+    )
+    command.add_argument(
+        "--device", default="cpu", metavar="NAME", help="where the tiny model runs"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn")
 
 
 def run_soak(

@@ -1,4 +1,4 @@
-"""What a soak holds against what it sees."""
+"""The checks of a soak: answers without a cache, and counts that must add up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mamba_cache.bench.clients import Turn
 from mamba_cache.bench.no_model import NoModel
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import CacheStats
-from mamba_cache.engine import Engine, LanguageModel, SamplingParams
 from mamba_cache.errors import InvariantError
+from mamba_cache.reference import Engine, LanguageModel, SamplingParams
 
 __all__ = ["UncachedAnswers", "check_conservation"]
 

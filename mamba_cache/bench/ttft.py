@@ -1,4 +1,4 @@
-"""Time to first token of a transformers model: plain, at a miss, at hits, and of what is new alone.
+"""The benchmark of the time to first token: plain, at a miss, at hits, and of what is new alone.
 
 Prompts are random and fresh in each round, so that a miss is a miss, and a round times each way
 once, so that all of them see the same machine.
@@ -26,6 +26,7 @@ from mamba_cache.bench.model_kernels import (
     library_versions,
     without_kernels,
 )
+from mamba_cache.bench.options import count, one_of
 from mamba_cache.bench.ttft_chat import Chat, measure_chat
 from mamba_cache.bench.ttft_model import (
     FAMILIES,
@@ -63,17 +64,27 @@ _WAYS = (_PLAIN, _FIRST, _MISS, _SECOND, _HIT, _IDENTICAL, _TURN, _BARE, _FILLED
 def add_ttft_options(command: Any) -> None:
     """Add what ``run_ttft`` takes to an ``ArgumentParser``."""
     default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
-    command.add_argument("--family", choices=list(FAMILIES), default=default)
+    command.add_argument(
+        "--family",
+        type=one_of(FAMILIES),
+        default=default,
+        metavar="NAME",
+        help=f"the model's shape: {', '.join(FAMILIES)}",
+    )
     command.add_argument(
         "--prefix",
-        type=int,
+        type=count,
         nargs="+",
         action="extend",
         metavar="N",
         help=f"tokens that prompts share; default: {_DEFAULT_PREFIX}, or with --chat none",
     )
-    command.add_argument("--suffix", type=int, default=256, help="tokens of each prompt's own")
-    command.add_argument("--rounds", type=int, default=5, help="how often each way is timed")
+    command.add_argument(
+        "--suffix", type=count, default=256, metavar="N", help="tokens of each prompt's own"
+    )
+    command.add_argument(
+        "--rounds", type=count, default=5, metavar="N", help="how often each way is timed"
+    )
     command.add_argument(
         "--chat", action="store_true", help="time chats of two users and eight turns as well"
     )

@@ -1,4 +1,4 @@
-"""A chat of several users and turns: what the first tokens of its answers take together.
+"""The benchmark of a chat: what the first tokens of all its answers take together.
 
 Each request is timed three ways in turn: by plain transformers, through the prefix cache, and as
 one bare forward of its new tokens over a cache of transformers that holds all that some request

@@ -1,4 +1,4 @@
-"""The commands, and what becomes of errors."""
+"""The app: its commands, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from typing import Annotated
 import typer
 
 from mamba_cache._version import __version__
-from mamba_cache.cli.bench import bench
+from mamba_cache.bench.command import exit_code
+from mamba_cache.bench.command import main as run_benchmark
 from mamba_cache.cli.demo import demo
 from mamba_cache.cli.doctor import doctor
 from mamba_cache.cli.output import Command, Group
 from mamba_cache.cli.plan import plan
-from mamba_cache.errors import (
-    BudgetError,
-    InvalidArgumentError,
-    MambaCacheError,
-    MissingExtraError,
-)
+from mamba_cache.errors import MambaCacheError
 
-__all__ = ["app", "main_options", "run"]
+__all__ = ["app", "bench", "main_options", "run"]
 
 app = typer.Typer(
     cls=Group,
@@ -33,7 +29,20 @@ app = typer.Typer(
 
 for _command in (demo, plan, doctor):
     app.command(cls=Command)(_command)
-app.add_typer(bench, name="bench")
+
+
+@app.command(
+    cls=Command,
+    add_help_option=False,  # its parser has one, and so has each benchmark's
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    },
+)
+def bench(context: typer.Context) -> None:
+    """Measure this machine: one benchmark, with options of its own."""
+    raise typer.Exit(run_benchmark(context.args))
 
 
 def _show_version(wanted: bool) -> None:
@@ -61,6 +70,5 @@ def run() -> int:
         app(prog_name="mamba-cache")
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
-        is_usage = isinstance(error, (InvalidArgumentError, MissingExtraError))
-        return 2 if is_usage and not isinstance(error, BudgetError) else 1
+        return exit_code(error)
     return 0

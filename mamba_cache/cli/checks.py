@@ -1,4 +1,4 @@
-"""What ``mamba-cache doctor`` looks at."""
+"""The checks of ``mamba-cache doctor``."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from rich.live import Live
 
 from mamba_cache.cli.output import AsJson, console, make_table, print_json
 from mamba_cache.config import CacheConfig
-from mamba_cache.engine import Completion, Engine, SamplingParams
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import Completion, Engine, HybridModel, HybridModelConfig, SamplingParams
 
 __all__ = ["Answer", "demo", "play"]
 

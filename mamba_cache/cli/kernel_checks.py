@@ -1,4 +1,4 @@
-"""Runs each kernel of ``mamba_cache.states`` beside its PyTorch twin and compares the bits.
+"""The doctor's checks of kernels: each beside its PyTorch twin, compared bit by bit.
 
 ``python -m mamba_cache.cli.kernel_checks`` prints one JSON object: what differed or broke, by
 kernel; an empty text where nothing did. It is a program of its own, because a kernel that goes

@@ -1,4 +1,4 @@
-"""Where ``plan`` finds a model's configuration: built in, a file, a folder, or the hub's cache."""
+"""Model configurations for ``plan``: built in, in a file or folder, or in the hub's cache."""
 
 from __future__ import annotations
 

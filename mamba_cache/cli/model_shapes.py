@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence, read from its Hugging Face configuration.
+"""Model shapes: what a model keeps of a sequence, read from its Hugging Face configuration.
 
 Every family names the same sizes differently. A size is looked up under all the names that are
 known for it, so a new family that keeps to one of them needs nothing here. What kind of recurrence

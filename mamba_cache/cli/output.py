@@ -1,4 +1,4 @@
-"""How commands show what they found: tables for people, JSON for machines.
+"""Output of commands: tables for people, JSON for machines.
 
 Results go to stdout, everything else to stderr. rich leaves out colour and bars where the stream is
 no terminal, and colour where ``NO_COLOR`` is set.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -23,9 +22,7 @@ __all__ = [
     "Command",
     "Group",
     "console",
-    "each_of",
     "make_table",
-    "one_of",
     "print_json",
     "size_text",
 ]
@@ -92,22 +89,3 @@ def size_text(num_bytes: int) -> str:
     if num_bytes >= 2**10:
         return f"{num_bytes / 2**10:,.1f} KiB"
     return f"{num_bytes:,} bytes"
-
-
-def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """Return the callback of an option that must be one of ``names``."""
-
-    def check(value: str) -> str:
-        if value in names:
-            return value
-        near = get_close_matches(value.lower(), names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise typer.BadParameter(f"must be one of {', '.join(names)}, got {value!r}{hint}")
-
-    return check
-
-
-def each_of(names: Collection[str]) -> Callable[[list[str]], list[str]]:
-    """Return the callback of an option that may be repeated, each time with one of ``names``."""
-    check = one_of(names)
-    return lambda values: [check(value) for value in values]

@@ -1,4 +1,4 @@
-"""What a cache needs for a model and a workload: plain arithmetic, no tensors."""
+"""The plan of a cache for a model and a workload: plain arithmetic, no tensors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Fingerprinted(Protocol):
 
 
 def agree_on_num_slots(num_slots: int, group: dist.ProcessGroup | None = None) -> int:
-    """Finds the number of slots that every rank has room for; every rank of the group calls it.
+    """Find the number of slots that every rank has room for; every rank of the group calls it.
 
     Pipeline stages have different layers, so one budget holds different numbers of slots. All take
     the smallest, or a block would keep its state in one stage and lose it in another.
@@ -84,7 +84,7 @@ class DivergenceGuard:
         self._under_way: tuple[Callable[[], object], torch.Tensor] | None = None
 
     def check(self) -> None:
-        """Ends a step: sends this rank's fingerprint or compares those sent before, as is due.
+        """End a step: send this rank's fingerprint or compare those sent before, as is due.
 
         Raises:
             DivergenceError: The ranks' fingerprints differed. Every rank raises it in the same
@@ -98,7 +98,7 @@ class DivergenceGuard:
                 self._compare()
 
     def _compare(self) -> None:
-        """Waits for fingerprints under way, which were sent in the latest step."""
+        """Wait for fingerprints under way, which were sent in the latest step."""
         if self._under_way is None:
             return
         wait, received = self._under_way
@@ -117,7 +117,7 @@ def _check_initialised() -> None:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Returns where the group's collectives take their tensors from."""
+    """Return where the group's collectives take their tensors from."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -126,7 +126,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 def _start_gather(
     value: int, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], object], torch.Tensor]:
-    """Starts to send a value to all ranks.
+    """Start to send a value to all ranks.
 
     Returns:
         A function that waits until the values of all ranks have come, and [num_ranks] int64 on
@@ -148,7 +148,7 @@ def _start_gather_on_gpu(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> tuple[Callable[[], object], torch.Tensor]:
-    """Does the same through a GPU, on a stream that waits for no work of the model."""
+    """Do the same through a GPU, on a stream that waits for no work of the model."""
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         gathered = torch.empty_like(received, device=device)

@@ -1,4 +1,4 @@
-"""What caches did and hold, as Prometheus metrics; needs the extra ``metrics``.
+"""Prometheus metrics of what caches did and hold; needs the extra ``metrics``.
 
 The figures are read when Prometheus asks for them: a context does nothing for it. Call durations
 are measured only where ``CallDurations`` is told to.
@@ -74,7 +74,7 @@ class StatsSource(Protocol):
     """Whatever keeps ``CacheStats``: a context, or a ``PrefixCache`` of transformers."""
 
     def stats(self) -> CacheStats:
-        """Returns what the cache did so far and what it holds now, to any thread."""
+        """Return what the cache did so far and what it holds now, to any thread."""
         ...
 
 
@@ -100,7 +100,7 @@ class CacheCollector(Collector):
         self._caches = dict(caches)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every metric, with one sample or more for each cache."""
+        """Yield every metric, with one sample or more for each cache."""
         stats = {name: cache.stats() for name, cache in self._caches.items()}
         for field, text in _COUNTERS.items():
             yield _counter(field, text, {name: getattr(one, field) for name, one in stats.items()})
@@ -150,7 +150,7 @@ class CallDurations:
         )
 
     def watch(self, name: str, context: object) -> None:
-        """Puts in the place of the context's ``TIMED_CALLS`` ones that are measured.
+        """Put in the place of the context's ``TIMED_CALLS`` ones that are measured.
 
         Args:
             name: The label ``cache``, as for ``CacheCollector``.

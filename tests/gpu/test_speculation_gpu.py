@@ -8,9 +8,8 @@ from gpu_rig import waiting_raises
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode, decode_torch
-from mamba_cache.engine import verify_greedy_on_device
 from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
-from mamba_cache.models import HybridModel
+from mamba_cache.reference import HybridModel, verify_greedy_on_device
 
 pytestmark = pytest.mark.gpu
 

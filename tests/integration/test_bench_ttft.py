@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 
 from mamba_cache.bench import ttft, ttft_model
-from mamba_cache.bench.__main__ import main
+from mamba_cache.bench.command import main
 from mamba_cache.bench.model_kernels import REFERENCE
 from mamba_cache.bench.ttft import PrefixTimes, break_even, run_ttft
 from mamba_cache.bench.ttft_chat import Chat, measure_chat

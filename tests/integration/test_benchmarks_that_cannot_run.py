@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from mamba_cache.bench.__main__ import main as run_module
+from mamba_cache import errors
+from mamba_cache.bench.command import BENCHMARKS, Benchmark, main
 from mamba_cache.cli.app import run as run_command
 
 
@@ -16,9 +17,11 @@ def run(request, monkeypatch, capsys):
     def call(*arguments):
         if request.param == "mamba-cache bench":
             monkeypatch.setattr(sys, "argv", ["mamba-cache", "bench", *arguments])
-            code = run_command()
+            with pytest.raises(SystemExit) as exit_:
+                run_command()
+            code = exit_.value.code
         else:
-            code = run_module(arguments)
+            code = main(arguments, prog=request.param)
         out, err = capsys.readouterr()
         assert out == ""
         return code, err
@@ -45,3 +48,29 @@ def test_it_is_a_line_with_the_remedy(run, monkeypatch, arguments, said):
     code, err = run(*arguments)
     [line] = err.splitlines()
     assert (code, said in line) == (2, True)
+
+
+@pytest.mark.parametrize("prog", ["mamba-cache bench", "python -m mamba_cache.bench"])
+def test_no_name_shows_what_there_is(prog, capsys):
+    assert main([], prog=prog) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"usage: {prog} [-h] NAME")) == ("", True)
+    assert all(f"    {name} " in err or f"    {name}\n" in err for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgumentError("seven"), 2),
+        (errors.UnsupportedVersionError("seven"), 2),
+        (errors.BudgetError("seven"), 1),
+        (errors.InvariantError("seven"), 1),
+    ],
+)
+def test_an_error_is_a_line_and_an_exit_code(run, monkeypatch, error, code):
+    def fail():
+        raise error
+
+    monkeypatch.setitem(BENCHMARKS, "control", Benchmark("fail", fail))
+    given, err = run("control")
+    assert (given, err.endswith("bench: seven\n"), err.count("\n")) == (code, True, 1)

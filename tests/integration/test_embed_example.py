@@ -12,7 +12,7 @@ from mamba_cache import (
     DynamicInferenceContext,
     Request,
 )
-from mamba_cache.models import HybridModel
+from mamba_cache.reference import HybridModel
 
 EXAMPLE = ROOT / "examples" / "embed_in_your_engine.py"
 

@@ -18,7 +18,7 @@ from example_counts import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.engine import SamplingParams
+from mamba_cache.reference import SamplingParams
 
 
 def with_common_root(rng, count, *, root_blocks, tail=7):

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.engine import verify_greedy_on_device
 from mamba_cache.errors import BlockCapacityError, CapacityError
+from mamba_cache.reference import verify_greedy_on_device
 
 
 class Successors:

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.context import Request, ScheduledRequest
-from mamba_cache.engine import DecodingStats, FinishReason, NgramDrafter, SamplingParams
-from mamba_cache.engine.requests import EngineRequest
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import DecodingStats, FinishReason, NgramDrafter, SamplingParams
+from mamba_cache.reference.requests import EngineRequest
 
 
 class Oracle:

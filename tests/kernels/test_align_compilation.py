@@ -12,7 +12,8 @@ PRINT_STORES = """
 import json, re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mamba_cache.align.kernels import fused, regions
+from mamba_cache.integrations.vllm.kernels import align_columns
+from mamba_cache.integrations.vllm.kernels import regions
 
 WIDE_POINTERS = {"chunks", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
 WIDE_POINTERS |= {"num_rows", "row_strides"}
@@ -33,13 +34,13 @@ def stores(kernel, word, rows):
         {name: type_of(name, constants) for name in names},
         {(names.index(name),): value for name, value in constants.items()},
     )
-    options = {"num_warps": fused._NUM_WARPS}
+    options = {"num_warps": align_columns._NUM_WARPS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return sorted(set(re.findall(r"st[.](global[.]\\S+)", compiled.asm["ptx"])))
 
 found = {}
-for kernel in (fused._precopy_kernel, fused._postcopy_kernel, fused._precopy_resident_kernel,
-               fused._postcopy_resident_kernel, fused._accept_kernel, fused._gather_kernel,
+aligning = ("precopy", "postcopy", "precopy_resident", "postcopy_resident", "accept", "gather")
+for kernel in (*(getattr(align_columns, f"_{name}_kernel") for name in aligning),
                regions._regions_kernel):
     name = kernel.fn.__name__
     found[name] = stores(kernel, tl.int64, 64)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from align_states import Group, Model, States
 
-from mamba_cache.align import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.align.kernels import fused
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
+from mamba_cache.integrations.vllm.kernels import align_columns
 from mamba_cache.states import PAD_SLOT_ID
 
 LARGE = Group(channels=700, conv_dtype=torch.float32, ssm_shape=(3, 3001), ssm_dtype=torch.float32)
@@ -127,7 +127,7 @@ def test_a_row_is_not_its_slot(device, backend, seed):
 
 @pytest.mark.parametrize("shares", [(1, 1), (4, 2), (6, 3)])
 def test_programs_that_share_counters_copy_every_tile_once(shares, device, seed, monkeypatch):
-    monkeypatch.setattr(fused, "_shares", lambda device: shares)
+    monkeypatch.setattr(align_columns, "_shares", lambda device: shares)
     setup = Setup(make_model(False, ODD, LARGE), device, "triton", seed)
     setup.precopy([(2, 3, 0), (1, 0, 2)])
     setup.expect(0, 2, 3, 0)

@@ -21,7 +21,7 @@ from search import Search
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL_PLANE = (
-    *("blocks", "slots", "context", "metadata"),
+    *("blocks", "slots", "context", "metadata", "integrations/vllm/mamba2_attention.py"),
     *("config.py", "errors.py", "protocols.py", "_checks.py", "_eviction_queue.py", "_guard.py"),
 )
 TESTS = (
@@ -30,10 +30,10 @@ TESTS = (
     "tests/unit",
     "tests/integration/test_distributed.py",
 )
-# Of other rooms, of the text of files, or striking everywhere, which takes too long.
+# Of other packages, of the text of files, or striking everywhere, which takes too long.
 OTHER_TESTS = (
     *("align", "bench", "engine", "extraction", "model", "plan.", "prometheus", "state_copy"),
-    *("docs", "property/test_faults", "property/test_interrupts", "figures", "floors", "fuzz."),
+    *("docs", "property/test_faults", "property/test_interrupts", "figures", "fuzz.", "layers"),
     *("package", "peers", "readme", "style"),
 )
 

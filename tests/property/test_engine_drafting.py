@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.engine import NgramDrafter
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import NgramDrafter
 
 
 def search(tokens, max_drafts, max_ngram, min_ngram):

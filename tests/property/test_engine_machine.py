@@ -7,7 +7,7 @@ from example_counts import few_examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mamba_cache.engine import Engine, FinishReason, NgramDrafter, SamplingParams
+from mamba_cache.reference import Engine, FinishReason, NgramDrafter, SamplingParams
 from mamba_cache.slots import (
     ConsumedSlotPolicy,
     EveryNthBlock,

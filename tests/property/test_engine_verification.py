@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_steps import PlainCaches, Sequence, Work, build_metadata
 
-from mamba_cache.engine import SamplingParams, sample, verify, verify_greedy_on_device
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.models import HybridModelConfig
+from mamba_cache.reference import (
+    HybridModelConfig,
+    SamplingParams,
+    sample,
+    verify,
+    verify_greedy_on_device,
+)
 
 CONFIG = HybridModelConfig(vocab_size=5)
 SEEDS = st.integers(0, 2**32 - 1)

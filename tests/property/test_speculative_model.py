@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
 
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

@@ -7,7 +7,8 @@ import pytest
 import torch
 from align_states import Group, Model, States
 
-from mamba_cache.align import (
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.integrations.vllm import (
     CpuGpuBuffer,
     MambaBuffers,
     cleanup_mamba_state_idx,
@@ -18,7 +19,6 @@ from mamba_cache.align import (
     stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
 )
-from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
 
 B = 8
 MODEL = Model(B, num_drafts=2, groups=(Group(num_layers=1),), max_requests=2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from align_states import Group, Model, States
 
-from mamba_cache.align import (
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm import (
     MambaSpec,
     MambaSpecDecodeGPUContext,
     get_conv_copy_spec,
@@ -14,9 +15,8 @@ from mamba_cache.align import (
     get_mamba_groups,
     get_temporal_copy_spec,
 )
-from mamba_cache.align.memory import describe_states
-from mamba_cache.align.table import CHUNK_FIELDS
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm.copy_specs import describe_states
+from mamba_cache.integrations.vllm.state_table import CHUNK_FIELDS
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
 

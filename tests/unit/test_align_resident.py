@@ -9,8 +9,8 @@ import torch
 from align_rig import ResidentWorld, engine_config
 from align_states import Group, Model
 
-from mamba_cache.align import MambaHybridModelState
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm import MambaHybridModelState
 
 B = 8
 MODEL = Model(B, num_drafts=2, groups=(Group(num_layers=1),), max_requests=4)

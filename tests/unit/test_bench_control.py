@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mamba_cache.bench import __main__ as command
+from mamba_cache.bench import command
 from mamba_cache.bench.control import (
     measure_admission,
     measure_allocate_slots,
@@ -60,7 +60,8 @@ def test_chunk_metadata_are_measured_on_a_batch_of_long_sequences():
 
 @pytest.fixture
 def two_measurements(monkeypatch):
-    monkeypatch.setitem(command._BENCHMARKS, "control", ("two", lambda: [KEPT, MISSED]))
+    two = command.Benchmark("two", lambda: [KEPT, MISSED])
+    monkeypatch.setitem(command.BENCHMARKS, "control", two)
 
 
 def test_json_holds_figures_and_limits(two_measurements, capsys):
@@ -86,4 +87,4 @@ def test_the_table_says_what_was_missed(two_measurements, capsys, monkeypatch, h
 def test_an_unknown_benchmark_is_refused_by_name(capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["contrl"])
-    assert "invalid choice: 'contrl'" in capsys.readouterr().err
+    assert "got 'contrl'; did you mean 'control'?" in capsys.readouterr().err

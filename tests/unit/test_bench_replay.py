@@ -8,8 +8,7 @@ import pytest
 from clocks import Clock
 from sources import ROOT
 
-from mamba_cache.bench import __main__ as command
-from mamba_cache.bench import measure
+from mamba_cache.bench import command, measure
 from mamba_cache.bench.replay import PLACEMENTS, POLICIES, run_replay
 from mamba_cache.bench.workload import TOKENS_PER_HASH_ID, draw_conversations
 from mamba_cache.errors import InvalidArgumentError

@@ -16,9 +16,9 @@ from align_states import Model
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache import DeviceTokens
-from mamba_cache.align import CpuGpuBuffer, MambaHybridModelState
 from mamba_cache.context.device_tokens import TokenExchange
-from mamba_cache.models import HybridModel
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaHybridModelState
+from mamba_cache.reference import HybridModel
 from mamba_cache.slots import EveryNthBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

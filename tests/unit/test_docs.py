@@ -11,9 +11,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from sources import ROOT, Source, is_old_path
 
-from mamba_cache.bench.__main__ import main as bench
+from mamba_cache.bench.command import main as bench
 
 DOCS = ROOT / "docs"
 PAGES = [
@@ -72,7 +72,8 @@ def test_named_tests_exist() -> None:
 
 
 def test_named_benchmarks_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, pages in found(r"python -m mamba_cache\.bench (\w+)").items():
+    named = found(r"(?:python -m mamba_cache\.bench|mamba-cache bench) ([a-z]\w*)")
+    for name, pages in named.items():
         with pytest.raises(SystemExit) as exit_:
             bench([name, "--help"])
         assert exit_.value.code == 0, (pages, capsys.readouterr().err)
@@ -94,11 +95,19 @@ def test_the_reference_lists_every_package_with_what_it_is() -> None:
     """Those right below `mamba_cache`; generated pages list what is in them."""
     package = ROOT / "mamba_cache"
     found = {path.parent.name for path in package.glob("*/__init__.py")}
-    found |= {path.stem for path in package.glob("[!_]*.py")}
+    modules = package.glob("[!_]*.py")
+    found |= {path.stem for path in modules if not is_old_path(Source(path))}
     wanted = {"mamba_cache", *(f"mamba_cache.{name}" for name in found)}
     page = text_of(DOCS / "reference" / "index.md")
     assert set(re.findall(r"^\| \{py:mod\}`([\w.]+)` \| .", page, flags=re.MULTILINE)) == wanted
     assert set(re.findall(r"^\w+ <api/([\w.]+)>$", page, flags=re.MULTILINE)) == wanted
+
+
+def test_the_page_on_what_tests_share_names_every_module() -> None:
+    support = ROOT / "tests" / "support"
+    tables = re.findall(r"^\| (`[^|]*`) \|", text_of(support / "README.md"), flags=re.MULTILINE)
+    listed = sorted(name for cell in tables for name in re.findall(r"`(\w+)`", cell))
+    assert listed == sorted(path.stem for path in support.glob("*.py"))
 
 
 def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
@@ -113,9 +122,7 @@ def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
 
 def test_the_benchmarks_page_lists_every_kind_of_run() -> None:
     page = text_of(DOCS / "benchmarks" / "index.md")
-    listed = re.findall(
-        r"^\|.*\| `(?:python -m mamba_cache\.bench|mamba-cache) (\w+)` \|", page, re.M
-    )
+    listed = re.findall(r"^\|.*\| `mamba-cache(?: bench)? (\w+)` \|", page, re.M)
     results = (DOCS / "benchmarks").glob("*.json")
     assert set(listed) == {json.loads(text_of(path))["benchmark"] for path in results}
 

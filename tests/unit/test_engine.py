@@ -20,7 +20,6 @@ from engine_rig import (
 
 from mamba_cache.config import CacheConfig  # noqa: F401 - named in the engine's example
 from mamba_cache.context import MissReason
-from mamba_cache.engine import Engine, FinishReason, SamplingParams
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
@@ -29,7 +28,13 @@ from mamba_cache.errors import (
     StepOrderError,
     UnknownRequestError,
 )
-from mamba_cache.models import HybridModel, HybridModelConfig  # noqa: F401 - likewise
+from mamba_cache.reference import (  # noqa: F401 - likewise
+    Engine,
+    FinishReason,
+    HybridModel,
+    HybridModelConfig,
+    SamplingParams,
+)
 
 
 def test_events_tell_first_token_and_end(rng):

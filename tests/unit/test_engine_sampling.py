@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mamba_cache.engine import SamplingParams, sample
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import SamplingParams, sample
 
 
 @pytest.fixture

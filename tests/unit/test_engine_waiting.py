@@ -4,8 +4,8 @@ import pytest
 from engine_rig import BLOCK, cache_config, draw_prompt, greedy, make_engine, step_checked
 
 from mamba_cache.context import Admission, Request, RequestStatus
-from mamba_cache.engine.requests import EngineRequest
-from mamba_cache.engine.waiting import branch_positions, common_blocks, is_worth_waiting
+from mamba_cache.reference.requests import EngineRequest
+from mamba_cache.reference.waiting import branch_positions, common_blocks, is_worth_waiting
 
 
 @pytest.fixture

@@ -28,17 +28,18 @@ BUILT_IN = {
 CAPACITY = [e for e in ALL if issubclass(e, errors.CapacityError)]
 
 
-@pytest.mark.parametrize("error", ALL)
-def test_one_root(error: type[Exception]) -> None:
-    assert issubclass(error, errors.MambaCacheError)
+def test_one_root() -> None:
+    assert [error for error in ALL if not issubclass(error, errors.MambaCacheError)] == []
 
 
-@pytest.mark.parametrize(("error", "built_in"), BUILT_IN.items())
-def test_callers_who_know_only_built_ins_catch_them(
-    error: type[Exception], built_in: type[Exception]
-) -> None:
-    leaves = [leaf for leaf in ALL if issubclass(leaf, error)]
-    assert all(issubclass(leaf, built_in) for leaf in leaves)
+def test_callers_who_know_only_built_ins_catch_them() -> None:
+    uncaught = [
+        (leaf, built_in)
+        for error, built_in in BUILT_IN.items()
+        for leaf in ALL
+        if issubclass(leaf, error) and not issubclass(leaf, built_in)
+    ]
+    assert uncaught == []
 
 
 def test_every_leaf_has_a_built_in() -> None:

@@ -27,8 +27,8 @@ from context_rig import (
 )
 
 from mamba_cache import DeviceTokens, Request
-from mamba_cache.align import CpuGpuBuffer, MambaBuffers, MambaHybridModelState
-from mamba_cache.align.table import StateTable
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaBuffers, MambaHybridModelState
+from mamba_cache.integrations.vllm.state_table import StateTable
 from mamba_cache.metadata import StepBuffers
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StatePool

@@ -19,8 +19,8 @@ from context_rig import (
 from object_graph import tensors_of
 
 from mamba_cache import Request
-from mamba_cache.engine import Engine, SamplingParams
 from mamba_cache.errors import BlockCapacityError, StepOrderError
+from mamba_cache.reference import Engine, SamplingParams
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 

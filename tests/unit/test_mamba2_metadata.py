@@ -15,8 +15,8 @@ from mamba_cache import (
     Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,
 )
-from mamba_cache.align import MambaSpec
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm import MambaSpec
 
 CHUNK, COLUMN, NUM_COLUMNS = 8, 6, 20
 

@@ -122,7 +122,7 @@ def test_without_kernels_hides_packages_that_are_installed(tmp_path, monkeypatch
                 __import__(name)
     for name in KERNEL_PACKAGES:
         assert __import__(name).__file__ == str(tmp_path / f"{name}.py")
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # monkeypatch would bring it back for the tests that follow
 
 
 def test_without_kernels_is_refused_once_a_package_is_in_use(module):

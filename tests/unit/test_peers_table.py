@@ -35,7 +35,7 @@ SLOTS = "unit/test_regressions_slots.py::"
 WRONG_STATE = [
     Row(
         "one call evicted the slot of a block that it named: two blocks, one slot (Megatron)",
-        "protected=ids in SlotControl.allocate_slots_batch",
+        "protected=ids in SlotPool.allocate_slots_batch",
         (SLOTS + "test_a_call_never_evicts_the_slot_of_a_block_that_it_names",),
     ),
     Row(
@@ -49,7 +49,7 @@ WRONG_STATE = [
     ),
     Row(
         "slots without a hash survived the deregistration of their block (Megatron)",
-        "the block ids in SlotControl.on_kv_blocks_deregistered",
+        "the block ids in SlotPool.on_kv_blocks_deregistered",
         (SLOTS + "test_a_slot_without_a_hash_does_not_survive_its_block",),
     ),
     Row(
@@ -163,7 +163,7 @@ WRONG_STATE = [
 CRASHES_AND_LEAKS = [
     Row(
         "an assert when every state was locked (SGLang #36770, #40128)",
-        "the cut to the slots that can be had, in SlotControl.reserve_slots",
+        "the cut to the slots that can be had, in SlotPool.reserve_slots",
         (
             CONTRACTS + "test_full_pool_is_not_an_error",
             SLOTS + "test_no_slot_to_be_had_is_no_error_for_optional_work",

@@ -10,11 +10,11 @@ from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.models import HybridModel, HybridModelConfig
-from mamba_cache.models.attention import AttentionLayer
-from mamba_cache.models.mamba import Mamba2Layer
-from mamba_cache.models.ssd import SSDInputs
-from mamba_cache.models.ssd_naive import ssd_naive
+from mamba_cache.reference import HybridModel, HybridModelConfig
+from mamba_cache.reference.attention import AttentionLayer
+from mamba_cache.reference.mamba import Mamba2Layer
+from mamba_cache.reference.ssd import SSDInputs
+from mamba_cache.reference.ssd_naive import ssd_naive
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

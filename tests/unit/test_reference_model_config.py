@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.models import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel, HybridModelConfig
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

@@ -1,4 +1,4 @@
-"""Puts this package's slots in the place of Megatron Core's, whose contexts then use them.
+"""Installation: this package's slots in the place of Megatron Core's, whose contexts use them.
 
 As in ``from mamba_cache.integrations import megatron`` and ``megatron.install()``. It may come
 before or after Megatron's modules are imported, but before a context is made.
@@ -72,7 +72,7 @@ _original_methods: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Makes Megatron Core use this package's ``MambaSlotAllocator`` and capacity error.
+    """Make Megatron Core use this package's ``MambaSlotAllocator`` and capacity error.
 
     Both are put into the module that defines them and into every module of Megatron that has
     imported them. Methods of its context are amended where the version needs it (``replaced`` lists
@@ -106,7 +106,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives Megatron Core its own classes and methods back, wherever it has this package's.
+    """Give Megatron Core its own classes and methods back, wherever it has this package's.
 
     Contexts made meanwhile keep their slots. Without an ``install`` before it, it does nothing.
     """
@@ -122,7 +122,7 @@ def uninstall() -> None:
 
 
 def replaced() -> list[str]:
-    """Lists what of Megatron Core is replaced now, as dotted names; nothing before ``install``."""
+    """List what of Megatron Core is replaced now, as dotted names; nothing before ``install``."""
     classes = [f"{_HOME}.{name}" for name in _originals]
     home = f"{_CONTEXTS}.dynamic_context.{_CONTEXT}"
     return classes + [f"{home}.{name}" for name in _original_methods]
@@ -146,7 +146,7 @@ def installed() -> Iterator[None]:
 
 
 def _import_home() -> ModuleType:
-    """Imports the module whose classes are replaced."""
+    """Import the module whose classes are replaced."""
     try:
         importlib.import_module("megatron.core")
     except ImportError as error:
@@ -175,7 +175,7 @@ def _version() -> str:
 
 
 def _differences(home: ModuleType, classes: dict[str, ast.ClassDef]) -> list[str]:
-    """Lists what of this version cannot be served, or would be served wrong."""
+    """List what of this version cannot be served, or would be served wrong."""
     theirs = getattr(home, "MambaSlotAllocator", None)
     if not inspect.isclass(theirs):
         return [f"{_HOME} has no class MambaSlotAllocator"]
@@ -193,7 +193,7 @@ def _differences(home: ModuleType, classes: dict[str, ast.ClassDef]) -> list[str
 
 
 def _classes(contexts: Path) -> dict[str, ast.ClassDef]:
-    """Reads the classes that slots and contexts meet in."""
+    """Read the classes that slots and contexts meet in."""
     modules = ("dynamic_context", "kv_block_allocator", "attention_context/mamba_metadata")
     return class_source(contexts / f"{module}.py" for module in modules)
 
@@ -233,7 +233,7 @@ def _holds_before_allocating(context: ast.ClassDef) -> bool:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Puts ``new`` wherever a module of Megatron has ``old``, under whatever name."""
+    """Put ``new`` wherever a module of Megatron has ``old``, under whatever name."""
     for module_name, module in list(sys.modules.items()):
         is_megatrons = module_name.split(".")[0] == "megatron"
         if is_megatrons and isinstance(module, ModuleType) and old is not None:

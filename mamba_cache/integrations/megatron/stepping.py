@@ -96,7 +96,7 @@ def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def with_matched_blocks_held(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Holds the blocks that a request matches while room is found for its others.
+    """Hold the blocks that a request matches while room is found for its others.
 
     Megatron Core 0.17 and 0.18 make room first, evicting what is least recently used, the matched
     blocks among it: the request then has one block twice, and what was cached in it is overwritten.

@@ -62,7 +62,7 @@ _READ_BY_SLOTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def use_differences(root: Path, *, without: Path) -> list[str]:
-    """Lists what Megatron does with its allocator that this package's cannot answer.
+    """List what Megatron does with its allocator that this package's cannot answer.
 
     Args:
         root: The folder of ``megatron.core``.
@@ -80,7 +80,7 @@ def use_differences(root: Path, *, without: Path) -> list[str]:
 
 
 def context_differences(classes: dict[str, ast.ClassDef]) -> list[str]:
-    """Lists what the slots read of Megatron's classes and would not find.
+    """List what the slots read of Megatron's classes and would not find.
 
     Args:
         classes: Megatron's classes by name.
@@ -100,7 +100,7 @@ def context_differences(classes: dict[str, ast.ClassDef]) -> list[str]:
 
 
 def class_source(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
-    """Returns the classes that the modules of these paths define, by name; no path need exist."""
+    """Return the classes that the modules of these paths define, by name; no path need exist."""
     trees = [_parse(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     return {
         node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)
@@ -108,7 +108,7 @@ def class_source(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
 
 
 def method_source(of_class: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    """Returns a class's own method, or None."""
+    """Return a class's own method, or None."""
     for node in of_class.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
@@ -116,7 +116,7 @@ def method_source(of_class: ast.ClassDef, name: str) -> ast.FunctionDef | None:
 
 
 def names_on_self(method: ast.FunctionDef) -> set[str]:
-    """Returns the attributes of ``self`` that a method names."""
+    """Return the attributes of ``self`` that a method names."""
     return {node.attr for node in _attributes_of_self(method)}
 
 
@@ -152,7 +152,7 @@ def _problems(tree: ast.AST, sample: MambaSlotAllocator) -> Iterator[tuple[Any, 
 
 
 def _scopes(tree: ast.AST) -> list[ast.AST]:
-    """Returns the outermost functions, in which an alias of the allocator holds."""
+    """Return the outermost functions, in which an alias of the allocator holds."""
     functions: list[ast.AST] = []
     waiting = [tree]
     while waiting:
@@ -195,7 +195,7 @@ def _binds(function: Any, call: ast.Call) -> bool:
 
 
 def _attributes_of(of_class: ast.ClassDef) -> set[str]:
-    """Returns what a class's source gives its instances: assigned on self, or a property."""
+    """Return what a class's source gives its instances: assigned on self, or a property."""
     names = {node.name for node in of_class.body if isinstance(node, ast.FunctionDef)}
     return names | {
         node.attr for node in _attributes_of_self(of_class) if isinstance(node.ctx, ast.Store)
@@ -203,7 +203,7 @@ def _attributes_of(of_class: ast.ClassDef) -> set[str]:
 
 
 def _sample_allocator() -> MambaSlotAllocator:
-    """Makes an allocator of nothing, to be asked what it has."""
+    """Make an allocator of nothing, to be asked what it has."""
     kv_blocks = SimpleNamespace(pool_size=0)
     context: Any = SimpleNamespace(
         max_requests=1, kv_block_allocator=kv_blocks, device=torch.device("cpu")

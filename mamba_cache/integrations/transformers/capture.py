@@ -1,4 +1,4 @@
-"""States at checkpoints inside one forward: the scans are computed in pieces, the rest is not."""
+"""The capture of states inside one forward: scans are computed in pieces, the rest is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that prefixes were cached with: its settings and weights."""
+"""The fingerprint of a model: is it still the one that prefixes were cached with?"""
 
 from __future__ import annotations
 

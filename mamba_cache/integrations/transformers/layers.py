@@ -1,4 +1,4 @@
-"""What the layers of a transformers cache hold, read and written through their own methods."""
+"""The layers of a transformers cache, read and written through their own methods."""
 
 from __future__ import annotations
 

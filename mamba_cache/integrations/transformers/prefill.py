@@ -1,4 +1,4 @@
-"""Computes prompts: restores what is cached, and runs the rest in as few forwards as it can."""
+"""Prefill: what is cached is restored, and the rest runs in as few forwards as it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache of one model."""
+"""``PrefixCache``: the prefix cache of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a model go on correctly from the middle of a sequence? Tried, not believed."""
+"""The probe of a model: does it go on correctly from the middle of a sequence?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers pass as prompts, checked and taken apart."""
+"""Prompts as callers pass them, checked and taken apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's results depend on beside the values of its tensors, read from the model itself."""
+"""The settings of a model: all that its results depend on beside the values of its tensors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,24 @@
+"""Old import path of the engine in ``mamba_cache.reference``, which it stands for."""
+
+from mamba_cache import reference
+from mamba_cache._old_paths import keep_submodules
+from mamba_cache.reference import *  # noqa: F403 - whatever it exports
+
+__all__ = reference.__all__
+
+keep_submodules(
+    __name__,
+    "mamba_cache.reference",
+    {
+        "drafting": "drafting",
+        "engine": "engine",
+        "model": "language_model",
+        "progress": "progress",
+        "requests": "requests",
+        "results": "results",
+        "sampling": "sampling",
+        "scheduler": "scheduler",
+        "verification": "verification",
+        "waiting": "waiting",
+    },
+)

@@ -1,0 +1,62 @@
+"""The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode."""
+
+from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers, MambaSpecDecodeGPUContext
+from mamba_cache.integrations.vllm.align_on_host import (
+    cleanup_mamba_state_idx,
+    postprocess_mamba,
+    postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
+    preprocess_mamba,
+)
+from mamba_cache.integrations.vllm.column_moves import StateMove
+from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer, MambaCopyBuffers
+from mamba_cache.integrations.vllm.copy_specs import (
+    MambaCopySpec,
+    get_conv_copy_spec,
+    get_conv_copy_spec_ds,
+    get_temporal_copy_spec,
+)
+from mamba_cache.integrations.vllm.gpu_staging import (
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
+)
+from mamba_cache.integrations.vllm.hybrid_model_state import (
+    MambaHybridAttnMetadata,
+    MambaHybridModelState,
+)
+from mamba_cache.integrations.vllm.mamba2_attention import (
+    CommonAttentionMetadata,
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+)
+from mamba_cache.integrations.vllm.mamba_spec import MambaSpec, get_mamba_groups
+
+__all__ = [
+    "CommonAttentionMetadata",
+    "CpuGpuBuffer",
+    "Mamba2AttentionBackend",
+    "Mamba2AttentionMetadata",
+    "Mamba2AttentionMetadataBuilder",
+    "MambaBuffers",
+    "MambaCopyBuffers",
+    "MambaCopySpec",
+    "MambaHybridAttnMetadata",
+    "MambaHybridModelState",
+    "MambaSpec",
+    "MambaSpecDecodeGPUContext",
+    "StateMove",
+    "cleanup_mamba_state_idx",
+    "get_conv_copy_spec",
+    "get_conv_copy_spec_ds",
+    "get_mamba_groups",
+    "get_temporal_copy_spec",
+    "postprocess_mamba",
+    "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
+    "preprocess_mamba",
+    "stage_mamba_state_idx_to_gpu",
+    "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
+]

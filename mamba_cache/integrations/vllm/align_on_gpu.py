@@ -1,0 +1,332 @@
+"""Align mode on the GPU, without waiting for it: ``MambaSpecDecodeGPUContext``."""
+
+# An engine gives these methods all that it has, by position.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mamba_cache._lasting import lasting
+from mamba_cache.integrations.vllm._backend import kernels_for
+from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
+from mamba_cache.integrations.vllm.copy_specs import describe_states
+from mamba_cache.integrations.vllm.kernels.plain import (
+    check_moves,
+    decide_postcopy,
+    decide_postcopy_resident,
+    decide_precopy,
+    decide_precopy_resident,
+)
+from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
+from mamba_cache.integrations.vllm.protocols import HostDeviceBuffer, KVCacheConfig, MakeBuffer
+from mamba_cache.integrations.vllm.state_table import StateTable
+from mamba_cache.states import CopyBackend
+
+__all__ = ["MambaBuffers", "MambaSpecDecodeGPUContext"]
+
+
+@dataclass(slots=True)
+class MambaSpecDecodeGPUContext:
+    """Copies states between columns of block tables; what is copied is decided on the device.
+
+    All calls that copy belong on one stream.
+
+    Attributes:
+        table: Where every state and block table lies.
+        mamba_group_ids: The Mamba groups.
+        num_accepted_tokens_out: [max_num_reqs] int32 on the device: accepted counts after
+            ``run_fused_postprocess``.
+        mamba_state_idx_buf: Staged running columns, [max_num_reqs] int32.
+        num_scheduled_tokens_buf: Staged scheduled tokens, [max_num_reqs] int32.
+        num_computed_tokens_buf: Staged computed tokens, [max_num_reqs] int32.
+        num_draft_tokens_buf: Staged drafts, [max_num_reqs] int32.
+        backend: "torch", "triton", or "auto": the kernels on CUDA, plain Python elsewhere.
+        check_columns: Decide on the host as well, and refuse columns and blocks out of range. This
+            waits for the device, so it is for debugging. Where it is off, kernels trust the tables.
+        is_initialized: Whether the states and block tables are known.
+    """
+
+    table: StateTable
+    mamba_group_ids: list[int]
+    num_accepted_tokens_out: torch.Tensor
+    mamba_state_idx_buf: HostDeviceBuffer
+    num_scheduled_tokens_buf: HostDeviceBuffer
+    num_computed_tokens_buf: HostDeviceBuffer
+    num_draft_tokens_buf: HostDeviceBuffer
+    backend: CopyBackend = "auto"
+    check_columns: bool = False
+    is_initialized: bool = False
+
+    @classmethod
+    @lasting
+    def create(
+        cls,
+        max_num_reqs: int,
+        kv_cache_config: KVCacheConfig,
+        num_state_types: int,
+        device: torch.device | str,
+        make_buffer: MakeBuffer,
+        *,
+        backend: CopyBackend = "auto",
+        check_columns: bool = False,
+    ) -> MambaSpecDecodeGPUContext:
+        """Make a context that does nothing until it knows the states.
+
+        Args:
+            max_num_reqs: The most requests of a batch.
+            kv_cache_config: Names the layers of each group.
+            num_state_types: Kinds of state of a layer.
+            device: Where the states live.
+            make_buffer: Called as ``make_buffer(n, dtype=...)``.
+            backend: Who copies.
+            check_columns: Whether columns are checked.
+
+        Raises:
+            InvalidArgumentError: There is no Mamba group, two are scheduled differently, or the
+                backend is unknown or not for the device.
+            MissingExtraError: The kernels are asked for and Triton is not installed.
+        """
+        group_ids, spec = get_mamba_groups(kv_cache_config)
+        groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in group_ids]
+        num_states = sum(len(group.layer_names) for group in groups) * num_state_types
+        device = torch.device(device)
+        kernels_for(backend, device)
+        return cls(
+            StateTable(num_states, len(group_ids), spec.block_size, device),
+            group_ids,
+            torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+            make_buffer(max_num_reqs, dtype=torch.int32),
+            make_buffer(max_num_reqs, dtype=torch.int32),
+            make_buffer(max_num_reqs, dtype=torch.int32),
+            make_buffer(max_num_reqs, dtype=torch.int32),
+            backend=backend,
+            check_columns=check_columns,
+        )
+
+    def initialize_from_forward_context(
+        self,
+        kv_cache_config: KVCacheConfig,
+        forward_context: Mapping[str, Any],
+        mamba_state_copy_funcs: Sequence[Callable[..., Any]],
+        block_tables: Sequence[torch.Tensor],
+    ) -> None:
+        """Learns where the states and block tables lie; every later call does nothing.
+
+        Args:
+            kv_cache_config: Names the layers of each group.
+            forward_context: The layers by name, each with its state tensors in ``kv_cache``. These
+                must keep their storage.
+            mamba_state_copy_funcs: What each kind of state is.
+            block_tables: [rows, columns] int32 of each Mamba group; they must keep their storage.
+
+        Raises:
+            InvalidArgumentError: States, functions or block tables do not fit. Nothing was changed.
+        """
+        if self.is_initialized:
+            return
+        memories = describe_states(
+            kv_cache_config, self.mamba_group_ids, forward_context, mamba_state_copy_funcs
+        )
+        self.table.bind(memories, block_tables)
+        self.is_initialized = True
+
+    def run_fused_postprocess(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: torch.Tensor,
+        mamba_state_idx_gpu: torch.Tensor,
+        num_scheduled_tokens_gpu: torch.Tensor,
+        num_computed_tokens_gpu: torch.Tensor,
+        num_draft_tokens_gpu: torch.Tensor,
+    ) -> None:
+        """Save the states of requests that have crossed a block boundary, in one launch.
+
+        ``num_accepted_tokens_out`` becomes a copy of the accepted counts, and 1 where a state was
+        shifted in its column. Nothing is done for no requests or before the initialisation.
+
+        Args:
+            num_reqs: Requests, in the order of the block tables' rows.
+            num_accepted_tokens_gpu: [num_reqs or more] int, as all of these: accepted tokens.
+            mamba_state_idx_gpu: Running columns.
+            num_scheduled_tokens_gpu: Tokens that the step computed, drafts included.
+            num_computed_tokens_gpu: Tokens before the step.
+            num_draft_tokens_gpu: Drafts among the scheduled tokens.
+
+        Raises:
+            InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
+        """
+        if not num_reqs or not self.is_initialized:
+            return
+        inputs = (
+            num_accepted_tokens_gpu,
+            mamba_state_idx_gpu,
+            num_scheduled_tokens_gpu,
+            num_computed_tokens_gpu,
+            num_draft_tokens_gpu,
+        )
+        if self.check_columns:
+            check_moves(self.table, decide_postcopy(num_reqs, *inputs, self.table.block_size))
+        kernels = kernels_for(self.backend, self.table.device)
+        kernels.postcopy_columns(self.table, num_reqs, *inputs, self.num_accepted_tokens_out)
+
+    def run_fused_precopy(
+        self,
+        num_reqs: int,
+        state_idx_gpu: torch.Tensor,
+        src_col_gpu: torch.Tensor,
+        token_bias_gpu: torch.Tensor,
+        idx_mapping: torch.Tensor | None = None,
+    ) -> None:
+        """Copy states to the columns that the step will read, in one launch.
+
+        Args:
+            num_reqs: Requests, in the order of the block tables' rows.
+            state_idx_gpu: [slots] int: running column of this step.
+            src_col_gpu: [slots] int: that of the last step, negative for none.
+            token_bias_gpu: [slots] int: drafts accepted in the last step.
+            idx_mapping: [num_reqs] int: the slot of each row, -1 to skip it. None: rows are slots.
+
+        Raises:
+            InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
+        """
+        if not num_reqs or not self.is_initialized:
+            return
+        inputs = num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping
+        if self.check_columns:
+            check_moves(self.table, decide_precopy(*inputs))
+        kernels_for(self.backend, self.table.device).precopy_columns(self.table, *inputs)
+
+    def run_resident_precopy(
+        self,
+        num_reqs: int,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        num_computed_tokens_gpu: torch.Tensor,
+        num_accepted_tokens_gpu: torch.Tensor,
+        state_idx_gpu: torch.Tensor,
+        src_col_gpu: torch.Tensor,
+        token_bias_gpu: torch.Tensor,
+        accepted_by_row: torch.Tensor,
+    ) -> None:
+        """Move the running columns to a step, and copy states there, in one launch.
+
+        Args:
+            num_reqs: Requests, in the order of the block tables' rows.
+            idx_mapping: [num_reqs] int: the slot of each row, -1 to skip it.
+            query_start_loc: [num_reqs + 1] int: the first token of each row, then their number.
+            num_computed_tokens_gpu: [slots] int: tokens before the step.
+            num_accepted_tokens_gpu: [slots] int, written: 1 where a state changes its column.
+            state_idx_gpu: [slots] int, written: the running column.
+            src_col_gpu: [slots] int, written: that of the last step.
+            token_bias_gpu: [slots] int, written: drafts accepted in the last step.
+            accepted_by_row: [num_reqs or more] int, written: accepted tokens of each row, and 1
+                where there is no request.
+
+        Raises:
+            InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
+        """
+        if not num_reqs or not self.is_initialized:
+            return
+        inputs = (
+            num_reqs,
+            idx_mapping,
+            query_start_loc,
+            num_computed_tokens_gpu,
+            num_accepted_tokens_gpu,
+            state_idx_gpu,
+        )
+        if self.check_columns:
+            check_moves(self.table, decide_precopy_resident(*inputs, self.table.block_size))
+        kernels_for(self.backend, self.table.device).precopy_resident(
+            self.table, *inputs, src_col_gpu, token_bias_gpu, accepted_by_row
+        )
+
+    def run_resident_postprocess(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_accepted_tokens_gpu: torch.Tensor,
+        state_idx_gpu: torch.Tensor,
+        num_computed_tokens_gpu: torch.Tensor,
+    ) -> None:
+        """Take the accepted counts of a step, and save states as above, in one launch.
+
+        Args:
+            idx_mapping: [num_reqs] int: the slot of each row of the block tables, -1 to skip it.
+            num_sampled: [num_reqs] int: tokens that each row sampled.
+            num_accepted_tokens_gpu: [slots] int, written: at least 1, and 1 where a state was
+                shifted in its column.
+            state_idx_gpu: [slots] int: running columns.
+            num_computed_tokens_gpu: [slots] int: tokens after the step.
+
+        Raises:
+            InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
+        """
+        if not len(idx_mapping) or not self.is_initialized:
+            return
+        if self.check_columns:
+            moves = decide_postcopy_resident(
+                idx_mapping,
+                num_sampled,
+                state_idx_gpu,
+                num_computed_tokens_gpu,
+                self.table.block_size,
+            )
+            check_moves(self.table, moves)
+        kernels_for(self.backend, self.table.device).postcopy_resident(
+            self.table,
+            idx_mapping,
+            num_sampled,
+            num_accepted_tokens_gpu,
+            state_idx_gpu,
+            num_computed_tokens_gpu,
+        )
+
+
+@dataclass(slots=True)
+class MambaBuffers:
+    """All buffers that states in block tables need.
+
+    Attributes:
+        preprocess: Copies that the host decides.
+        postprocess_align: Copies that the device decides, or None.
+    """
+
+    preprocess: MambaCopyBuffers
+    postprocess_align: MambaSpecDecodeGPUContext | None
+
+    @classmethod
+    def create(
+        cls,
+        max_num_reqs: int,
+        kv_cache_config: KVCacheConfig,
+        copy_funcs: Sequence[Callable[..., Any]],
+        make_buffer: MakeBuffer,
+        device: torch.device | str,
+        with_postprocess_align: bool,
+    ) -> MambaBuffers:
+        """Make the buffers.
+
+        Args:
+            max_num_reqs: The most requests of a batch.
+            kv_cache_config: Names the layers of each group.
+            copy_funcs: One for each kind of state.
+            make_buffer: Called as ``make_buffer(n, dtype=...)``.
+            device: Where the states live.
+            with_postprocess_align: Whether the device decides after a step.
+
+        Raises:
+            InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+        """
+        preprocess = MambaCopyBuffers.create(max_num_reqs, kv_cache_config, copy_funcs, make_buffer)
+        if not with_postprocess_align:
+            return cls(preprocess, None)
+        context = MambaSpecDecodeGPUContext.create(
+            max_num_reqs, kv_cache_config, len(copy_funcs), device, make_buffer
+        )
+        return cls(preprocess, context)

@@ -1,0 +1,365 @@
+"""Align mode on the host: ``preprocess_mamba`` and ``postprocess_mamba`` around a forward."""
+
+# An engine gives these functions all that it has, by position.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.integrations.vllm._backend import kernels_for
+from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers
+from mamba_cache.integrations.vllm.column_moves import (
+    StateMove,
+    plan_alignment,
+    plan_migration,
+    previous_column,
+    running_column,
+)
+from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, Region
+from mamba_cache.integrations.vllm.copy_specs import StateMemory, describe_states
+from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
+from mamba_cache.integrations.vllm.protocols import (
+    CacheSettings,
+    InputBatch,
+    KVCacheConfig,
+    SchedulerOutput,
+)
+
+__all__ = [
+    "cleanup_mamba_state_idx",
+    "postprocess_mamba",
+    "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
+    "preprocess_mamba",
+]
+
+_CopyFuncs: TypeAlias = "Sequence[Callable[..., Any]]"
+
+
+class _Copies(NamedTuple):
+    """Checked copies, and the tensors that keep their memory alive."""
+
+    regions: list[Region]
+    memories: list[StateMemory]
+
+
+def cleanup_mamba_state_idx(
+    scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[str, int]
+) -> None:
+    """Forgets the running columns of requests that are finished, preempted or resumed.
+
+    A forced preemption shows up only among the resumed requests.
+
+    Args:
+        scheduler_output: What the step computes.
+        mamba_state_idx: Running column of each request; entries are dropped.
+    """
+    for req_id in itertools.chain(
+        scheduler_output.finished_req_ids,
+        scheduler_output.preempted_req_ids or (),
+        scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+    ):
+        mamba_state_idx.pop(req_id, None)
+
+
+def preprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: CacheSettings,
+    mamba_state_idx: MutableMapping[str, int],
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    forward_context: Mapping[str, Any],
+    mamba_state_copy_funcs: _CopyFuncs,
+    copy_bufs: MambaCopyBuffers,
+) -> None:
+    """Copy every state to the column that the forward will read, all in one launch.
+
+    Args:
+        scheduler_output: What the step computes.
+        kv_cache_config: Names the layers of each group.
+        cache_config: The engine's cache settings.
+        mamba_state_idx: Running column of each request; brought up to this step.
+        input_batch: The batch. Accepted counts become 1 where a state was copied.
+        requests: ``RequestState`` by id.
+        forward_context: The layers by name.
+        mamba_state_copy_funcs: What each kind of state is.
+        copy_bufs: Where the copies are listed.
+
+    Raises:
+        InvalidArgumentError: Prefix caching is off, or a column or block is out of range. No state
+            was copied.
+    """
+    if not cache_config.enable_prefix_caching:
+        raise InvalidArgumentError(
+            "preprocess_mamba requires cache_config.enable_prefix_caching, got "
+            f"{cache_config.enable_prefix_caching!r}"
+        )
+    spec = copy_bufs.mamba_spec
+    running = dict(mamba_state_idx)
+    cleanup_mamba_state_idx(scheduler_output, running)
+    moves: dict[int, StateMove] = {}
+    for index, req_id in enumerate(input_batch.req_ids):
+        num_computed = requests[req_id].num_computed_tokens
+        num_scheduled = scheduler_output.num_scheduled_tokens[req_id]
+        previous = running.get(req_id, previous_column(num_computed, spec.block_size))
+        running[req_id] = running_column(num_computed, num_scheduled, spec.block_size)
+        num_accepted = int(input_batch.num_accepted_tokens_cpu[index])
+        move = plan_migration(previous, running[req_id], num_accepted)
+        if move:
+            moves[index] = move
+    states = (kv_cache_config, forward_context, mamba_state_copy_funcs)
+    copies = _plan_copies(moves, copy_bufs, states, input_batch, requests)
+    mamba_state_idx.clear()
+    mamba_state_idx.update(running)
+    for index in moves:
+        input_batch.num_accepted_tokens_cpu[index] = 1
+    _launch(copies, copy_bufs)
+
+
+def postprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: CacheSettings,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+    *,
+    forward_context: Mapping[str, Any] | None = None,
+    mamba_state_copy_funcs: _CopyFuncs | None = None,
+    copy_bufs: MambaCopyBuffers | None = None,
+) -> None:
+    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+
+    In "align" mode the states of requests that crossed a block boundary are saved, all in one
+    launch; in "all" mode see ``postprocess_mamba_all``.
+
+    Args:
+        scheduler_output: What the step computed.
+        kv_cache_config: Names the layers of each group.
+        cache_config: The engine's cache settings.
+        input_batch: The batch. Accepted counts become 1 where a state was shifted in its column.
+        requests: ``RequestState`` by id, as before the step.
+        mamba_state_idx: Running column of each request.
+        num_spec_tokens: Drafts of a full step.
+        num_reqs: Requests that "all" mode looks at.
+        forward_context: The layers by name. Required in "align" mode, as all below.
+        mamba_state_copy_funcs: What each kind of state is.
+        copy_bufs: Where the copies are listed.
+
+    Raises:
+        InvalidArgumentError: A required argument is missing, or a column or block is out of range.
+            Nothing was copied.
+        UnknownRequestError: A request has no running column. Nothing was copied.
+    """
+    if cache_config.mamba_cache_mode == "all":
+        batch = (input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs)
+        postprocess_mamba_all(scheduler_output, kv_cache_config, *batch)
+    if cache_config.mamba_cache_mode != "align":
+        return
+    if forward_context is None or mamba_state_copy_funcs is None or copy_bufs is None:
+        raise InvalidArgumentError(
+            "in 'align' mode postprocess_mamba requires forward_context, mamba_state_copy_funcs "
+            "and copy_bufs"
+        )
+    block_size = copy_bufs.mamba_spec.block_size
+    moves = _plan_alignments(scheduler_output, input_batch, requests, mamba_state_idx, block_size)
+    states = (kv_cache_config, forward_context, mamba_state_copy_funcs)
+    copies = _plan_copies(moves, copy_bufs, states, input_batch, requests)
+    for index, move in moves.items():
+        if move.stays:
+            input_batch.num_accepted_tokens_cpu[index] = 1
+    _launch(copies, copy_bufs)
+
+
+def postprocess_mamba_all(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+) -> None:
+    """Remembers the last column that each decoding request has written, in "all" mode.
+
+    Kernels write all columns in place then, so nothing is copied. A request that did not verify a
+    full set of drafts is forgotten.
+
+    Args:
+        scheduler_output: What the step computed.
+        kv_cache_config: Names the layers of each group.
+        input_batch: The batch.
+        requests: ``RequestState`` by id, as before the step.
+        mamba_state_idx: Last column of each request; changed.
+        num_spec_tokens: Drafts of a full step. Without any nothing is done.
+        num_reqs: How many requests of the batch are looked at.
+
+    Raises:
+        InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+    """
+    if num_spec_tokens < 1:
+        return
+    _, spec = get_mamba_groups(kv_cache_config)
+    for req_id in input_batch.req_ids[:num_reqs]:
+        num_scheduled = scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        if num_scheduled == 1 + num_spec_tokens:
+            num_tokens = requests[req_id].num_computed_tokens + num_scheduled
+            mamba_state_idx[req_id] = max(0, (num_tokens - 1) // spec.block_size)
+        else:
+            mamba_state_idx.pop(req_id, None)
+
+
+def postprocess_mamba_align_gpu(
+    *,
+    bufs: MambaBuffers,
+    num_reqs: int,
+    num_accepted_tokens_gpu: torch.Tensor,
+    num_accepted_tokens_cpu_tensor: torch.Tensor,
+    input_batch: InputBatch,
+    kv_cache_config: KVCacheConfig,
+    forward_context: Mapping[str, Any],
+    mamba_state_copy_funcs: _CopyFuncs,
+) -> None:
+    """Save states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
+
+    The inputs have been staged by ``stage_postprocess_inputs_to_gpu``. The first call learns where
+    states and block tables lie.
+
+    Args:
+        bufs: Made with ``with_postprocess_align``.
+        num_reqs: Requests of the batch.
+        num_accepted_tokens_gpu: [num_reqs or more] int on the device: accepted tokens.
+        num_accepted_tokens_cpu_tensor: [num_reqs or more] int on the CPU. The counts after the
+            copies are enqueued to be written there; whoever reads them waits for the device.
+        input_batch: Has the block tables.
+        kv_cache_config: Names the layers of each group.
+        forward_context: The layers by name.
+        mamba_state_copy_funcs: What each kind of state is.
+
+    Raises:
+        InvalidArgumentError: ``bufs`` have no ``postprocess_align``, or states or block tables do
+            not fit.
+    """
+    context = bufs.postprocess_align
+    if context is None:
+        raise InvalidArgumentError(
+            "bufs must be created with with_postprocess_align=True, got no postprocess_align"
+        )
+    if not num_reqs:
+        return
+    if not context.is_initialized:
+        context.initialize_from_forward_context(
+            kv_cache_config,
+            forward_context,
+            mamba_state_copy_funcs,
+            [
+                input_batch.block_table[group_id].get_device_tensor(num_reqs)
+                for group_id in context.mamba_group_ids
+            ],
+        )
+    context.run_fused_postprocess(
+        num_reqs,
+        num_accepted_tokens_gpu,
+        context.mamba_state_idx_buf.gpu,
+        context.num_scheduled_tokens_buf.gpu,
+        context.num_computed_tokens_buf.gpu,
+        context.num_draft_tokens_buf.gpu,
+    )
+    num_accepted_tokens_cpu_tensor[:num_reqs].copy_(
+        context.num_accepted_tokens_out[:num_reqs], non_blocking=True
+    )
+
+
+def _plan_alignments(
+    scheduler_output: SchedulerOutput,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: Mapping[str, int],
+    block_size: int,
+) -> dict[int, StateMove]:
+    """Return the move of each request in the batch that has crossed a block boundary."""
+    moves = {}
+    for index, req_id in enumerate(input_batch.req_ids):
+        if req_id not in mamba_state_idx:
+            raise UnknownRequestError(
+                f"mamba_state_idx must have every request of the batch, but has not {req_id!r}: "
+                "preprocess_mamba comes first"
+            )
+        num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+        num_scheduled = scheduler_output.num_scheduled_tokens[req_id]
+        move = plan_alignment(
+            requests[req_id].num_computed_tokens + num_scheduled - num_drafts,
+            int(input_batch.num_accepted_tokens_cpu[index]),
+            mamba_state_idx[req_id],
+            block_size,
+        )
+        if move:
+            moves[index] = move
+    return moves
+
+
+def _plan_copies(
+    moves: Mapping[int, StateMove],
+    copy_bufs: MambaCopyBuffers,
+    states: tuple[KVCacheConfig, Mapping[str, Any], _CopyFuncs],
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+) -> _Copies | None:
+    """Check the moves of requests by batch index, and return where their bytes go."""
+    real = {index: move for index, move in moves.items() if not move.is_empty}
+    if not real:
+        return None
+    kv_cache_config, forward_context, copy_funcs = states
+    group_ids = copy_bufs.mamba_group_ids
+    memories = describe_states(kv_cache_config, group_ids, forward_context, copy_funcs)
+    regions: list[Region] = []
+    for index, move in real.items():
+        req_id = input_batch.req_ids[index]
+        by_group = [requests[req_id].block_ids[group_id] for group_id in group_ids]
+        for memory in memories:
+            regions += _regions(memory, by_group[memory.group], move, req_id)
+    copy_bufs.check_room(len(regions))
+    return _Copies(regions, memories)
+
+
+def _regions(
+    memory: StateMemory, block_ids: Sequence[int], move: StateMove, req_id: str
+) -> Iterator[Region]:
+    columns = memory.source_column(move.source, move.bias), move.destination
+    if not all(0 <= column < len(block_ids) for column in columns):
+        raise InvalidArgumentError(
+            f"request {req_id!r} has {len(block_ids)} columns, but copies {move}"
+        )
+    source, destination = (block_ids[column] for column in columns)
+    if max(source, destination) >= len(memory.blocks):
+        raise InvalidArgumentError(
+            f"block ids must be less than {len(memory.blocks)}, got {source} and {destination} of "
+            f"request {req_id!r}"
+        )
+    if min(source, destination) > PAD_SLOT_ID:
+        read = memory.copy_spec(source, move.bias)
+        yield Region(
+            source=read.start_addr,
+            destination=memory.address(destination),
+            size=read.num_elements * memory.element_size,
+            num_rows=read.num_rows,
+            row_stride=read.row_stride * memory.element_size,
+            piece_bytes=memory.token_bytes if memory.shift(move.bias) else 0,
+        )
+
+
+def _launch(copies: _Copies | None, copy_bufs: MambaCopyBuffers) -> None:
+    if copies and copies.regions:
+        copy_bufs.fill(copies.regions)
+        device = copies.memories[0].blocks.device
+        kernels_for(copy_bufs.backend, device).copy_regions(copy_bufs)

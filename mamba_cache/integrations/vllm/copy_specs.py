@@ -1,0 +1,232 @@
+"""Copy functions such as ``get_conv_copy_spec``, and where each layer's states lie in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mamba_cache._lasting import lasting
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm.protocols import KVCacheConfig
+
+__all__ = [
+    "MambaCopySpec",
+    "StateMemory",
+    "describe_states",
+    "get_conv_copy_spec",
+    "get_conv_copy_spec_ds",
+    "get_temporal_copy_spec",
+]
+
+_KINDS = ("get_conv_copy_spec", "get_conv_copy_spec_ds", "get_temporal_copy_spec")
+
+
+@dataclass(frozen=True, slots=True)
+class MambaCopySpec:
+    """What is read of one block.
+
+    Attributes:
+        start_addr: Address of the first byte.
+        num_elements: Elements of one row, without a gap.
+        num_rows: Rows: more than one where a shifted conv window lies as [dim, W].
+        row_stride: Elements from row to row.
+    """
+
+    start_addr: int
+    num_elements: int
+    num_rows: int = 1
+    row_stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """One state tensor as bytes.
+
+    Attributes:
+        blocks: [num_blocks, num_rows, tokens, token_bytes] uint8, contiguous within a block. A conv
+            window that lies as [W, dim] has one row of W tokens; one that lies as [dim, W] has a
+            row for each channel. A temporal state is one row of one token.
+        conv_width: Tokens of the window, 0 for a temporal state.
+        element_size: Bytes of an element.
+        group: Position of the layer's group among the Mamba groups.
+    """
+
+    blocks: torch.Tensor
+    conv_width: int
+    element_size: int
+    group: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's state, without what may lie between blocks."""
+        return self.blocks.shape[1] * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.blocks.shape[2] * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one row."""
+        return self.blocks.shape[3]
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of one conv token over all rows, or of a temporal state."""
+        return self.block_bytes // self.element_size // max(self.conv_width, 1)
+
+    def source_column(self, column: int, bias: int) -> int:
+        """Return the column that a move reads: drafts leave temporal states in later ones."""
+        return column if self.conv_width else column + bias
+
+    def shift(self, bias: int) -> int:
+        """Return by how many tokens a move shifts the state."""
+        return bias if self.conv_width else 0
+
+    def address(self, block_id: int) -> int:
+        """Return the address of a block's state."""
+        return self.blocks.data_ptr() + block_id * self.blocks.stride(0)
+
+    def copy_spec(self, block_id: int, bias: int) -> MambaCopySpec:
+        """Return what a move by ``bias`` drafts reads of the block in its source column."""
+        shift = self.shift(bias)
+        skipped = shift * self.token_bytes
+        # Without a shift the rows of a block follow each other without a gap.
+        num_rows = self.blocks.shape[1] if shift else 1
+        num_bytes = self.row_bytes - skipped if shift else self.block_bytes
+        return MambaCopySpec(
+            start_addr=self.address(block_id) + skipped,
+            num_elements=num_bytes // self.element_size,
+            num_rows=num_rows,
+            row_stride=self.row_bytes // self.element_size if num_rows > 1 else 0,
+        )
+
+
+def get_conv_copy_spec(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Says what is read of a conv state in SD layout after ``num_accepted_tokens``.
+
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
+
+    Args:
+        state: [blocks, W, dim].
+        block_ids: Physical block of each column.
+        cur_block_idx: The running column.
+        num_accepted_tokens: Accepted tokens, the first one included.
+    """
+    return _read(get_conv_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+def get_conv_copy_spec_ds(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Says what is read of a conv state in DS layout after ``num_accepted_tokens``.
+
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
+
+    Args:
+        state: [blocks, dim, W].
+        block_ids: Physical block of each column.
+        cur_block_idx: The running column.
+        num_accepted_tokens: Accepted tokens, the first one included.
+    """
+    return _read(get_conv_copy_spec_ds, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+def get_temporal_copy_spec(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Says what is read of a temporal (SSM) state after ``num_accepted_tokens``.
+
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is a temporal one.
+
+    Args:
+        state: [blocks, ...].
+        block_ids: Physical block of each column.
+        cur_block_idx: The running column.
+        num_accepted_tokens: Accepted tokens, the first one included.
+    """
+    return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+@lasting
+def describe_states(
+    kv_cache_config: KVCacheConfig,
+    group_ids: Sequence[int],
+    forward_context: Mapping[str, Any],
+    copy_funcs: Sequence[Callable[..., Any]],
+) -> list[StateMemory]:
+    """Describe every state tensor of the given groups, in the order of groups, layers, states.
+
+    Args:
+        kv_cache_config: Names the layers of each group.
+        group_ids: The Mamba groups.
+        forward_context: The layers by name, each with its state tensors in ``kv_cache``.
+        copy_funcs: One of this module's functions, or a foreign one of the same name, for each kind
+            of state.
+
+    Raises:
+        InvalidArgumentError: A copy function is unknown, a layer has fewer states than there are
+            functions, or a block is not contiguous.
+    """
+    return list(_walk_states(kv_cache_config, group_ids, forward_context, copy_funcs))
+
+
+def _walk_states(
+    kv_cache_config: KVCacheConfig,
+    group_ids: Sequence[int],
+    forward_context: Mapping[str, Any],
+    copy_funcs: Sequence[Callable[..., Any]],
+) -> Iterator[StateMemory]:
+    for group, group_id in enumerate(group_ids):
+        for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
+            states = forward_context[name].kv_cache
+            if len(states) < len(copy_funcs):
+                raise InvalidArgumentError(
+                    f"a layer must have a state for each of {len(copy_funcs)} copy functions, "
+                    f"got {len(states)} in {name!r}"
+                )
+            for state, copy_func in zip(states, copy_funcs, strict=False):
+                yield _describe(state, copy_func, group)
+
+
+def _read(
+    copy_func: Callable[..., Any],
+    state: torch.Tensor,
+    block_ids: Sequence[int],
+    column: int,
+    bias: int,
+) -> MambaCopySpec:
+    memory = _describe(state, copy_func, 0)
+    return memory.copy_spec(block_ids[memory.source_column(column, bias)], bias)
+
+
+def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) -> StateMemory:
+    kind = getattr(copy_func, "__name__", repr(copy_func))
+    if kind not in _KINDS:
+        raise InvalidArgumentError(f"a copy function must be one of {_KINDS}, got {kind}")
+    is_conv = kind != "get_temporal_copy_spec"
+    # The function says which axis holds the tokens, the strides say how they lie in memory.
+    tokens_axis = -1 if kind == "get_conv_copy_spec_ds" else 1
+    blocks = state
+    if is_conv and state.dim() > 2 and not state[:1].is_contiguous():
+        other_axis = 1 if tokens_axis == -1 else -1
+        blocks, tokens_axis = state.movedim(tokens_axis, other_axis), other_axis
+    if state.dim() < 2 or (len(state) and not blocks[0].is_contiguous()):
+        raise InvalidArgumentError(
+            f"the state of one block must be contiguous, got shape {tuple(state.shape)}, "
+            f"strides {state.stride()}"
+        )
+    width = blocks.shape[tokens_axis] if is_conv else 0
+    num_rows = math.prod(blocks.shape[1:-1]) if tokens_axis == -1 else 1
+    tokens = max(width, 1)
+    token_bytes = math.prod(blocks.shape[1:]) * state.element_size() // max(num_rows * tokens, 1)
+    as_bytes = blocks.unsqueeze(-1).view(torch.uint8)
+    rows = as_bytes.view(len(blocks), num_rows, tokens, token_bytes)
+    return StateMemory(rows, width, state.element_size(), group)

@@ -1,0 +1,384 @@
+"""The Triton kernels of align mode: each decides and copies in one launch.
+
+Every program of a fused kernel makes the same decisions for the whole batch, then takes its share
+of the tiles of all moves. So a step in which nothing moves costs a launch of few programs, and a
+single move is spread over the whole chip.
+"""
+
+# Triton takes no annotations but its own, and names constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_cache.integrations.vllm.kernels.copy_states import NUM_TURNS, WORDS, copy_moves
+from mamba_cache.integrations.vllm.state_table import StateTable
+
+__all__ = [
+    "accept_tokens",
+    "gather_accepted",
+    "postcopy_columns",
+    "postcopy_resident",
+    "precopy_columns",
+    "precopy_resident",
+]
+
+_PROGRAMS_PER_SM = 12
+_NUM_WARPS = 1
+# Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
+_FEWEST_ROWS = 64
+_ANY_VALUE = [
+    "accepted_by_row",
+    "block_tables",
+    "idx_mapping",
+    "num_accepted",
+    "num_accepted_by_row",
+    "num_accepted_out",
+    "num_chunks",
+    "num_computed",
+    "num_drafts",
+    "num_padded",
+    "num_reqs",
+    "num_sampled",
+    "num_scheduled",
+    "query_start_loc",
+    "source_columns",
+    "state_idx",
+    "table_stride",
+    "token_bias",
+]
+_PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
+_TURNS_OF_INTERPRETER = 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _align(  # type: ignore[no-untyped-def]
+    num_running, num_accepted, is_real, BLOCK_SIZE: tl.constexpr
+):
+    """Decides as ``plan_alignment``: which rows move, to which column, by how many drafts."""
+    aligned = (num_running + num_accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
+    moves = is_real & (aligned >= num_running) & (aligned > 0)
+    return moves, aligned // BLOCK_SIZE - 1, aligned - num_running
+
+
+@triton.jit
+def _load(values, entries, mask):  # type: ignore[no-untyped-def]
+    return tl.load(values + entries, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _load_slots(idx_mapping, rows, num_reqs):  # type: ignore[no-untyped-def]
+    """Return the slots of rows, -1 for rows to skip."""
+    return tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _precopy_kernel(  # type: ignore[no-untyped-def]
+    state_idx,
+    source_columns,
+    token_bias,
+    idx_mapping,
+    num_reqs,
+    chunks,
+    num_chunks,
+    counters,
+    block_tables,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES_PER_CHUNK: tl.constexpr,
+    TURNS: tl.constexpr,
+    IS_MAPPED: tl.constexpr,
+) -> None:
+    slots = tl.arange(0, ROWS).to(tl.int64)
+    is_real = slots < num_reqs
+    if IS_MAPPED:
+        slots = _load_slots(idx_mapping, slots, num_reqs)
+        is_real = slots >= 0
+    sources = tl.load(source_columns + slots, mask=is_real, other=-1).to(tl.int32)
+    columns = _load(state_idx, slots, is_real)
+    bias = tl.maximum(_load(token_bias, slots, is_real), 0)
+    moves = (sources >= 0) & (sources != columns)
+    copy_moves(
+        moves, sources, columns, bias, chunks, num_chunks, counters, block_tables, table_stride,
+        WORD, ROWS, TILES_PER_CHUNK, TURNS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
+    idx_mapping,
+    query_start_loc,
+    num_computed,
+    num_accepted,
+    state_idx,
+    source_columns,
+    token_bias,
+    accepted_by_row,
+    num_padded,
+    num_reqs,
+    chunks,
+    num_chunks,
+    counters,
+    block_tables,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES_PER_CHUNK: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    rows = tl.arange(0, ROWS)
+    slots = _load_slots(idx_mapping, rows, num_reqs)
+    is_real = slots >= 0
+    num_tokens = _load(num_computed, slots, is_real)
+    num_tokens += _load(query_start_loc, rows + 1, is_real) - _load(query_start_loc, rows, is_real)
+    previous = _load(state_idx, slots, is_real)
+    accepted = tl.load(num_accepted + slots, mask=is_real, other=1).to(tl.int32)
+    current = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+    moves = is_real & (previous >= 0) & (previous != current)
+    bias = tl.maximum(accepted - 1, 0)
+    is_writer = copy_moves(
+        moves, previous, current, bias, chunks, num_chunks, counters, block_tables, table_stride,
+        WORD, ROWS, TILES_PER_CHUNK, TURNS,
+    )  # fmt: skip
+    if is_writer:
+        accepted = tl.where(moves, 1, accepted)
+        tl.store(source_columns + slots, previous, mask=is_real)
+        tl.store(token_bias + slots, bias, mask=is_real)
+        tl.store(state_idx + slots, current, mask=is_real)
+        tl.store(num_accepted + slots, accepted, mask=is_real)
+        tl.store(accepted_by_row + rows, accepted, mask=rows < num_padded)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _postcopy_kernel(  # type: ignore[no-untyped-def]
+    num_accepted,
+    state_idx,
+    num_scheduled,
+    num_computed,
+    num_drafts,
+    num_accepted_out,
+    num_reqs,
+    chunks,
+    num_chunks,
+    counters,
+    block_tables,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES_PER_CHUNK: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    rows = tl.arange(0, ROWS)
+    is_real = rows < num_reqs
+    accepted, columns = _load(num_accepted, rows, is_real), _load(state_idx, rows, is_real)
+    num_running = _load(num_computed, rows, is_real) + _load(num_scheduled, rows, is_real)
+    num_running -= _load(num_drafts, rows, is_real)
+    crosses, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
+    stays = crosses & (destinations == columns)
+    moves = crosses & ((destinations != columns) | (bias > 0))
+    is_writer = copy_moves(
+        moves, columns, destinations, bias, chunks, num_chunks, counters, block_tables,
+        table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
+    )  # fmt: skip
+    if is_writer:
+        tl.store(num_accepted_out + rows, tl.where(stays, 1, accepted), mask=is_real)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _postcopy_resident_kernel(  # type: ignore[no-untyped-def]
+    idx_mapping,
+    num_sampled,
+    num_accepted,
+    state_idx,
+    num_computed,
+    num_reqs,
+    chunks,
+    num_chunks,
+    counters,
+    block_tables,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    WORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES_PER_CHUNK: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> None:
+    rows = tl.arange(0, ROWS)
+    slots = _load_slots(idx_mapping, rows, num_reqs)
+    is_real = slots >= 0
+    accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
+    columns = _load(state_idx, slots, is_real)
+    num_running = _load(num_computed, slots, is_real) - accepted + 1
+    crosses, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
+    stays = crosses & (destinations == columns)
+    moves = crosses & ((destinations != columns) | (bias > 0))
+    is_writer = copy_moves(
+        moves, columns, destinations, bias, chunks, num_chunks, counters, block_tables,
+        table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
+    )  # fmt: skip
+    if is_writer:
+        tl.store(num_accepted + slots, tl.where(stays, 1, accepted), mask=is_real)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _accept_kernel(  # type: ignore[no-untyped-def]
+    idx_mapping, num_sampled, num_accepted, num_reqs, ROWS: tl.constexpr
+) -> None:
+    rows = tl.arange(0, ROWS)
+    slots = _load_slots(idx_mapping, rows, num_reqs)
+    is_real = slots >= 0
+    accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
+    tl.store(num_accepted + slots, accepted, mask=is_real)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    idx_mapping, num_accepted, num_accepted_by_row, num_reqs, num_padded, ROWS: tl.constexpr
+) -> None:
+    rows = tl.arange(0, ROWS)
+    slots = _load_slots(idx_mapping, rows, num_reqs)
+    accepted = tl.load(num_accepted + slots, mask=slots >= 0, other=1)
+    tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
+
+
+def precopy_columns(
+    table: StateTable,
+    num_reqs: int,
+    state_idx: torch.Tensor,
+    source_columns: torch.Tensor,
+    token_bias: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+) -> None:
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
+    inputs = (state_idx, source_columns, token_bias)
+    mapping = state_idx if idx_mapping is None else idx_mapping
+    is_mapped = idx_mapping is not None
+    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), IS_MAPPED=is_mapped)
+
+
+def precopy_resident(
+    table: StateTable,
+    num_reqs: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    source_columns: torch.Tensor,
+    token_bias: torch.Tensor,
+    accepted_by_row: torch.Tensor,
+) -> None:
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
+    by_slot = (num_computed, num_accepted, state_idx, source_columns, token_bias)
+    num_padded = len(accepted_by_row)
+    inputs = (idx_mapping, query_start_loc, *by_slot, accepted_by_row, num_padded)
+    _launch(_precopy_resident_kernel, table, num_reqs, inputs, num_padded)
+
+
+def postcopy_columns(
+    table: StateTable,
+    num_reqs: int,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    num_scheduled: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_drafts: torch.Tensor,
+    num_accepted_out: torch.Tensor,
+) -> None:
+    """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
+    inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
+    _launch(_postcopy_kernel, table, num_reqs, inputs)
+
+
+def postcopy_resident(
+    table: StateTable,
+    idx_mapping: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_accepted: torch.Tensor,
+    state_idx: torch.Tensor,
+    num_computed: torch.Tensor,
+) -> None:
+    """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
+    if num_sampled.data_ptr() == num_accepted.data_ptr():
+        # Rows are not slots: what is written for one row would be read for another.
+        num_sampled = num_sampled.clone()
+    inputs = (idx_mapping, num_sampled, num_accepted, state_idx, num_computed)
+    _launch(_postcopy_resident_kernel, table, len(idx_mapping), inputs)
+
+
+def accept_tokens(
+    idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor
+) -> None:
+    """Write ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
+    rows = _num_rows(len(idx_mapping))
+    with torch.cuda.device(idx_mapping.get_device()):
+        _accept_kernel[(1,)](idx_mapping, num_sampled, num_accepted, len(idx_mapping), ROWS=rows)
+
+
+def gather_accepted(
+    idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
+) -> None:
+    """Fill the rows with the counts of their slots, and with 1 where there is no request."""
+    num_padded = len(num_accepted_by_row)
+    with torch.cuda.device(num_accepted.get_device()):
+        _gather_kernel[(1,)](
+            idx_mapping,
+            num_accepted,
+            num_accepted_by_row,
+            len(idx_mapping),
+            num_padded,
+            ROWS=_num_rows(num_padded),
+        )
+
+
+def _launch(
+    kernel: Any,
+    table: StateTable,
+    num_reqs: int,
+    inputs: tuple[torch.Tensor | int, ...],
+    num_rows: int = 0,
+    **constants: int,
+) -> None:
+    most_programs, turns = _shares(table.device)
+    programs = min(-(-num_reqs * table.num_tiles // turns) * turns, most_programs)
+    with torch.cuda.device(table.chunks.get_device()):
+        kernel[(programs,)](
+            *inputs,
+            num_reqs,
+            table.chunks,
+            len(table.chunks),
+            table.counters,
+            table.block_table_ptrs,
+            table.block_table_stride,
+            BLOCK_SIZE=table.block_size,
+            WORD=WORDS[table.word_bytes],
+            ROWS=_num_rows(max(num_reqs, num_rows)),
+            TILES_PER_CHUNK=table.tiles_per_chunk,
+            TURNS=turns,
+            num_warps=_NUM_WARPS,
+            **constants,
+        )
+
+
+def _num_rows(num_reqs: int) -> int:
+    rows: int = max(_FEWEST_ROWS, triton.next_power_of_2(num_reqs))
+    return rows
+
+
+@functools.cache
+def _shares(device: torch.device) -> tuple[int, int]:
+    """Return the most programs of a launch, and the counters that they take turns at."""
+    if device.type != "cuda":
+        return _PROGRAMS_OF_INTERPRETER, _TURNS_OF_INTERPRETER
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_SM * num_sms // NUM_TURNS * NUM_TURNS, NUM_TURNS

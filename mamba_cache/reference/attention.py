@@ -1,0 +1,128 @@
+"""Causal attention over a paged KV cache, with grouped queries and no positional encoding.
+
+Source: Vaswani et al., 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al., 2023
+(arXiv:2305.13245). In a hybrid model the Mamba layers carry the order of the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.reference.model_config import HybridModelConfig
+from mamba_cache.reference.ssd import ChunkLayout
+from mamba_cache.reference.weights import WeightMaker
+
+__all__ = ["AttentionLayer", "attend", "write_kv"]
+
+
+class AttentionLayer:
+    """Writes this step's keys and values into the KV cache, then attends to each whole prefix.
+
+    Args:
+        config: Sizes.
+        layer: Index among the attention layers: the first axis of the KV cache.
+        weights: Draws the weights.
+    """
+
+    def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
+        self.config = config
+        self.layer = layer
+        heads, kv_heads, width = (
+            config.num_attention_heads, config.num_kv_heads, config.attention_head_dim,
+        )  # fmt: skip
+        self.qkv_proj = weights.linear((heads + 2 * kv_heads) * width, config.hidden_size)
+        self.out_proj = weights.linear(config.hidden_size, heads * width)
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
+        """Attend from every packed token to its request's tokens up to itself.
+
+        Args:
+            hidden: [num_tokens, hidden_size].
+            batch: The step's layout.
+            caches: The KV cache, written where ``kv_slot_mapping`` says, and read.
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
+        config, metadata = self.config, batch.metadata
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+        projected = F.linear(hidden, self.qkv_proj)
+        projected = torch.unflatten(projected, 1, (heads + 2 * kv_heads, -1))
+        queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
+        assert caches.kv_cache is not None  # the model has checked its caches
+        kv_cache = caches.kv_cache[self.layer]
+        write_kv(kv_cache, keys, values, metadata.kv_slot_mapping[: metadata.num_tokens])
+
+        tables = metadata.block_tables[: metadata.num_requests]
+        tables = tables[:, : -(-metadata.max_seq_len // kv_cache.shape[2])].long()
+        positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
+        outputs = []
+        if num_decodes:
+            tiles, at = batch.decodes.split(queries), batch.decodes.split(positions)
+            attended = attend(tiles, kv_cache, tables[:num_decodes], at)
+            outputs.append(batch.decodes.join(attended))
+        if metadata.num_prefills:
+            prefill = slice(metadata.num_decode_tokens, None)
+            queries, positions, tables = queries[prefill], positions[prefill], tables[num_decodes:]
+            outputs.append(_attend_chunks(queries, kv_cache, tables, positions, batch.chunks))
+        return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
+
+
+def _attend_chunks(
+    queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor, chunks: ChunkLayout
+) -> Tensor:
+    """A chunk holds tokens of one request only, which makes it a tile; one at a time saves room."""
+    tiles, at = chunks.split(queries), chunks.split(positions)
+    tables = block_tables[chunks.sequences]
+    attended = [
+        attend(tiles[i : i + 1], kv_cache, tables[i : i + 1], at[i : i + 1])
+        for i in range(len(tiles))
+    ]
+    return chunks.join(torch.cat(attended))
+
+
+def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    """Write packed keys and values into one layer's KV cache.
+
+    Args:
+        kv_cache: [2, blocks, block_size_tokens, num_kv_heads, head_dim]; written.
+        keys: [num_tokens, num_kv_heads, head_dim].
+        values: Likewise.
+        slot_mapping: [num_tokens] int64. Block id * block size + offset, or ``PAD_SLOT_ID``: not
+            kept.
+    """
+    # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
+    kv_cache.flatten(1, 2)[:, slot_mapping] = torch.stack([keys, values])
+
+
+def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
+    """Attend from tiles of queries, each of one request, to the keys up to each query's position.
+
+    The softmax is summed in at least float32.
+
+    Args:
+        queries: [tiles, tile_size, heads, head_dim].
+        kv_cache: [2, blocks, block_size_tokens, num_kv_heads, head_dim].
+        block_tables: [tiles, num_blocks] int64. The blocks of each tile's request.
+        positions: [tiles, tile_size] int64. Position of each query in its sequence.
+
+    Returns:
+        Shaped as ``queries``.
+    """
+    tile_size, kv_heads = queries.shape[1], kv_cache.shape[3]
+    keys, values = kv_cache[:, block_tables].flatten(2, 3)
+    key_positions = torch.arange(keys.shape[1], device=keys.device)
+    # What lies past a tile's last query is another request's leavings: a NaN there would survive
+    # a weight of zero.
+    unseen = key_positions > positions.amax(dim=1, keepdim=True)
+    keys = keys.masked_fill(unseen[:, :, None, None], 0).transpose(1, 2)
+    values = values.masked_fill(unseen[:, :, None, None], 0).transpose(1, 2)
+    # The heads that share keys become further rows of the tile.
+    rows = torch.unflatten(queries, 2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    visible = (key_positions <= positions[:, :, None])[:, None, None]
+    visible = visible.expand(-1, -1, rows.shape[2], -1, -1).flatten(2, 3)
+    attended = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=visible)
+    return torch.unflatten(attended, 2, (-1, tile_size)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,407 @@
+"""The engine: requests in, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from mamba_cache._checks import check_int
+from mamba_cache._guard import CallGuard, exclusive, guarded
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request, Step
+from mamba_cache.errors import (
+    ConcurrentUseError,
+    InvalidArgumentError,
+    MambaCacheError,
+    StepOrderError,
+)
+from mamba_cache.reference.drafting import Drafter, NgramDrafter
+from mamba_cache.reference.language_model import LanguageModel, ModelShape
+from mamba_cache.reference.progress import token_progress
+from mamba_cache.reference.requests import EngineRequest
+from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
+from mamba_cache.reference.sampling import SamplingParams
+from mamba_cache.reference.scheduler import Scheduler, check_hashable
+from mamba_cache.reference.verification import verify
+from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs requests through a model: continuous batching, prefix caching, speculative decoding.
+
+    Example::
+
+        model = HybridModel(HybridModelConfig(ssm_chunk_size=64))
+        config = CacheConfig(
+            num_kv_blocks=64, max_slots=16, block_size_tokens=128, ssm_chunk_size=64
+        )
+        engine = Engine(model, config)
+        engine.submit(prompt_tokens, SamplingParams(max_new_tokens=32))
+        for event in engine.stream():
+            print(event.token)
+
+    One thread uses an engine at a time. Whatever breaks a call off, the step that was in flight is
+    taken back and its requests go on with the next one, or every later call raises
+    ``PoisonedError`` until ``reset``; no token is lost or told twice.
+
+    Args:
+        model: Computes the steps.
+        config: Settings of the cache; ``max_tokens`` is the token budget of one step. Its
+            ``vocab_size`` is by default the model's. With ``num_speculative_tokens`` more than 0,
+            so many drafts of a request are verified in one step; no answer depends on them.
+        wait_for_prefix: Whether a queued request may wait for a prefix that it shares with one
+            that is being computed, so that it need not compute it too.
+        max_wait_steps: Steps that one request waits at most.
+        drafter: Makes the drafter of one request, such as a class or a ``functools.partial`` of
+            one. Not called without ``num_speculative_tokens``.
+        slot_policy: As for ``DynamicInferenceContext``.
+        placement: Likewise.
+
+    Attributes:
+        context: The requests' memory, and the cache; ``context.stats()`` says what it did.
+        decoding: What the decoding steps of all requests brought.
+
+    Raises:
+        BudgetError: A budget is too small for one block, or for one slot.
+        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0, or the config's
+            ``ssm_chunk_size`` or ``vocab_size`` is larger than the model's.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: CacheConfig,
+        *,
+        wait_for_prefix: bool = True,
+        max_wait_steps: int = 64,
+        drafter: Callable[[], Drafter] = NgramDrafter,
+        slot_policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        max_wait_steps = check_int("max_wait_steps", max_wait_steps, minimum=0)
+        self.context = DynamicInferenceContext(
+            _fit(config, model.config),
+            model.config.state_spec(model.dtype),
+            model.config.kv_spec(model.dtype),
+            device=model.device,
+            slot_policy=slot_policy,
+            placement=placement,
+        )
+        self._model = model
+        self._make_drafter = drafter if config.num_speculative_tokens else None
+        self._scheduler = Scheduler(
+            self.context, max_wait_steps=max_wait_steps if wait_for_prefix else 0
+        )
+        self.decoding = DecodingStats()
+        self._ids = count()
+        self._guard = CallGuard(self._recover)
+        # What the last step returned: only the next call can know that it arrived.
+        self._news = _News([], [])
+        self._is_untold = False
+        self._is_behind = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not finished, or whose failure ``step`` has still to tell."""
+        return len(self._scheduler) + len(self._ended_untold())
+
+    def submit(
+        self,
+        prompt_tokens: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        cache_salt: str | bytes | None = None,
+        lora_id: str | int | None = None,
+        multimodal_keys: Sequence[tuple[int, str | bytes]] = (),
+        checkpoint_positions: Sequence[int] = (),
+    ) -> Hashable:
+        """Queue a prompt.
+
+        Args:
+            prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
+            sampling: How to choose tokens. Default: ``SamplingParams()``.
+            request_id: A name for it. Default: a number.
+            cache_salt: As in ``Request``, like all that follow.
+            lora_id: See there.
+            multimodal_keys: See there.
+            checkpoint_positions: See there.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty or malformed, ``sampling`` is of another type,
+                or the id is not hashable or in use.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+        """
+        submitted_at = time.perf_counter()
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidArgumentError(
+                f"sampling must be SamplingParams or None, got {type(sampling).__name__}"
+            )
+        check_hashable(request_id)
+        if request_id is None:
+            request_id = next(i for i in self._ids if not self._is_in_use(i))
+        request = Request(
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            cache_salt=cache_salt,
+            lora_id=lora_id,
+            multimodal_keys=multimodal_keys,
+            checkpoint_positions=checkpoint_positions,
+        )
+        prepared = self.context.prepare(request)
+        drafter = self._make_drafter() if self._make_drafter else None
+        made = EngineRequest.make(prepared, sampling, self.context.config, drafter, submitted_at)
+        try:
+            self._add(made)
+            return request_id
+        except BaseException:
+            self._scheduler.forget(made)
+            raise
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one step for all requests that fit into it.
+
+        If the model raises, or a token cannot be sampled from its logits, or an interrupt strikes,
+        the step is taken back and the exception goes on to the caller; the step's requests resume
+        with the next one. What was sampled by then and could not be told, the next call returns.
+
+        Returns:
+            The tokens sampled, those of each request in order, and the ends of requests that
+            failed. Empty while prompts are being computed, and when there are no requests.
+
+        Raises:
+            InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
+            ConcurrentUseError: Another thread's call is running.
+            PoisonedError: An earlier call broke off half-way, and ``reset`` was not called since.
+        """
+        before = self._news
+        try:
+            return self._step()
+        except ConcurrentUseError:
+            raise
+        except BaseException:
+            # Made by this call, so nobody got them; those of the call before arrived with it.
+            self._is_untold = self._is_untold or self._news is not before
+            raise
+
+    def stream(self) -> Iterator[TokenEvent]:
+        """Step until all requests are finished, those submitted meanwhile too.
+
+        What was not taken from it when it is closed, the next step returns.
+
+        Yields:
+            Every event.
+        """
+        while self.num_requests:
+            events: list[TokenEvent] = []
+            taken = 0
+            try:
+                events = self.step()
+                while taken < len(events):
+                    # One line: an interrupt comes before both or after both.
+                    yield events[(taken := taken + 1) - 1]
+            finally:
+                if taken < len(events):
+                    later = self._news.events if self._is_untold else []
+                    self._news = _News([*events[taken:], *later], self._news.told)
+                    self._is_untold = True
+
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Run prompts to their ends. If that raises, none of them stays in the engine.
+
+        Args:
+            prompts: Each as for ``submit``.
+            sampling: How to choose the tokens of all.
+            progress: Whether to show a bar on stderr; needs the extra ``progress``.
+
+        Returns:
+            What became of each prompt, in order. One that did not fit has its ``error`` set.
+
+        Raises:
+            StepOrderError: Other requests are not finished; their events would be lost here.
+            MissingExtraError: The bar is asked for, but rich is not installed.
+            InvalidArgumentError: ``prompts`` are none, or one is empty or malformed.
+            SequenceLengthError: A prompt is longer than ``max_sequence_length``.
+        """
+        if self.num_requests:
+            raise StepOrderError(
+                f"generate needs an engine without requests, this one has {self.num_requests}: "
+                f"finish them with stream, or submit the prompts"
+            )
+        if not isinstance(prompts, Iterable):
+            raise InvalidArgumentError(f"prompts must be several, got {prompts!r}")
+        done: dict[Hashable, Completion] = {}
+        try:
+            with token_progress(progress) as show:
+                ids = [self.submit(prompt, sampling) for prompt in prompts]
+                total = self._scheduler.tokens_left
+                while self.num_requests:
+                    ends = [event.completion for event in self.step() if event.completion]
+                    done.update({end.request_id: end for end in ends})
+                    if progress:
+                        show(total - self._scheduler.tokens_left, total)
+        except BaseException:
+            with suppress(MambaCacheError):  # poisoned, it has to be reset anyway
+                self._end_all()
+            raise
+        return [done[request_id] for request_id in ids]
+
+    @guarded(trusts=())
+    def cancel(self, request_id: Hashable) -> None:
+        """End a request, queued or running; what it cached so far stays findable.
+
+        Of one whose failure ``step`` has still to tell, nothing will be told.
+
+        Raises:
+            UnknownRequestError: There is no such request, or it is finished.
+            InvalidArgumentError: The id is not hashable.
+        """
+        check_hashable(request_id)
+        if request_id in self._ended_untold():
+            events = [event for event in self._news.events if event.request_id != request_id]
+            self._news = _News(events, self._news.told)
+            return
+        self._scheduler.remove(request_id)
+
+    @guarded(renews=True)
+    def reset(self) -> None:
+        """Forget all requests and all that is cached, whatever happened; nothing more is told."""
+        self.context.reset()
+        self._scheduler.reset()
+        self._news, self._is_untold, self._is_behind = _News([], []), False, False
+
+    @exclusive
+    def _add(self, request: EngineRequest) -> None:
+        if self._is_in_use(request.request_id):
+            raise InvalidArgumentError(f"request id {request.request_id!r} is in use")
+        self._scheduler.add(request)
+
+    @guarded(trusts=())
+    def _end_all(self) -> None:
+        self._news, self._is_untold = _News([], []), False
+        self._scheduler.clear()
+
+    @guarded(trusts=())
+    def _step(self) -> list[TokenEvent]:
+        if self._is_untold:
+            news = _News([*self._news.events], self._news.told)
+        else:
+            # Tokens that a call which broke off committed come first: some may end a request.
+            news = self._gather(self._scheduler) if self._is_behind else _News([], [])
+            if not news.events:
+                step = self._scheduler.begin_step()
+                requests = [] if step is None else self._run(step)
+                news = self._gather([*requests, *self._scheduler.failed])
+        self._news = news  # from here on it is told, if not by this call then by the next
+        self._is_untold = False
+        self._mark_told(news)
+        self._is_behind = False
+        return news.events
+
+    def _run(self, step: Step) -> list[EngineRequest]:
+        """Compute and commit a step; return its requests."""
+        logits = self._model.forward(step.metadata, self.context).cpu()
+        tokens = self._verify(step, logits)
+        self.context.commit_step(tokens)
+        requests = []
+        for scheduled in step.requests:
+            request = self._scheduler.find(scheduled.request_id)
+            self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
+            requests.append(request)
+        return requests
+
+    def _verify(self, step: Step, logits: torch.Tensor) -> dict[Hashable, list[int]]:
+        """Return the next tokens of each request that samples."""
+        logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
+        lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
+        rows = torch.split(logits, lengths)
+        tokens = {}
+        for scheduled, its_rows in zip(step.requests, rows, strict=True):
+            if scheduled.samples:
+                request_id = scheduled.request_id
+                sampling = self._scheduler.find(request_id).sampling
+                num_generated = self.context.progress(request_id).num_generated
+                tokens[request_id] = verify(its_rows, scheduled.drafts, sampling, num_generated)
+        return tokens
+
+    def _gather(self, requests: Iterable[EngineRequest]) -> _News:
+        """Make events of what was generated and not told; nothing changes here."""
+        now, longest = time.perf_counter(), self.context.config.max_sequence_length
+        news = _News([], [])
+        for request in requests:
+            events = request.events(partial(self._scheduler.output, request), now, longest)
+            if events:
+                num_tokens = sum(event.token is not None for event in events)
+                told = _Told(request, request.num_told + num_tokens, now, events[-1].finished)
+                news.told.append(told)
+                news.events.extend(events)
+        return news
+
+    def _mark_told(self, news: _News) -> None:
+        """Count events as told, and forget the requests that they end; twice is like once."""
+        for request, num_told, now, is_end in news.told:
+            request.num_told = num_told
+            request.first_token_at = request.first_token_at or (now if num_told else None)
+            if is_end and self._scheduler.knows(request):
+                self._scheduler.remove(request.request_id)
+
+    def _ended_untold(self) -> set[Hashable]:
+        """Return the ids of requests that are forgotten, and of whose end nobody was told."""
+        if not self._is_untold:
+            return set()
+        ended = {event.request_id for event in self._news.events if event.finished}
+        return {request_id for request_id in ended if request_id not in self._scheduler}
+
+    def _is_in_use(self, request_id: Hashable) -> bool:
+        return request_id in self._scheduler or request_id in self._ended_untold()
+
+    def _recover(self) -> None:
+        """Take back what a call that broke off left; what it committed is told by the next step."""
+        self._is_behind = True
+        self._scheduler.recover()
+
+
+class _Told(NamedTuple):
+    """What is known of a request once its events are told."""
+
+    request: EngineRequest
+    num_told: int
+    now: float
+    is_end: bool
+
+
+class _News(NamedTuple):
+    """Events of one step, and what is known once they are told."""
+
+    events: list[TokenEvent]
+    told: list[_Told]
+
+
+def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:
+    """Return the settings with the model's vocabulary, if they are ones that it can serve."""
+    if config.vocab_size is None:
+        config = replace(config, vocab_size=shape.vocab_size)
+    for name in ("ssm_chunk_size", "vocab_size"):
+        ours, models = getattr(config, name), getattr(shape, name)
+        if ours > models:
+            raise InvalidArgumentError(f"the cache's {name} is {ours}, the model's only {models}")
+    return config

@@ -1,0 +1,139 @@
+"""A small hybrid model in plain PyTorch: the proof that the cache fits around real layers.
+
+Each layer of the pattern is residual, hidden + layer(RMSNorm(hidden)), between an embedding and a
+head. Mamba-2 and attention layers have modules of their own; an MLP is the squared ReLU of
+So et al., 2021 (arXiv:2109.08668).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.metadata.step import StepMetadata
+from mamba_cache.reference.attention import AttentionLayer
+from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.reference.mamba import Mamba2Layer
+from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
+from mamba_cache.reference.weights import WeightMaker, rms_norm
+from mamba_cache.states import KVCacheSpec
+
+__all__ = ["HybridModel"]
+
+
+class _MLPLayer:
+    """Two projections around a squared ReLU; it keeps nothing between tokens."""
+
+    def __init__(self, config: HybridModelConfig, weights: WeightMaker) -> None:
+        self.up_proj = weights.linear(config.mlp_size, config.hidden_size)
+        self.down_proj = weights.linear(config.hidden_size, config.mlp_size)
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
+        return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
+
+
+class HybridModel:
+    """A language model of random weights, in the dtype given.
+
+    Args:
+        config: Its shape. Default: ``HybridModelConfig()``.
+        dtype: Of weights, keys, values and conv states. SSM states have at least float32.
+        device: Where it runs.
+        seed: Of the weights: the same for every dtype and device.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is not a floating-point type.
+    """
+
+    def __init__(
+        self,
+        config: HybridModelConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        if not dtype.is_floating_point:
+            raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
+        self.config = config = config or HybridModelConfig()
+        self.dtype = dtype
+        self.device = torch.device(device)
+        weights = WeightMaker(seed, dtype, self.device)
+        self.embedding = weights.normal(config.vocab_size, config.hidden_size)
+        self.head = weights.linear(config.vocab_size, config.hidden_size)
+        self.norm_weight = torch.ones_like(self.embedding[0])
+        self.layers = [
+            _make_layer(config, index, weights) for index in range(len(config.layer_pattern))
+        ]
+
+    @torch.no_grad()
+    def forward(self, metadata: StepMetadata, caches: ModelCaches) -> Tensor:
+        """Compute one step: advance the live states, fill the KV cache, save the checkpoints.
+
+        Nothing is read back from the device, so the host runs ahead of it.
+
+        Args:
+            metadata: The step; its live states are restored or zeroed already.
+            caches: Written by the layers.
+
+        Returns:
+            Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
+            requests and of each prefill's last token, in batch order and in at least float32.
+
+        Raises:
+            InvalidArgumentError: The caches were not made for this model, or the step is empty.
+        """
+        self._check(metadata, caches)
+        batch = PackedBatch.build(metadata, self.config)
+        hidden = self.embedding[metadata.token_ids[: metadata.num_tokens]]
+        for layer in self.layers:
+            normed = rms_norm(hidden, self.norm_weight, self.config.norm_eps)
+            hidden = hidden + layer(normed, batch, caches)
+        ends = metadata.query_start_loc[metadata.num_decodes + 1 : metadata.num_requests + 1]
+        decoded = hidden[: metadata.num_decode_tokens]
+        final = torch.cat([decoded, hidden[ends.long() - 1]])
+        final = rms_norm(final, self.norm_weight, self.config.norm_eps)
+        return F.linear(final, self.head).to(state_dtype_of(self.dtype))
+
+    def _check(self, metadata: StepMetadata, caches: ModelCaches) -> None:
+        if not metadata.num_requests:
+            raise InvalidArgumentError("the step has no request; forward needs at least one")
+        if metadata.chunk_size > self.config.ssm_chunk_size:
+            raise InvalidArgumentError(
+                f"the step has chunks of {metadata.chunk_size} tokens; this model's scan takes at "
+                f"most {self.config.ssm_chunk_size} (ssm_chunk_size)"
+            )
+        spec = self.config.state_spec(self.dtype)
+        if caches.live_states.spec != spec:
+            raise InvalidArgumentError(
+                f"live_states must be made for {spec}, got {caches.live_states.spec}"
+            )
+        _check_kv_cache(caches.kv_cache, self.config.kv_spec(self.dtype))
+
+
+def _check_kv_cache(kv_cache: Tensor | None, spec: KVCacheSpec) -> None:
+    if kv_cache is None:
+        if spec.num_layers:
+            raise InvalidArgumentError(f"kv_cache must be made for {spec}, got None")
+        return
+    shape = (spec.num_layers, 2, *kv_cache.shape[2:4], spec.num_kv_heads, spec.head_dim)
+    if tuple(kv_cache.shape) != shape or kv_cache.dtype != spec.dtype:
+        raise InvalidArgumentError(
+            f"kv_cache must be {spec.dtype} of shape [{spec.num_layers}, 2, blocks, "
+            f"block_size_tokens, {spec.num_kv_heads}, {spec.head_dim}], got "
+            f"{kv_cache.dtype} of shape {list(kv_cache.shape)}"
+        )
+
+
+def _make_layer(
+    config: HybridModelConfig, index: int, weights: WeightMaker
+) -> Mamba2Layer | AttentionLayer | _MLPLayer:
+    kind = config.layer_pattern[index]
+    of_this_kind = config.layer_pattern[:index].count(kind)
+    if kind == "M":
+        return Mamba2Layer(config, of_this_kind, weights)
+    if kind == "*":
+        return AttentionLayer(config, of_this_kind, weights)
+    return _MLPLayer(config, weights)

@@ -1,0 +1,132 @@
+"""A Mamba-2 layer over packed requests and their live states.
+
+Source: Dao and Gu, 2024 (arXiv:2405.21060), section 7 and figure 6: one projection makes the
+gate z, the convolution's input (x, B, C) and dt; the scan's output is gated, normalised and
+projected back.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step
+from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
+from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
+from mamba_cache.reference.weights import WeightMaker, rms_norm
+
+__all__ = ["Mamba2Layer"]
+
+
+class Mamba2Layer:
+    """Short convolution, SSD scan and gated RMSNorm.
+
+    The scan and its parameters have at least float32, whatever the weights' dtype.
+
+    Args:
+        config: Sizes.
+        layer: Index among the Mamba layers: the first axis of the live states.
+        weights: Draws the weights.
+    """
+
+    def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
+        self.config = config
+        self.layer = layer
+        inner, conv_dim, heads = config.mamba_inner_size, config.conv_dim, config.mamba_num_heads
+        scan_dtype = state_dtype_of(weights.dtype)
+        self.in_proj = weights.linear(inner + conv_dim + heads, config.hidden_size)
+        self.out_proj = weights.linear(config.hidden_size, inner)
+        self.conv_weight = weights.linear(conv_dim, config.conv_kernel)
+        self.conv_bias = weights.normal(conv_dim, scale=0.1)
+        self.norm_weight = torch.ones_like(self.out_proj[0])
+        # As Mamba-2 starts: A uniform in [-16, -1], dt log-uniform in [1e-3, 1e-1], D one.
+        self.a = -weights.uniform(1, 16, heads).to(scan_dtype)
+        dt = weights.uniform(math.log(1e-3), math.log(1e-1), heads).exp()
+        self.dt_bias = dt.expm1().log().to(scan_dtype)
+        self.d = torch.ones_like(self.a)
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
+        """Advance every request's live state over its packed tokens, and return the outputs.
+
+        A decoding request keeps its state after each of its tokens.
+
+        Args:
+            hidden: [num_tokens, hidden_size].
+            batch: The step's layout.
+            caches: Live states, read and written; slots of checkpoints, written.
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
+        config, metadata = self.config, batch.metadata
+        gate, conv_input, dt = torch.split(
+            F.linear(hidden, self.in_proj),
+            [config.mamba_inner_size, config.conv_dim, config.mamba_num_heads],
+            dim=1,
+        )
+        dt = F.softplus(dt + self.dt_bias)
+        outputs = []
+        if metadata.num_decodes:
+            outputs.append(self._decode(conv_input, dt, batch, caches))
+        if metadata.num_prefills:
+            prefill = slice(metadata.num_decode_tokens, None)
+            outputs.append(self._prefill(conv_input[prefill], dt[prefill], batch, caches))
+        # The gate comes before the norm, which is taken over each group by itself.
+        gated = torch.cat(outputs) * F.silu(gate)
+        grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
+        weight = self.norm_weight.view(config.num_groups, -1)
+        return F.linear(rms_norm(grouped, weight, config.norm_eps).flatten(1), self.out_proj)
+
+    def _decode(
+        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
+    ) -> Tensor:
+        conv_live, ssm_live = self._live(caches)
+        before, *after = batch.decodes.state_rows.unbind(1)
+        windows, states = conv_live[before], ssm_live[before]
+        outputs = []
+        # One token of every request at a time; the states go on from token to token in local
+        # tensors, because with speculation the rows read and those written differ.
+        for tokens, rows in zip(batch.decodes.tokens.unbind(1), after, strict=True):
+            mixed, windows = causal_conv1d_step(
+                conv_input[tokens], self.conv_weight, self.conv_bias, windows
+            )
+            inputs = self._scan_inputs(mixed, dt[tokens])
+            y, states = ssd_step(inputs, states)
+            conv_live[rows], ssm_live[rows] = windows, states
+            outputs.append((y + self.d[:, None] * inputs.x).flatten(1))
+        return batch.decodes.join(torch.stack(outputs, dim=1))
+
+    def _prefill(
+        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
+    ) -> Tensor:
+        conv_live, ssm_live = self._live(caches)
+        rows = batch.state_rows
+        mixed, windows = causal_conv1d(
+            conv_input, self.conv_weight, self.conv_bias, conv_live[rows], batch.conv
+        )
+        inputs = self._scan_inputs(mixed, dt)
+        y, chunk_states = ssd_chunk_scan(inputs, ssm_live[rows], batch.chunks)
+        caches.extract_checkpoint_states(self.layer, chunk_states, conv_input, batch.metadata)
+        conv_live[rows], ssm_live[rows] = windows, chunk_states[batch.chunks.last_chunks]
+        return (y + self.d[:, None] * inputs.x).flatten(1)
+
+    def _live(self, caches: ModelCaches) -> tuple[Tensor, Tensor]:
+        return caches.live_states["conv"][self.layer], caches.live_states["ssm"][self.layer]
+
+    def _scan_inputs(self, mixed: Tensor, dt: Tensor) -> SSDInputs:
+        """The convolution's output as x, B and C, by head and by group."""
+        config = self.config
+        shared = config.num_groups * config.ssm_state_size
+        x, b, c = torch.split(F.silu(mixed), [config.mamba_inner_size, shared, shared], dim=1)
+        by_group = (config.num_groups, config.ssm_state_size)
+        return SSDInputs(
+            x=torch.unflatten(x, 1, (config.mamba_num_heads, config.mamba_head_dim)),
+            dt=dt,
+            a=self.a,
+            b=torch.unflatten(b, 1, by_group),
+            c=torch.unflatten(c, 1, by_group),
+        )

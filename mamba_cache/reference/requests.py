@@ -1,0 +1,184 @@
+"""The engine's record of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from operator import eq
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
+from mamba_cache.errors import CapacityError
+from mamba_cache.reference.drafting import Drafter
+from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
+from mamba_cache.reference.sampling import SamplingParams
+
+__all__ = ["EngineRequest"]
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """What the engine keeps of a request that is not finished.
+
+    Where it stands and what it generated, the context knows; it is not repeated here.
+
+    Attributes:
+        prepared: Its checked tokens and block hashes.
+        sampling: How its tokens are chosen.
+        submitted_at: Seconds of ``time.perf_counter``.
+        reusable_blocks: Leading blocks that it need not compute if they are cached: all complete
+            ones, less those of the tokens that must always be computed.
+        digests: Names of its prompt's blocks: two requests with equal digests of block n agree in
+            all tokens up to its end.
+        drafter: Guesses how it goes on; None: nobody does.
+        num_told: Tokens of its answer that were told.
+        error: Why it cannot run, not even alone; it ends when that is told.
+        last_output: What it had generated when that turned out, for the context forgets it then.
+        prefill_tokens: Tokens computed for it before decoding, those computed twice included.
+        decoding: What its decoding steps brought.
+        admission: What was cached when it first ran.
+        first_token_at: Likewise seconds.
+        branch_positions: Where a state of it is saved because others branch off there.
+        waited_steps: Steps in which it let others go first.
+    """
+
+    prepared: PreparedRequest
+    sampling: SamplingParams
+    submitted_at: float
+    reusable_blocks: int
+    digests: tuple[bytes, ...]
+    drafter: Drafter | None
+    num_told: int = 0
+    error: CapacityError | None = None
+    last_output: Sequence[int] = ()
+    prefill_tokens: int = 0
+    decoding: DecodingStats = field(default_factory=DecodingStats)
+    admission: Admission | None = None
+    first_token_at: float | None = None
+    branch_positions: set[int] = field(default_factory=set)
+    waited_steps: int = 0
+    _tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls,
+        prepared: PreparedRequest,
+        sampling: SamplingParams,
+        config: CacheConfig,
+        drafter: Drafter | None,
+        submitted_at: float,
+    ) -> EngineRequest:
+        """Return the record of a new request, for a context with these settings."""
+        reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
+        return cls(
+            prepared,
+            sampling,
+            submitted_at,
+            reusable_blocks=reusable_tokens // config.block_size_tokens,
+            digests=prepared.hashes.digests,
+            drafter=drafter,
+        )
+
+    @property
+    def request_id(self) -> Hashable:
+        """The caller's name for it."""
+        return self.prepared.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.prepared.tokens)
+
+    def note_admission(self, admission: Admission) -> None:
+        """Note what was cached when it first ran: that is what is reported."""
+        if not self.prefill_tokens:
+            self.admission = admission
+
+    def propose_drafts(
+        self, output: Sequence[int], max_drafts: int, max_sequence_length: int
+    ) -> list[int]:
+        """Guess its next tokens, no more of them than it can still generate.
+
+        Args:
+            output: What it generated.
+            max_drafts: How many drafts may be verified.
+            max_sequence_length: Tokens of one request.
+        """
+        useful = min(
+            max_drafts,
+            self.sampling.max_new_tokens - len(output) - 1,
+            max_sequence_length - self.prompt_tokens - len(output),
+        )
+        if self.drafter is None or useful <= 0:
+            return []
+        # Prompt and answer in one list, which grows: to join them anew takes time in each step.
+        tokens: list[int] = self._tokens or self.prepared.tokens.tolist()
+        self._tokens = tokens
+        tokens += output[len(tokens) - self.prompt_tokens :]
+        return list(self.drafter.propose(tokens, useful)[:useful])
+
+    def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
+        """Note its part of a committed step and the tokens that it brought; return what is new."""
+        if scheduled.is_prefill:
+            self.prefill_tokens += scheduled.num_tokens
+            return DecodingStats()
+        brought = DecodingStats(
+            steps=1,
+            tokens=len(tokens),
+            drafted_tokens=len(scheduled.drafts),
+            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
+        )
+        self.decoding += brought
+        return brought
+
+    def events(
+        self, output: Callable[[int], Sequence[int]], now: float, max_sequence_length: int
+    ) -> list[TokenEvent]:
+        """Make the events that are to be told of it; nothing changes here.
+
+        Args:
+            output: Returns what it generated, from the token of a number on.
+            now: Seconds of ``time.perf_counter``.
+            max_sequence_length: Tokens of one request.
+        """
+        events = []
+        for number, token in enumerate(output(self.num_told), self.num_told + 1):
+            reason = self._finish_reason(token, number, max_sequence_length)
+            done = None if reason is None else self._complete(reason, output(0)[:number], now)
+            events.append(TokenEvent(self.request_id, token, number == 1, done))
+            if done is not None:
+                return events
+        if self.error is not None:
+            done = self._complete(FinishReason.FAILED, output(0), now)
+            events.append(TokenEvent(self.request_id, None, False, done))
+        return events
+
+    def _finish_reason(
+        self, token: int, number: int, max_sequence_length: int
+    ) -> FinishReason | None:
+        if token in self.sampling.stop_tokens:
+            return FinishReason.STOP
+        # Its last token cannot be computed.
+        too_long = self.prompt_tokens + number > max_sequence_length
+        if too_long or number == self.sampling.max_new_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _complete(self, reason: FinishReason, output: Sequence[int], now: float) -> Completion:
+        admission = self.admission
+        first = self.first_token_at or (now if output else None)
+        return Completion(
+            request_id=self.request_id,
+            tokens=tuple(output),
+            finish_reason=reason,
+            error=self.error,
+            ttft_seconds=None if first is None else first - self.submitted_at,
+            total_seconds=now - self.submitted_at,
+            prompt_tokens=self.prompt_tokens,
+            kv_matched_blocks=admission.kv_matched_blocks if admission else 0,
+            state_matched_blocks=admission.state_matched_blocks if admission else 0,
+            skipped_tokens=admission.skip_tokens if admission else 0,
+            computed_tokens=self.prefill_tokens,
+            decoding=self.decoding,
+            miss_reason=admission.miss_reason if admission else None,
+        )

@@ -1,0 +1,169 @@
+"""The scan of a Mamba-2 layer: state space duality (SSD) in chunks.
+
+Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+Structured State Space Duality", 2024 (arXiv:2405.21060): the recurrence is equation 1 with A a
+scalar per head, the chunked algorithm section 6 and listing 1. With step size dt and per head
+
+    h[t] = exp(dt[t] * A) * h[t-1] + dt[t] * x[t] (outer) B[t]
+    y[t] = h[t] @ C[t]
+
+``mamba_cache.reference.ssd_naive`` computes the same one token at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class SSDInputs:
+    """What a scan reads besides its states, of packed tokens; all of one dtype and device.
+
+    Attributes:
+        x: [num_tokens, heads, head_dim].
+        dt: [num_tokens, heads]. Step sizes, positive.
+        a: [heads]. A, negative.
+        b: [num_tokens, groups, state_size]. B; a group serves heads / groups heads in a row.
+        c: [num_tokens, groups, state_size]. C, likewise.
+    """
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Packed tokens as a rectangle of chunks, each of one sequence: the same for all layers.
+
+    Attributes:
+        rows: [num_chunks, chunk_size] int64. The packed token in each place; ``num_tokens`` where
+            a chunk is shorter.
+        num_tokens: Packed tokens.
+        sequences: [num_chunks] int64. The sequence of each chunk.
+        is_first: [num_chunks] bool. Whether the chunk is its sequence's first in this step.
+        last_chunks: [num_sequences] int64. The last chunk of each sequence.
+    """
+
+    rows: Tensor
+    num_tokens: int
+    sequences: Tensor
+    is_first: Tensor
+    last_chunks: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        cu_chunk_seqlens: Tensor,
+        chunk_seq_idx: Tensor,
+        last_chunk_indices: Tensor,
+        chunk_size: int,
+        num_tokens: int,
+    ) -> ChunkLayout:
+        """Lay out chunks.
+
+        Args:
+            cu_chunk_seqlens: [num_chunks + 1] int64. First packed token of each chunk.
+            chunk_seq_idx: [num_chunks] int64. The sequence of each chunk, non-decreasing.
+            last_chunk_indices: [num_sequences] int64.
+            chunk_size: Most tokens of a chunk.
+            num_tokens: Packed tokens.
+        """
+        rows = cu_chunk_seqlens[:-1, None] + torch.arange(
+            chunk_size, device=cu_chunk_seqlens.device
+        )
+        rows = torch.where(rows < cu_chunk_seqlens[1:, None], rows, num_tokens)
+        previous = torch.cat([chunk_seq_idx.new_full((1,), -1), chunk_seq_idx[:-1]])
+        return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, last_chunk_indices)
+
+    def split(self, packed: Tensor) -> Tensor:
+        """[num_tokens, ...] to [num_chunks, chunk_size, ...]; places without a token are zero."""
+        return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
+
+    def join(self, chunks: Tensor) -> Tensor:
+        """[num_chunks, chunk_size, ...] to [num_tokens, ...], the inverse of ``split``."""
+        packed = chunks.new_empty(self.num_tokens + 1, *chunks.shape[2:])
+        packed[self.rows] = chunks
+        return packed[:-1]
+
+
+def ssd_chunk_scan(
+    inputs: SSDInputs, initial_states: Tensor, layout: ChunkLayout
+) -> tuple[Tensor, Tensor]:
+    """Scan packed sequences, each from its own state.
+
+    Every chunk is computed by itself in a place of fixed size, and the states are chained
+    elementwise, so a scan that starts at a chunk's boundary repeats what a longer scan did there.
+
+    Args:
+        inputs: Of the packed sequences.
+        initial_states: [num_sequences, heads, head_dim, state_size].
+        layout: The chunks.
+
+    Returns:
+        Outputs [num_tokens, heads, head_dim], and the state at the end of every chunk
+        [num_chunks, heads, head_dim, state_size].
+    """
+    by_group = (inputs.b.shape[1], -1)
+    # A place without a token has dt = 0: it neither decays the state nor adds to it.
+    dx = torch.unflatten(layout.split(inputs.x * inputs.dt[..., None]), 2, by_group)
+    decay = torch.unflatten(layout.split(inputs.dt * inputs.a), 2, by_group).cumsum(dim=1)
+    b, c = layout.split(inputs.b), layout.split(inputs.c)
+
+    to_end = torch.exp(decay[:, -1:] - decay)
+    added = torch.einsum("zsgn,zsgrp->zgrpn", b, dx * to_end[..., None]).flatten(1, 2)
+    ends, starts = _chain(added, decay[:, -1].exp().flatten(1), initial_states, layout)
+
+    within = torch.einsum("zgrls,zsgrp->zlgrp", _scores(b, c, decay), dx)
+    carried = torch.einsum("zlgn,zgrpn->zlgrp", c, torch.unflatten(starts, 1, by_group))
+    outputs = within + carried * decay.exp()[..., None]
+    return layout.join(outputs.flatten(2, 3)), ends
+
+
+def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
+    """What each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
+    decay = decay.permute(0, 2, 3, 1)
+    past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=b.device).tril()
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill_(~past, -torch.inf).exp_()
+    return between.mul_(torch.einsum("zlgn,zsgn->zgls", c, b)[:, :, None])
+
+
+def _chain(
+    added: Tensor, decay: Tensor, initial_states: Tensor, layout: ChunkLayout
+) -> tuple[Tensor, Tensor]:
+    """States at the end and at the start of every chunk, from what each chunk adds and decays."""
+    ends, starts = torch.empty_like(added), torch.empty_like(added)
+    initial = initial_states[layout.sequences]
+    is_first = layout.is_first[:, None, None, None]
+    state = torch.zeros_like(added[0])
+    for chunk in range(len(added)):
+        torch.where(is_first[chunk], initial[chunk], state, out=starts[chunk])
+        state = torch.add(
+            starts[chunk] * decay[chunk, :, None, None], added[chunk], out=ends[chunk]
+        )
+    return ends, starts
+
+
+def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: the recurrence of the module's docstring, once.
+
+    Args:
+        inputs: Of one token a sequence.
+        states: [num_sequences, heads, head_dim, state_size]; left as they are.
+
+    Returns:
+        Outputs [num_sequences, heads, head_dim], and the states after the token.
+    """
+    x, dt, a = inputs.x, inputs.dt, inputs.a
+    per_group = x.shape[1] // inputs.b.shape[1]
+    b, c = (each.repeat_interleave(per_group, dim=1) for each in (inputs.b, inputs.c))
+    dx = x * dt[..., None]
+    states = states * torch.exp(dt * a)[..., None, None] + dx[..., None] * b[:, :, None]
+    return torch.einsum("zhpn,zhn->zhp", states, c), states

@@ -1,0 +1,65 @@
+"""The package's source files as syntax trees, for tests of its structure."""
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "mamba_cache"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the project."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Path from the project's root, as test ids show it."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def module(self) -> str:
+        """Dotted name that imports it."""
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.path.read_text(encoding="utf-8").splitlines()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse("\n".join(self.lines), filename=self.name)
+
+
+def sources(*folders: str) -> list[Source]:
+    """Every Python file in the given folders of the project."""
+    return [Source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def is_old_path(source: Source) -> bool:
+    """Whether a module only stands for another one, under the name that this had before."""
+    return (ast.get_docstring(source.tree) or "").startswith("Old import path of")
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def definitions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
+    """Every class, function and method as (dotted name, node); functions inside functions too."""
+    found: list[tuple[str, ast.AST]] = []
+
+    def walk(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.append((prefix + child.name, child))
+                walk(child, f"{prefix}{child.name}.")
+            else:
+                walk(child, prefix)
+
+    walk(tree, "")
+    return found
