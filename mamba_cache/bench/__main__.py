@@ -18,6 +18,7 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
+from mamba_cache.bench.step import run_step
 from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, UnsupportedVersionError
 
@@ -34,6 +35,7 @@ _BENCHMARKS: dict[str, tuple[str, Callable[..., list[Measurement]]]] = {
         "errors of int8 slots: of states, and of logits after a hit",
         run_quantization,
     ),
+    "step": ("time of a step's bookkeeping beside a plain loop, and of a prompt's life", run_step),
 }
 
 

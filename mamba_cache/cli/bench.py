@@ -18,13 +18,14 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import PLACEMENTS, POLICIES, print_replay, run_replay
 from mamba_cache.bench.soak import MODELS, print_soak, run_soak
+from mamba_cache.bench.step import run_step
 from mamba_cache.bench.ttft import print_ttft, run_ttft
 from mamba_cache.bench.ttft_model import FAMILIES
 from mamba_cache.bench.workload import WORKLOADS
 from mamba_cache.cli import output
 from mamba_cache.cli.output import AsJson, Command, Group, each_of, one_of
 
-__all__ = ["align", "bench", "control", "copy", "quantization", "replay", "soak", "ttft"]
+__all__ = ["align", "bench", "control", "copy", "quantization", "replay", "soak", "step", "ttft"]
 
 bench = typer.Typer(
     cls=Group, no_args_is_help=True, help="Measure this machine; exit code 1 if a limit is missed."
@@ -76,6 +77,12 @@ def copy(as_json: AsJson = False) -> None:
 def control(as_json: AsJson = False) -> None:
     """Time the decisions: blocks, slots, hashes, admission."""
     _report("control", run_control(), as_json)
+
+
+@bench.command(cls=Command)
+def step(as_json: AsJson = False) -> None:
+    """Time a step's bookkeeping beside a plain loop, and a prompt's life."""
+    _report("step", run_step(), as_json)
 
 
 @bench.command(cls=Command)

@@ -194,7 +194,7 @@ def test_help_goes_to_stdout(call, arguments):
         ("doctor",),
         ("bench",),
         *(("bench", name) for name in ("copy", "control", "align", "quantization")),
-        *(("bench", name) for name in ("ttft", "replay", "soak")),
+        *(("bench", name) for name in ("ttft", "replay", "soak", "step")),
     ],
     ids=" ".join,
 )
