@@ -308,7 +308,7 @@ class ContextMachine(RuleBasedStateMachine):
     def books_agree(self):
         if hasattr(self, "context"):
             self.context.check_invariants()
-            assert self.context.request_memory.num_free_rows == 4 - len(
+            assert self.context.request_rows.num_free_rows == 4 - len(
                 [i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED]
             )
 

@@ -11,6 +11,7 @@ from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
     BoundaryEntry,
     CheckpointEntry,
+    DecodeBatch,
     SequenceSlice,
     StepBuffers,
     StepPlan,
@@ -20,6 +21,7 @@ __all__ = [
     "BoundaryEntry",
     "CheckpointEntry",
     "CommonAttentionMetadata",
+    "DecodeBatch",
     "Mamba2AttentionBackend",
     "Mamba2AttentionMetadata",
     "Mamba2AttentionMetadataBuilder",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, make_config, saved_prefix_lengths, uncached
 from gpu_rig import waiting_raises
+from step_plans import decode_batch
 
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.decode_rows import DecodeRows
@@ -127,7 +128,7 @@ class Case:
         ]
         saved = torch.randperm(count, generator=generator)[: count // 2].tolist()
         self.plan = StepPlan(
-            decodes=pieces[:decodes],
+            decodes=decode_batch(pieces[:decodes]),
             prefills=pieces[decodes:],
             boundaries=[BoundaryEntry(i, int(self.ints(1, 100)), 7) for i in saved],
         )
