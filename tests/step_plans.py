@@ -11,6 +11,8 @@ def decode_batch(slices):
     return DecodeBatch(
         rows=np.array([piece.row for piece in slices], dtype=np.int64),
         starts=np.array([piece.start for piece in slices], dtype=np.int64),
+        ends=np.array([p.start + len(p.token_ids) for p in slices], dtype=np.int64),
+        longest=max((p.start + len(p.token_ids) for p in slices), default=0),
         token_ids=np.concatenate([piece.token_ids for piece in slices]) if slices else np.zeros(0),
         query_start_loc=None if set(lengths) <= {1} else np.cumsum([0, *lengths]),
     )

@@ -29,6 +29,7 @@ _NUM_REQUESTS = (1, 16, 64, 256, 1_024)
 _RATIOS = {64: 0.6, 256: 0.35, 1_024: 0.25}
 _ALONE_US = 70.0
 _NUM_DRAFTS = 3
+_STEPS_IN_TURN = 10
 _DRAFTS_MAY_COST = 2
 _BLOCK = 256
 _LIVES = ((512, 256, 0.2), (32_768, 256, 1.2), (32_768, 16, 4.0))
@@ -45,7 +46,8 @@ def measure_decode_steps(
 ) -> Iterator[Measurement]:
     """Time ``begin_step`` and ``commit_step`` beside a plain loop over request objects.
 
-    The requests stand at different places of their blocks, so that each step fills some.
+    The requests stand at different places of their blocks, so that each step fills some. Tokens
+    and drafts are given as arrays.
     """
     for count in num_requests:
         progress(f"decode with {count:,} requests")
@@ -185,7 +187,9 @@ class _LoopOfSteps:
 class _ContextOfSteps:
     """Requests that decode; with drafts one is accepted in each step, beside the token after it."""
 
-    def __init__(self, lengths: Sequence[int], *, num_drafts: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, num_drafts: int, saves_states: bool = False
+    ) -> None:
         count = len(lengths)
         self._rng = np.random.default_rng()
         self._num_drafts = num_drafts
@@ -197,7 +201,8 @@ class _ContextOfSteps:
                 max_tokens=max(8_192, (1 + num_drafts) * count),
                 max_sequence_length=_MAX_SEQUENCE,
                 num_kv_blocks=64 * count,
-                max_slots=2 * count,
+                max_slots=8 * count,
+                save_decode_states=saves_states,
                 num_speculative_tokens=num_drafts,
             ),
             _smallest_state(),
@@ -209,17 +214,16 @@ class _ContextOfSteps:
             self._context.commit_step({request_id: 1})
 
     def step(self) -> float:
-        shape = self._count, self._num_drafts
-        drafts = self._rng.integers(0, 1_000, shape) if self._num_drafts else None
-        tokens = self._rng.integers(0, 1_000, self._count)
-        taken: dict[Any, Any] = dict(enumerate(tokens.tolist()))
-        given: Any = None
-        if drafts is not None:
-            given = dict(enumerate(drafts.tolist()))
-            taken = {i: [given[i][0], token] for i, token in taken.items()}
+        tokens = self._rng.integers(0, 1_000, (self._count, 2))
+        drafts = counts = None
+        if self._num_drafts:
+            drafts = self._rng.integers(0, 1_000, (self._count, self._num_drafts))
+            tokens[:, 0], counts = drafts[:, 0], np.full(self._count, 2)
+        else:
+            tokens = tokens[:, 0]
         start = time.process_time()
-        self._context.begin_step(drafts=given)
-        self._context.commit_step(taken)
+        self._context.begin_step(drafts=drafts)
+        self._context.commit_step(tokens, counts)
         return time.process_time() - start
 
 
@@ -294,12 +298,13 @@ def _compute(context: DynamicInferenceContext, step: Any) -> None:
 
 
 def _interleaved(steps: Sequence[Callable[[], float]], runs: int) -> list[list[float]]:
-    """Return the seconds of each kind of step, which take turns; the first few do not count."""
+    """Return the seconds of each kind of step, which take turns, a few steps each."""
     times: list[list[float]] = [[] for _ in steps]
-    for _ in range(runs + 5):
+    while len(times[-1]) < runs:
         for seconds, step in zip(times, steps, strict=True):
-            seconds.append(step())
-    return [seconds[5:] for seconds in times]
+            step()  # what the others have left in the processor's caches is not its own
+            seconds += [step() for _ in range(min(_STEPS_IN_TURN, runs - len(seconds)))]
+    return times
 
 
 @contextmanager

@@ -271,9 +271,15 @@ class Publisher:
         end = min(active.num_computed // self._block_size, len(hashes))
         if first >= end:
             return
-        self._kv_blocks.register_kv_block_hashes(
-            active.block_ids[first:end],
-            hashes[first:end],
-            parent_hash=hashes[first - 1] if first else None,
-        )
+        parent_hash = hashes[first - 1] if first else None
+        blocks = active.blocks_between(first, end)
+        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
+            ids, digests = [hashes[first]], [hashes.digest(first)]
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, ids, digests=digests, parent_hash=parent_hash
+            )
+        else:
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, hashes[first:end], parent_hash=parent_hash
+            )
         active.num_published = end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
 import torch
 
 from mamba_cache._checks import check_int
@@ -220,35 +219,43 @@ class DynamicInferenceContext(ContextUpkeep):
         starts = most = rows.num_computed[group.rows]
         if self._runner.is_uncollected:
             most = starts + rows.num_in_doubt[group.rows]
-        self._requests.check_lengths(group, most)
+        longest = self._requests.check_lengths(group, most)
         work = plan_decodes(
             group,
             starts,
             most,
             drafts,
+            longest=longest,
             config=self.config,
             preparer=self._preparer,
             device=self.device,
         )
         self._requests.check_fits(work.num_tokens)
-        self._give_blocks(work)
+        due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
+        if len(due):
+            self._give_blocks(work, due)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, prefills, on_device)
+        return self._runner.begin(work, due, prefills, on_device)
 
-    def _give_blocks(self, work: DecodeWork) -> None:
+    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> None:
         """Give decoding requests the blocks that they lack: at most one each.
+
+        Args:
+            work: What is computed of them.
+            due: Which of them may lack one, or end one.
 
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
-        rows = self.request_rows
-        ends = work.ends
-        short = np.flatnonzero(ends > rows.num_blocks[work.group.rows] * self.block_size_tokens)
-        if len(short):
+        rows, its_rows = self.request_rows, work.group.rows[due]
+        lacks = work.ends[due] > rows.num_blocks[its_rows] * self.block_size_tokens
+        if lacks.any():
+            short = due[lacks]
             names = [work.group.ids[index] for index in short.tolist()]
-            rows.grow_by_one(work.group.rows[short], int(ends.max()), names)
+            rows.grow_by_one(its_rows[lacks], int(work.ends[short].max()), names)
+        rows.expect_events(its_rows)
 
     @guarded(trusts=())
     def commit_step(

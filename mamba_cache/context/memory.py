@@ -150,7 +150,7 @@ class CacheMemory:
         config = self.config
         return StepBuffers(
             self.request_rows.block_tables,
-            table_versions=self.request_rows.table_versions,
+            table_stamps=self.request_rows.table_stamps,
             block_size_tokens=config.block_size_tokens,
             chunk_size=config.ssm_chunk_size,
             max_tokens=config.max_tokens,

@@ -32,13 +32,18 @@ class RequestRows:
         block_size_tokens: As given.
         block_tables: [max_requests, max_blocks] int32, CPU: the KV blocks of the request in each
             row; unused entries name the dummy block.
-        table_versions: [max_requests] int64: how often each row of ``block_tables`` was written.
+        table_stamps: [max_requests] int64: a number for each row of ``block_tables``, another one
+            whenever it is written.
         num_blocks: [max_requests] int64: blocks that each row has.
         num_tokens: [max_requests] int64: tokens known so far, the prompt's included.
         num_computed: [max_requests] int64: tokens whose effect is in the live state.
         num_in_doubt: [max_requests] int64: tokens that were computed in a step of which the device
             alone knows how many became part of the sequence.
         last_tokens: [max_requests] int64: the token that a decoding request computes next.
+        next_events: [max_requests] int64: a step that leaves a decoding request with no more tokens
+            computed than this needs no block for it, ends none, and saves no state of it.
+        place_shifts: [max_requests] int64: what to add to a position to have where its key and
+            value go, as block id * block size + offset; up to ``next_events``.
         scheduled: Rows whose requests have a chunk for the next step, with its tokens.
         num_scheduled_tokens: Tokens of those chunks together.
         decoding: Rows whose requests decode.
@@ -63,9 +68,9 @@ class RequestRows:
         def zeros() -> Int64Array:
             return np.zeros(max_requests, dtype=np.int64)
 
-        self.table_versions, self.num_blocks = zeros(), zeros()
+        self.table_stamps, self.num_blocks = zeros(), zeros()
         self.num_tokens, self.num_computed, self.num_in_doubt = zeros(), zeros(), zeros()
-        self.last_tokens = zeros()
+        self.last_tokens, self.next_events, self.place_shifts = zeros(), zeros(), zeros()
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = block_size_tokens + max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
@@ -73,6 +78,7 @@ class RequestRows:
         self.num_scheduled_tokens = 0
         self.decoding: set[int] = set()
         self.num_changes = 0
+        self._stamp = 0
         self.reset()
 
     @property
@@ -118,17 +124,18 @@ class RequestRows:
                 self._kv_blocks.release_memory_blocks(shared)
             raise
         row = self._free_rows.pop()
-        self.block_tables[row, :held] = shared + blocks
-        self.table_versions[row] += 1
-        self.num_blocks[row] = held
+        self._append(row, 0, shared + blocks)
         return row
 
     def give_back(self, row: int) -> None:
         """Take a row and its blocks back; cached blocks stay findable."""
         blocks = self.blocks_of(row).tolist()
         self.block_tables[row, : len(blocks)] = self._kv_blocks.dummy_block_id
-        self.table_versions[row] += 1
-        for array in (self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt):
+        self._stamp_rows(row)
+        for array in (
+            self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
+            self.next_events,
+        ):  # fmt: skip
             array[row] = 0
         self._free_rows.append(row)
         self._kv_blocks.release_memory_blocks(blocks)
@@ -163,7 +170,7 @@ class RequestRows:
         blocks = self._allocate(len(rows), names, num_tokens)
         held = self.num_blocks[rows]
         self.block_tables[rows, held] = blocks
-        self.table_versions[rows] += 1
+        self._stamp_rows(rows)
         self.num_blocks[rows] = held + 1
 
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
@@ -171,7 +178,7 @@ class RequestRows:
         held = max(self._blocks_for(num_tokens), least)
         surplus = self.blocks_of(row)[held:].tolist()
         self.block_tables[row, held:] = self._kv_blocks.dummy_block_id
-        self.table_versions[row] += 1
+        self._stamp_rows(row)
         self.num_blocks[row] = held
         self._kv_blocks.release_memory_blocks(surplus)
 
@@ -179,10 +186,10 @@ class RequestRows:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""
         self._free_rows = list(range(len(self.block_tables)))[::-1]
         self.block_tables[:] = self._kv_blocks.dummy_block_id
-        self.table_versions += 1
+        self._stamp_rows(np.arange(len(self.block_tables)))
         for array in (
             self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
-            self.last_tokens, self._tails,
+            self.next_events, self.place_shifts, self.last_tokens, self._tails,
         ):  # fmt: skip
             array[:] = 0
         self.scheduled.clear()
@@ -209,6 +216,14 @@ class RequestRows:
         """Return the blocks of a row: a view."""
         return self.block_tables[row, : self.num_blocks.item(row)]
 
+    def expect_events(self, rows: Int64Array) -> None:
+        """Set ``next_events`` and ``place_shifts`` of decoding rows that have all their blocks."""
+        size = self.block_size_tokens
+        blocks = self.num_computed[rows] // size
+        first = blocks * size
+        self.next_events[rows] = first + (size - 1)
+        self.place_shifts[rows] = self.block_tables[rows, blocks].astype(np.int64) * size - first
+
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
         """Append one sampled token to each row; return how many it had before."""
         lengths: Int64Array = self.num_tokens[rows]
@@ -222,28 +237,28 @@ class RequestRows:
 
         Args:
             rows: [n] rows.
-            tokens: [n, k] tokens.
+            tokens: [n, k] tokens, k at most ``max_decode_tokens``.
             counts: [n] how many of them each row takes, from 0 to k.
         """
         lengths = self.num_tokens[rows]
-        columns = np.arange(tokens.shape[1])
-        is_taken = columns < counts[:, None]
-        places = (lengths[:, None] + columns) % self._tail_width
-        self._tails[np.repeat(rows, counts), places[is_taken]] = tokens[is_taken]
-        some = counts > 0
-        self.last_tokens[rows[some]] = tokens[some, counts[some] - 1]
+        # What is not taken lies beyond the end, where there is room for as many.
+        columns = lengths[:, None] + np.arange(tokens.shape[1])
+        self._tails[rows[:, None], columns % self._tail_width] = tokens
+        last = tokens[np.arange(len(rows)), counts - 1]
+        self.last_tokens[rows] = np.where(counts > 0, last, self.last_tokens[rows])
         self.num_tokens[rows] = lengths + counts
 
-    def newest_tokens(self, row: int, start: int) -> list[int]:
+    def newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the sampled tokens of a row from a position on, which is in its last block."""
         end = self.num_tokens.item(row)
         width = self._tail_width
+        tail: np.ndarray[Any, np.dtype[np.int32]] = self._tails[row]
         if start >= end:
-            return []
+            return tail[:0]
         first, last = start % width, (end - 1) % width + 1
-        tail = self._tails[row]
-        parts = [tail[first:last]] if first < last else [tail[first:], tail[:last]]
-        return [token for part in parts for token in part.tolist()]
+        if first < last:
+            return tail[first:last]
+        return np.concatenate((tail[first:], tail[:last]))
 
     def scrub(self) -> None:
         """Clear tokens that no step needs; requests have taken over their newest ones before."""
@@ -273,6 +288,7 @@ class RequestRows:
             if is_lost or (held == dummy).any() or (rest != dummy).any():
                 raise InvariantError(f"the block table of row {row} is not its blocks")
             np.add.at(references, held, 1)
+        self._check_events()
         counts = np.asarray(self._kv_blocks.block_ref_counts)
         if (references[:dummy] != counts[:dummy]).any():
             wrong = np.flatnonzero(references[:dummy] != counts[:dummy]).tolist()
@@ -280,10 +296,33 @@ class RequestRows:
                 f"reference counts of blocks {wrong[:8]} do not match the requests"
             )
 
+    def _check_events(self) -> None:
+        """Prove that no event of a decoding row would be missed, nor a place be another's.
+
+        Raises:
+            InvariantError: One would.
+        """
+        rows: Int64Array = np.array(sorted(self.decoding), dtype=np.int64)
+        size, expected = self.block_size_tokens, self.next_events[rows]
+        rows, expected = rows[expected > 0], expected[expected > 0]
+        blocks = (expected + 1) // size - 1
+        places = self.block_tables[rows, blocks].astype(np.int64) * size
+        if (
+            (self.place_shifts[rows] != places - blocks * size).any()
+            or ((expected + 1) % size != 0).any()
+            or (self.num_blocks[rows] <= blocks).any()
+        ):
+            raise InvariantError(f"events of rows {rows.tolist()} are expected at {expected}")
+
     def _append(self, row: int, held: int, blocks: list[int]) -> None:
         self.block_tables[row, held : held + len(blocks)] = blocks
-        self.table_versions[row] += 1
+        self._stamp_rows(row)
         self.num_blocks[row] = held + len(blocks)
+
+    def _stamp_rows(self, rows: Any) -> None:
+        """Say that the tables of a row, or of an array of rows, were written."""
+        self._stamp += len(self.table_stamps)
+        self.table_stamps[rows] = self._stamp + rows
 
     def _allocate(self, num_blocks: int, names: Iterable[object], num_tokens: int) -> list[int]:
         """Take KV blocks.

@@ -176,18 +176,23 @@ class RequestTable:
         decoding = len(self._rows.decoding) * self._max_decode_tokens
         return self._max_tokens - self._rows.num_scheduled_tokens - decoding
 
-    def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> None:
+    def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
         """Check that decoding requests have room for the token that they compute.
 
         Args:
             group: The requests.
             most_computed: [n] tokens that each has computed at most.
 
+        Returns:
+            The largest of ``most_computed``.
+
         Raises:
             SequenceLengthError: One has reached the longest length.
         """
         longest = self._max_sequence_length
-        for index in np.flatnonzero(most_computed >= longest)[:1].tolist():
+        most = int(np.maximum.reduce(most_computed)) if len(group) else 0
+        if most >= longest:
+            index = int((most_computed >= longest).argmax())
             active, computed = group.requests[index], most_computed.item(index)
             may_have, hint = (
                 ("may have", "collect the last step")
@@ -198,6 +203,7 @@ class RequestTable:
                 f"request {active.request_id!r} {may_have} {computed + 1} tokens; "
                 f"max_sequence_length is {longest}: {hint}"
             )
+        return most
 
     def check_fits(self, num_tokens: int) -> None:
         """Check that the step's buffers hold the tokens of the decoding requests.
@@ -217,10 +223,10 @@ class RequestTable:
         Raises:
             InvariantError: They do not.
         """
+        rows = self._rows
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
         due = {a.row: a.chunk.num_tokens for a in scheduled if a.chunk is not None}
-        rows = self._rows
         if (decoding, due) != (rows.decoding, rows.scheduled):
             raise InvariantError(
                 f"rows {sorted(decoding)} decode and {due} are scheduled, but {rows.decoding} and "

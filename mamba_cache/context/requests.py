@@ -312,6 +312,11 @@ class ActiveRequest:
         """Its KV blocks, in order."""
         return [] if self.row < 0 else self._rows.blocks_of(self.row).tolist()
 
+    def blocks_between(self, first: int, end: int) -> list[int]:
+        """Return its KV blocks from the ``first`` to before the ``end``."""
+        blocks: list[int] = self._rows.block_tables[self.row, first:end].tolist()
+        return blocks
+
     def block_before(self, boundary: int) -> int:
         """Return the KV block that ends at a block boundary."""
         index = boundary // self._rows.block_size_tokens - 1
@@ -323,15 +328,30 @@ class ActiveRequest:
         if self.row >= 0:
             known = len(self.prompt) + len(self._generated)
             # One call adds them all, so that an interrupt comes before or after.
-            self._generated.extend(self._rows.newest_tokens(self.row, known))
+            self._generated.extend(self._rows.newest_tokens(self.row, known).tolist())
         return self._generated
 
     @property
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks of all tokens known so far; none without a cache."""
-        if self._is_cached and (known := self._chain.num_tokens) < (end := self.num_tokens):
-            self._chain.append(self.tokens(known, end))
+        known, end = self._chain.num_tokens, self.num_tokens
+        if self._is_cached and known < end:
+            chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
+            chain.append(self.tokens(known, end))
+            self._chain = chain
         return self._chain.hashes
+
+    def take_over(self) -> None:
+        """Take its newest tokens over from its row, and hash the blocks that they complete.
+
+        Within a call that is known to have broken off, if it does: what an interrupt leaves is not
+        gone on with.
+        """
+        known = len(self.prompt) + len(self._generated)
+        tokens = self._rows.newest_tokens(self.row, known)
+        if self._is_cached and self._chain.num_tokens == known:
+            self._chain.append(tokens)
+        self._generated.extend(tokens.tolist())
 
     @property
     def current_chunk(self) -> Chunk:

@@ -14,7 +14,7 @@ from mamba_cache._lasting import lasting
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
-from mamba_cache.context.kernels import decode_torch
+from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.request_table import DecodingGroup
@@ -66,18 +66,26 @@ class Speculation:
     @lasting
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
+        self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
         self._exchange = TokenExchange(config.max_requests, config.max_decode_tokens, device)
         self._kernels = _kernels_for(device)
 
-    def describe(self, metadata: StepMetadata, drafts: torch.Tensor | None) -> None:
+    def describe(
+        self, metadata: StepMetadata, drafts: torch.Tensor | None, *, is_exact: bool
+    ) -> None:
         """Complete a step's metadata on the device.
 
         Args:
             metadata: The step's. Drafts that the host knows are in them already.
             drafts: Those that the device alone knows, by request row.
+            is_exact: Whether the host knows all but which of its live states a request is in.
         """
-        if metadata.num_decodes:
+        if not metadata.num_decodes:
+            return
+        if is_exact and self._device.type == "cpu":
+            decode_numpy.describe_live_rows(self._rows, metadata)
+        else:
             self._kernels.describe_decodes(
                 self._rows, metadata, drafts, self._config.block_size_tokens
             )
@@ -126,6 +134,7 @@ def plan_decodes(
     most: Int64Array,
     drafts: Drafts | None,
     *,
+    longest: int,
     config: CacheConfig,
     preparer: RequestPreparer,
     device: torch.device,
@@ -139,6 +148,7 @@ def plan_decodes(
         starts: [n] tokens that each has computed, as far as they are known on the host.
         most: [n] likewise, or what it may be; there is room for one more.
         drafts: What the caller gives; None: nobody has any.
+        longest: The largest of ``most``.
         config: Settings.
         preparer: Checks tokens.
         device: Where steps are computed.
@@ -148,27 +158,30 @@ def plan_decodes(
             an array or tensor of the right shape, or too many, or one is no token id, or those of
             the host pass the longest length.
     """
-    width, longest = config.num_speculative_tokens, config.max_sequence_length
+    width, room = config.num_speculative_tokens, config.max_sequence_length
     if drafts is None:
-        return DecodeWork(group, starts, most)
+        return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
         _check_tensor(drafts, (config.max_requests, width), device)
-        lengths = np.minimum(1 + width, longest - most)
-        return DecodeWork(group, starts, most, lengths, knows_drafts=False)
+        lengths = np.minimum(1 + width, room - most)
+        longest = min(longest + 1 + width, room)
+        return DecodeWork(group, starts, most, most + lengths, longest, lengths, knows_drafts=False)
     if isinstance(drafts, Mapping):
         given = _by_request(drafts, group, width, preparer)
     else:
         given = _in_order(drafts, group, width, preparer)
     if not given.size:
-        return DecodeWork(group, starts, most)
-    counts = (given >= 0).sum(axis=1)
-    for index in np.flatnonzero(most + counts >= longest)[:1].tolist():
-        room = longest - most.item(index)
+        return DecodeWork(group, starts, most, most + 1, longest + 1)
+    lengths = np.count_nonzero(given >= 0, axis=1) + 1
+    ends = most + lengths
+    longest = int(np.maximum.reduce(ends))
+    if longest > room:
+        index = int((ends > room).argmax())
         raise InvalidArgumentError(
-            f"request {group.ids[index]!r} has room for {room - 1} drafts within "
-            f"max_sequence_length ({longest}), got {counts.item(index)}"
+            f"request {group.ids[index]!r} has room for {room - most.item(index) - 1} drafts "
+            f"within max_sequence_length ({room}), got {lengths.item(index) - 1}"
         )
-    return DecodeWork(group, starts, most, 1 + counts, given)
+    return DecodeWork(group, starts, most, ends, longest, lengths, given)
 
 
 def _by_request(
@@ -213,6 +226,9 @@ def _in_order(
         )
     given = array.astype(np.int64)
     is_given = given >= 0
+    if is_given.all():
+        preparer.check_tokens(given.ravel())
+        return given
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.check_tokens(given[is_given])
@@ -288,11 +304,12 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
             f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
         )
-    if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) <= width:
+    most = int(taken.max(initial=1))
+    if most > width or int(taken.min(initial=0)) < 0:
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     taken = taken.astype(np.int64)
     preparer.check_tokens(tokens[np.arange(width) < taken[:, None]])
-    return Sampled(tokens.astype(np.int64), taken)
+    return Sampled(tokens[:, :most].astype(np.int64), taken)
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -351,28 +368,31 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     if counts is None:
         return
     num_decodes = len(work.group)
-    most = np.ones(len(counts), dtype=np.int64)
-    if work.lengths is not None:
-        most[:num_decodes] = work.lengths
-    least = np.zeros(len(counts), dtype=np.int64)
-    least[num_decodes:] = 1
-    for index in np.flatnonzero((counts < least) | (counts > most))[:1].tolist():
-        bounds = {"minimum": least.item(index), "maximum": most.item(index)}
+    most = 1 if work.lengths is None else work.lengths
+    is_wrong = counts != 1
+    is_wrong[:num_decodes] = counts[:num_decodes] > most
+    if is_wrong.any():
+        index = int(is_wrong.argmax())
+        is_decode = index < num_decodes
+        longest = work.lengths.item(index) if is_decode and work.lengths is not None else 1
         name = f"the number of new tokens of {ids[index]!r}"
-        check_int(name, counts.item(index), **bounds)
-    if not work.knows_drafts or tokens.shape[1] < 2 or not num_decodes:
-        return
+        check_int(name, counts.item(index), minimum=0 if is_decode else 1, maximum=longest)
     width = tokens.shape[1] - 1
-    drafts = np.full((num_decodes, width), -1, dtype=np.int64)
-    if work.drafts is not None:
-        drafts[:, : work.drafts.shape[1]] = work.drafts[:, :width]
+    if not work.knows_drafts or not width:
+        return
     is_accepted = np.arange(width) < counts[:num_decodes, None] - 1
-    wrong = is_accepted & (tokens[:num_decodes, :-1] != drafts)
-    for index in np.flatnonzero(wrong.any(axis=1))[:1].tolist():
-        its_drafts = [] if work.drafts is None else work.drafts[index]
+    if work.drafts is None or work.drafts.shape[1] < width:
+        drafts = np.full((num_decodes, width), -1, dtype=np.int64)
+        if work.drafts is not None:
+            drafts[:, : work.drafts.shape[1]] = work.drafts
+    else:
+        drafts = work.drafts[:, :width]
+    is_wrong = (is_accepted & (tokens[:num_decodes, :-1] != drafts)).any(axis=1)
+    for index in is_wrong.nonzero()[0][:1].tolist():
+        its_drafts = [] if work.drafts is None else work.drafts[index].tolist()
         raise InvalidArgumentError(
             f"the new tokens of {ids[index]!r} must be accepted drafts and one token "
-            f"after them; its drafts are {[int(d) for d in its_drafts if d >= 0]}, got "
+            f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "
             f"{tokens[index, : counts.item(index)].tolist()}"
         )
 
@@ -398,7 +418,7 @@ def _kernels_for(device: torch.device) -> _Kernels:
         MissingExtraError: It is a GPU, and Triton is not installed.
     """
     if device.type != "cuda":
-        return decode_torch
+        return decode_numpy
     try:
         from mamba_cache.context.kernels import decode  # noqa: PLC0415
     except ImportError as error:

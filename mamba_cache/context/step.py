@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.context.request_rows import Int64Array
+from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
@@ -57,6 +57,8 @@ class DecodeWork(NamedTuple):
         group: The requests.
         starts: [n] tokens that each has computed, as far as they are known on the host.
         most: [n] likewise, or what it may be by what the device alone knows.
+        ends: [n] the position after the last token of each, at most.
+        longest: The largest of ``ends``.
         lengths: [n] tokens that each computes; None: one.
         drafts: [n, k] those of them that are drafts, -1 where there is none; None: nobody has any,
             or the device alone knows them.
@@ -66,6 +68,8 @@ class DecodeWork(NamedTuple):
     group: DecodingGroup
     starts: Int64Array
     most: Int64Array
+    ends: Int64Array
+    longest: int
     lengths: Int64Array | None = None
     drafts: Int64Array | None = None
     knows_drafts: bool = True
@@ -74,11 +78,6 @@ class DecodeWork(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of all of them together."""
         return len(self.group) if self.lengths is None else int(self.lengths.sum())
-
-    @property
-    def ends(self) -> Int64Array:
-        """[n] the position after the last token of each, at most."""
-        return self.most + (1 if self.lengths is None else self.lengths)
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""
@@ -158,7 +157,7 @@ class Step:
 
 def plan_step(
     decodes: DecodeWork,
-    last_tokens: Int64Array,
+    rows: RequestRows,
     prefills: Sequence[ActiveRequest],
     boundaries: Sequence[BoundaryEntry],
 ) -> StepPlan:
@@ -166,11 +165,11 @@ def plan_step(
 
     Args:
         decodes: What it computes of the requests that decode.
-        last_tokens: [n] the last sampled token of each, as far as it is known on the host.
+        rows: What is kept of requests as arrays.
         prefills: Requests that compute a chunk of their prompt.
         boundaries: Where it may save states of requests that decode.
     """
-    batch = _decode_batch(decodes, last_tokens)
+    batch = _decode_batch(decodes, rows)
     if not prefills:
         return StepPlan(decodes=batch, boundaries=boundaries)
     restores, saved = [], list(boundaries)
@@ -208,20 +207,23 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
     )
 
 
-def _decode_batch(decodes: DecodeWork, last_tokens: Int64Array) -> DecodeBatch:
+def _decode_batch(work: DecodeWork, kept: RequestRows) -> DecodeBatch:
     """Return what is known of decoding requests' tokens; the device completes it with drafts."""
-    lengths, rows = decodes.lengths, decodes.group.rows
+    lengths, rows = work.lengths, work.group.rows
+    last_tokens = kept.last_tokens[rows]
     if lengths is None:
-        return DecodeBatch(rows, decodes.most, last_tokens)
+        # Of a request that is in doubt the place may be in another block, which the device knows.
+        places = work.most + kept.place_shifts[rows]
+        return DecodeBatch(rows, work.most, work.ends, work.longest, last_tokens, places)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1:])
-    tokens = np.zeros(bounds[-1], dtype=np.int64)
-    tokens[bounds[:-1]] = last_tokens
-    if decodes.drafts is not None:
-        is_last = np.zeros(len(tokens), dtype=np.bool_)
-        is_last[bounds[:-1]] = True
-        tokens[~is_last] = decodes.drafts[decodes.drafts >= 0]
-    return DecodeBatch(rows, decodes.most, tokens, bounds)
+    if work.drafts is None:
+        tokens = np.zeros(bounds[-1], dtype=np.int64)
+        tokens[bounds[:-1]] = last_tokens
+    else:
+        table = np.concatenate((last_tokens[:, None], work.drafts), axis=1)
+        tokens = table.ravel() if table.size == bounds[-1] else table[table >= 0]
+    return DecodeBatch(rows, work.most, work.ends, work.longest, tokens, query_start_loc=bounds)
 
 
 def _prefill_slice(active: ActiveRequest) -> SequenceSlice:

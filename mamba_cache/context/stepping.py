@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class _Uncollected(NamedTuple):
         num_releases: How often each had given its memory back by then.
         samples: Whether each sampled.
         lengths: [num decoding] tokens that each decoding request computed.
-        checkpoints: Where each of those may have saved a state.
+        checkpoints: Where the step may have saved states of those, by place among them.
         sent: The tokens on their way.
     """
 
@@ -49,12 +49,12 @@ class _Uncollected(NamedTuple):
     num_releases: tuple[int, ...]
     samples: tuple[bool, ...]
     lengths: Int64Array
-    checkpoints: tuple[Checkpoint | None, ...]
+    checkpoints: dict[int, Checkpoint]
     sent: SentTokens
 
 
 _NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
-_NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS)
+_NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class StepRunner:
@@ -102,6 +102,7 @@ class StepRunner:
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0
+        self._checkpoints: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False
         self._unfinished = ""
@@ -153,6 +154,7 @@ class StepRunner:
     def begin(
         self,
         work: DecodeWork,
+        due: Int64Array,
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
@@ -160,21 +162,22 @@ class StepRunner:
 
         Args:
             work: What is computed of the requests that decode; they have blocks for it.
+            due: Which of them may end a block.
             prefills: Requests that compute a chunk of their prompt.
             drafts: Checked drafts that the device alone knows.
         """
-        self._work, self._prefills = work, tuple(prefills)
+        self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
         try:
-            boundaries = self._plan_boundaries(work)
+            boundaries = self._plan_boundaries(work, due) if len(due) else []
             for active in prefills:
                 self._admitter.renew_restore(active)
-            last_tokens = self._rows.last_tokens[work.group.rows]
-            plan = plan_step(work, last_tokens, prefills, boundaries)
+            plan = plan_step(work, self._rows, prefills, boundaries)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
-                self._speculation.describe(metadata, drafts)
+                is_exact = drafts is None and self._uncollected is None
+                self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan, metadata)
             self._step = Step(work, [describe_request(active) for active in prefills], metadata)
         except BaseException:
@@ -182,16 +185,16 @@ class StepRunner:
             raise
         return self._step
 
-    def _plan_boundaries(self, work: DecodeWork) -> list[BoundaryEntry]:
+    def _plan_boundaries(self, work: DecodeWork, due: Int64Array) -> list[BoundaryEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
         size = self._rows.block_size_tokens
-        due = np.flatnonzero(work.ends // size > work.starts // size)
         boundaries = []
-        for index in due.tolist():
+        for index in due[work.ends[due] // size > work.starts[due] // size].tolist():
             active = work.group.requests[index]
             self._planner.plan_decode(active)
             checkpoint = active.checkpoint
             if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
+                self._checkpoints[index] = checkpoint
                 boundaries.append(BoundaryEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
@@ -210,12 +213,7 @@ class StepRunner:
         work, num_decodes = self._work, len(self._work.group)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
-            checkpoints = (
-                [active.checkpoint for active in work.group.requests]
-                if (self._num_boundaries)
-                else None
-            )
-            self._take(work.group, tokens[:num_decodes], own, checkpoints, stays=False)
+            self._take(work.group, tokens[:num_decodes], own, self._checkpoints, stays=False)
             self._counters.computed_tokens += work.num_tokens
         if self._prefills:
             sampling = [active for active in self._prefills if active.samples]
@@ -231,7 +229,7 @@ class StepRunner:
         group: DecodingGroup,
         tokens: Int64Array,
         counts: Int64Array | None,
-        checkpoints: Sequence[Checkpoint | None] | None,
+        checkpoints: Mapping[int, Checkpoint],
         *,
         stays: bool,
     ) -> None:
@@ -241,31 +239,30 @@ class StepRunner:
             group: The requests.
             tokens: [n, k] their tokens.
             counts: [n] how many of them each takes; None: one.
-            checkpoints: Where the step may have saved states of theirs; None: nowhere.
+            checkpoints: Where the step may have saved states, by place in the group.
             stays: Whether a checkpoint that was not reached is also one of the step in flight, if
                 its request is in that.
         """
-        rows, size = group.rows, self._rows.block_size_tokens
+        rows = group.rows
         if counts is None:
-            before = self._rows.append_token(rows, tokens[:, 0]) - 1
-            after = before + 1
+            after = self._rows.append_token(rows, tokens[:, 0])
         else:
-            before = self._rows.num_computed[rows]
             self._rows.append_tokens(rows, tokens, counts)
-            after = before + counts
+            after = self._rows.num_computed[rows] + counts
         self._rows.num_computed[rows] = after
-        has_filled = after // size > before // size
-        if checkpoints is not None:
-            has_filled |= np.array([c is not None for c in checkpoints], dtype=np.bool_)
-        for index in np.flatnonzero(has_filled).tolist():
-            active = group.requests[index]
-            checkpoint = None if checkpoints is None else checkpoints[index]
-            if checkpoint is not None and checkpoint is not active.checkpoint:
+        events = (after > self._rows.next_events[rows]).nonzero()[0]
+        if not len(events) and not checkpoints:
+            return
+        places = events.tolist()
+        if checkpoints:
+            places = sorted({*places, *checkpoints})
+        for index in places:
+            active, end = group.requests[index], after.item(index)
+            start = end - (1 if counts is None else counts.item(index))
+            checkpoint = checkpoints.get(index)
+            if checkpoint is not active.checkpoint:
                 checkpoint = None  # of slots that were reset since, and replaced
-            is_reached = checkpoint is not None and (
-                before.item(index) < checkpoint.position <= after.item(index)
-            )
-            if checkpoint is not None and not is_reached:
+            if checkpoint is not None and not start < checkpoint.position <= end:
                 if not (stays and active in self.requests):
                     self._planner.cancel_decode(active)
                 checkpoint = None
@@ -273,7 +270,7 @@ class StepRunner:
 
     def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        active.generated  # noqa: B018 - it takes over its newest tokens from its row
+        active.take_over()
         if checkpoint is None:
             self._publisher.publish(active, ())
             return
@@ -311,7 +308,7 @@ class StepRunner:
             num_releases=tuple(active.num_releases for active in requests),
             samples=(*[True] * len(work.group), *(active.samples for active in self._prefills)),
             lengths=lengths,
-            checkpoints=tuple(active.checkpoint for active in work.group.requests),
+            checkpoints=self._checkpoints,
             sent=sent,
         )
         self._rows.num_in_doubt[work.group.rows] = lengths
@@ -353,8 +350,12 @@ class StepRunner:
         group = DecodingGroup([requests[index] for index in decoding])
         count = len(decoding)
         self._rows.num_in_doubt[group.rows] = 0
-        its_checkpoints = [checkpoints[index] for index in decoding]
-        self._take(group, tokens[:count], counts[:count], its_checkpoints, stays=True)
+        own = {
+            place: checkpoints[index]
+            for place, index in enumerate(decoding)
+            if index in checkpoints
+        }
+        self._take(group, tokens[:count], counts[:count], own, stays=True)
         self._counters.computed_tokens += int(lengths[decoding].sum())
         rows = np.array([active.row for active in kept[count:]], dtype=np.int64)
         self._rows.append_token(rows, tokens[count:, 0])
@@ -463,7 +464,7 @@ class StepRunner:
         self._is_advanced = False
         self._extractions.end()
         self._step = None
-        self._work, self._prefills = _NOTHING, ()
+        self._work, self._prefills, self._checkpoints = _NOTHING, (), {}
 
     def _drop_unwritten(self) -> None:
         """Give up the states inside chunks unless every layer has handed over its part.

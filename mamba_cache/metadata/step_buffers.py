@@ -74,26 +74,26 @@ class DecodeBatch:
         rows: [n] int64. Their rows in the block table and in the live states. The same array in
             two steps says that the requests are the same.
         starts: [n] int64. Tokens of each sequence before the step.
+        ends: [n] int64. Tokens of each sequence after the step.
+        longest: The largest of ``ends``; 0 if there is none.
         token_ids: [total] integer tokens: of each the last sampled one and its drafts, packed.
+        places: [total] int64. Where the tokens' keys and values go; None: it is read off the block
+            tables.
         query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: each
             has one.
     """
 
     rows: IntArray
     starts: IntArray
+    ends: IntArray
+    longest: int
     token_ids: IntArray
+    places: IntArray | None = None
     query_start_loc: IntArray | None = None
-
-    @property
-    def ends(self) -> IntArray:
-        """[n] int64. Tokens of each sequence after the step."""
-        if self.query_start_loc is None:
-            return self.starts + 1
-        return self.starts + np.diff(self.query_start_loc)
 
 
 _NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
-_NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS)
+_NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ class StepBuffers:
         max_decode_tokens: Tokens of one decoding request.
         live_rows_per_request: Rows of the live states for each row of ``block_tables``.
         device: Where the kernels read.
-        table_versions: [max_requests] int64, owned by the caller: a number for each row of
-            ``block_tables`` that changes whenever the row does, so that it need not be copied
-            again. None: every row is copied in each step.
+        table_stamps: [max_requests] int64, owned by the caller: a number >= 0 for each row of
+            ``block_tables``, another one whenever it is written and never that of another row, so
+            that a table need not be copied again. None: every table is, in each step.
     """
 
     @lasting
@@ -172,7 +172,7 @@ class StepBuffers:
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],
         *,
-        table_versions: IntArray | None = None,
+        table_stamps: IntArray | None = None,
         block_size_tokens: int,
         chunk_size: int,
         max_tokens: int,
@@ -182,7 +182,7 @@ class StepBuffers:
         device: torch.device,
     ) -> None:
         self._block_tables = block_tables
-        self._table_versions = table_versions
+        self._table_stamps = table_stamps
         self._block_size = block_size_tokens
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
@@ -236,14 +236,13 @@ class StepBuffers:
         host.wait()
         decodes, prefills = plan.decodes, plan.prefills
         num_decodes, num_prefills = len(decodes.rows), len(prefills)
-        ends = decodes.ends
-        lengths = None if decodes.query_start_loc is None else np.diff(decodes.query_start_loc)
+        lengths = None if decodes.query_start_loc is None else decodes.ends - decodes.starts
         num_decode_tokens = len(decodes.token_ids)
         max_decode_len = min(1, num_decodes) if lengths is None else int(lengths.max(initial=0))
-        max_seq_len = int(ends.max(initial=0))
+        max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
-        self._fill_decodes(host, decodes, ends, lengths, is_same)
+        self._fill_decodes(host, decodes, lengths, is_same)
         if num_prefills:
             rows = np.concatenate((rows, [s.row for s in prefills]))
             num_tokens += self._fill_prefills(host, plan)
@@ -276,7 +275,6 @@ class StepBuffers:
         self,
         host: _HostSide,
         decodes: DecodeBatch,
-        ends: IntArray,
         lengths: IntArray | None,
         is_same: bool,
     ) -> None:
@@ -295,9 +293,10 @@ class StepBuffers:
         host.has_drafts = lengths is not None
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
-        arrays["kv_slot_mapping"][:total] = self._places(rows, positions)
+        places = self._places(rows, positions) if decodes.places is None else decodes.places
+        arrays["kv_slot_mapping"][:total] = places
         arrays["num_computed_tokens"][:count] = decodes.starts
-        arrays["seq_lens"][:count] = ends
+        arrays["seq_lens"][:count] = decodes.ends
 
     def _places(self, rows: IntArray | int, positions: IntArray) -> IntArray:
         """Return where keys and values of tokens go, in 64 bits."""
@@ -338,13 +337,11 @@ class StepBuffers:
     def _fill_tables(self, host: _HostSide, rows: IntArray) -> None:
         """Copy the block tables that are not there yet."""
         count, tables = len(rows), host.arrays["block_tables"]
-        if self._table_versions is None:
+        if self._table_stamps is None:
             tables[:count] = self._block_tables[rows]
             return
-        versions = self._table_versions[rows]
-        # One number for both: of two rows with one version, it is another.
-        stamps = versions * len(self._block_tables) + rows
-        changed = np.flatnonzero(host.table_stamps[:count] != stamps)
+        stamps = self._table_stamps[rows]
+        changed = (host.table_stamps[:count] != stamps).nonzero()[0]
         if len(changed):
             tables[changed] = self._block_tables[rows[changed]]
             host.table_stamps[:count] = stamps
@@ -469,6 +466,7 @@ class _HostSide:
             array.fill(0)
         self._used = {name: len(array) for name, array in self.arrays.items()}
         self.rows: IntArray | None = None
+        self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
         self.has_drafts = self.has_chunks = self.has_checkpoints = True
         self.has_restores = self.has_boundaries = True
@@ -506,7 +504,9 @@ class _HostSide:
             for name, padding in _PADDING_PER_REQUEST.items():
                 self.arrays[name][num_requests:used] = padding
         self._used["request_rows"] = num_requests
-        self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+        if self._size != (num_tokens, num_requests):
+            self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+            self._size = num_tokens, num_requests
 
     def wait(self) -> None:
         """There is nothing to wait for."""

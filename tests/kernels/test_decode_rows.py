@@ -10,13 +10,13 @@ from step_plans import decode_batch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.kernels import decode, decode_torch
+from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4
 
 
-@pytest.fixture(params=[decode, decode_torch], ids=["triton", "torch"], scope="module")
+@pytest.fixture(params=[decode, decode_numpy], ids=["triton", "numpy"], scope="module")
 def kernels(request):
     return request.param
 

@@ -143,10 +143,10 @@ def list_checkpoints(out, plan, starts, chunk_ending, live_rows):
         out["checkpoint_slots"].append(entry.slot)
 
 
-def make_buffers(tables, versions, chunk, block, live_rows):
+def make_buffers(tables, stamps, chunk, block, live_rows):
     return StepBuffers(
         tables,
-        table_versions=versions,
+        table_stamps=stamps,
         block_size_tokens=block,
         chunk_size=chunk,
         max_tokens=MAX_TOKENS,
@@ -158,7 +158,7 @@ def make_buffers(tables, versions, chunk, block, live_rows):
 
 
 @given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
-def test_tensors_equal_loops(before, drawn, seed, has_versions, changes):
+def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
     """Also after another plan, whose values must not shine through the padding.
 
     Where the caller says which tables have changed, those that have not are not copied again.
@@ -167,8 +167,8 @@ def test_tensors_equal_loops(before, drawn, seed, has_versions, changes):
     tables = np.random.default_rng(seed).integers(
         0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
     )
-    versions = np.zeros(MAX_REQUESTS, dtype=np.int64) if has_versions else None
-    buffers = make_buffers(tables, versions, chunk, block, live_rows)
+    stamps = np.arange(MAX_REQUESTS) if has_stamps else None
+    buffers = make_buffers(tables, stamps, chunk, block, live_rows)
     if before[:2] == drawn[:2]:
         buffers.fill(before[2])
     addresses = None
@@ -199,5 +199,5 @@ def test_tensors_equal_loops(before, drawn, seed, has_versions, changes):
         addresses = now
         if changes:
             tables[0] += 1
-            if has_versions:
-                versions[0] += 1
+            if has_stamps:
+                stamps[0] += MAX_REQUESTS

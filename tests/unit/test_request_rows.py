@@ -84,10 +84,10 @@ def test_a_row_that_no_request_has_holds_no_blocks(rows):
 
 def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
     taken = np.array([rows.take([], BLOCK, name) for name in "ab"])
-    versions = rows.table_versions.copy()
+    stamps = rows.table_stamps.copy()
     rows.grow_by_one(taken, BLOCK + 1, "ab")
     assert rows.num_blocks.tolist() == [2, 2, 0]
-    assert (rows.table_versions > versions).tolist() == [True, True, False]
+    assert (rows.table_stamps > stamps).tolist() == [True, True, False]
     rows.check_invariants([0, 1])
     kv_blocks.allocate_memory_blocks(kv_blocks.num_free_blocks - 1)
     before = arrays(rows)
@@ -103,10 +103,10 @@ def test_a_row_grows_and_shrinks(rows):
     rows.grow(row, 3 * BLOCK, "a")
     held = rows.blocks_of(row).tolist()
     assert len(held) == 3
-    version = rows.table_versions[row]
+    stamp = rows.table_stamps[row]
     rows.shrink(row, BLOCK + 1, 0)
     assert rows.blocks_of(row).tolist() == held[:2]
-    assert rows.table_versions[row] > version
+    assert rows.table_stamps[row] > stamp
     rows.check_invariants([row])
 
 
