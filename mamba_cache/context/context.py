@@ -232,19 +232,21 @@ class DynamicInferenceContext(ContextUpkeep):
         )
         self._requests.check_fits(work.num_tokens)
         due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
-        if len(due):
-            self._give_blocks(work, due)
+        filling = self._give_blocks(work, due) if len(due) else []
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, due, prefills, on_device)
+        return self._runner.begin(work, filling, prefills, on_device)
 
-    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> None:
+    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> list[int]:
         """Give decoding requests the blocks that they lack: at most one each.
 
         Args:
             work: What is computed of them.
             due: Which of them may lack one, or end one.
+
+        Returns:
+            Which of them may end one.
 
         Raises:
             BlockCapacityError: Not enough KV blocks.
@@ -256,6 +258,8 @@ class DynamicInferenceContext(ContextUpkeep):
             names = [work.group.ids[index] for index in short.tolist()]
             rows.grow_by_one(its_rows[lacks], int(work.ends[short].max()), names)
         rows.expect_events(its_rows)
+        filling: list[int] = due[work.ends[due] > rows.next_events[its_rows]].tolist()
+        return filling
 
     @guarded(trusts=())
     def commit_step(

@@ -304,8 +304,8 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
             f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
         )
-    most = int(taken.max(initial=1))
-    if most > width or int(taken.min(initial=0)) < 0:
+    most = int(np.maximum.reduce(taken, initial=1))
+    if most > width or int(np.minimum.reduce(taken, initial=0)) < 0:
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     taken = taken.astype(np.int64)
     preparer.check_tokens(tokens[np.arange(width) < taken[:, None]])

@@ -160,6 +160,8 @@ def plan_step(
     rows: RequestRows,
     prefills: Sequence[ActiveRequest],
     boundaries: Sequence[BoundaryEntry],
+    *,
+    is_in_block: bool,
 ) -> StepPlan:
     """Collect what a step does, as plain values.
 
@@ -168,8 +170,9 @@ def plan_step(
         rows: What is kept of requests as arrays.
         prefills: Requests that compute a chunk of their prompt.
         boundaries: Where it may save states of requests that decode.
+        is_in_block: Whether all tokens of each decoding request are in the block of its first one.
     """
-    batch = _decode_batch(decodes, rows)
+    batch = _decode_batch(decodes, rows, is_in_block=is_in_block)
     if not prefills:
         return StepPlan(decodes=batch, boundaries=boundaries)
     restores, saved = [], list(boundaries)
@@ -207,23 +210,28 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
     )
 
 
-def _decode_batch(work: DecodeWork, kept: RequestRows) -> DecodeBatch:
+def _decode_batch(work: DecodeWork, kept: RequestRows, *, is_in_block: bool) -> DecodeBatch:
     """Return what is known of decoding requests' tokens; the device completes it with drafts."""
     lengths, rows = work.lengths, work.group.rows
     last_tokens = kept.last_tokens[rows]
     if lengths is None:
         # Of a request that is in doubt the place may be in another block, which the device knows.
-        places = work.most + kept.place_shifts[rows]
-        return DecodeBatch(rows, work.most, work.ends, work.longest, last_tokens, places)
+        shifted = work.most + kept.place_shifts[rows]
+        return DecodeBatch(rows, work.most, work.ends, work.longest, last_tokens, shifted)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1:])
+    places: Int64Array | None = None
     if work.drafts is None:
         tokens = np.zeros(bounds[-1], dtype=np.int64)
         tokens[bounds[:-1]] = last_tokens
     else:
         table = np.concatenate((last_tokens[:, None], work.drafts), axis=1)
-        tokens = table.ravel() if table.size == bounds[-1] else table[table >= 0]
-    return DecodeBatch(rows, work.most, work.ends, work.longest, tokens, query_start_loc=bounds)
+        is_full = table.size == bounds.item(-1)
+        tokens = table.ravel() if is_full else table[table >= 0]
+        if is_full and is_in_block:
+            first = work.most + kept.place_shifts[rows]
+            places = (first[:, None] + np.arange(table.shape[1])).ravel()
+    return DecodeBatch(rows, work.most, work.ends, work.longest, tokens, places, bounds)
 
 
 def _prefill_slice(active: ActiveRequest) -> SequenceSlice:

@@ -154,7 +154,7 @@ class StepRunner:
     def begin(
         self,
         work: DecodeWork,
-        due: Int64Array,
+        filling: Sequence[int],
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
@@ -162,16 +162,17 @@ class StepRunner:
 
         Args:
             work: What is computed of the requests that decode; they have blocks for it.
-            due: Which of them may end a block.
+            filling: Which of them may end a block.
             prefills: Requests that compute a chunk of their prompt.
             drafts: Checked drafts that the device alone knows.
         """
         self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
         try:
-            boundaries = self._plan_boundaries(work, due) if len(due) else []
+            boundaries = self._plan_boundaries(work, filling) if filling else []
             for active in prefills:
                 self._admitter.renew_restore(active)
-            plan = plan_step(work, self._rows, prefills, boundaries)
+            is_in_block = not filling and self._uncollected is None
+            plan = plan_step(work, self._rows, prefills, boundaries, is_in_block=is_in_block)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
@@ -185,11 +186,10 @@ class StepRunner:
             raise
         return self._step
 
-    def _plan_boundaries(self, work: DecodeWork, due: Int64Array) -> list[BoundaryEntry]:
+    def _plan_boundaries(self, work: DecodeWork, filling: Sequence[int]) -> list[BoundaryEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
-        size = self._rows.block_size_tokens
         boundaries = []
-        for index in due[work.ends[due] // size > work.starts[due] // size].tolist():
+        for index in filling:
             active = work.group.requests[index]
             self._planner.plan_decode(active)
             checkpoint = active.checkpoint

@@ -238,7 +238,9 @@ class StepBuffers:
         num_decodes, num_prefills = len(decodes.rows), len(prefills)
         lengths = None if decodes.query_start_loc is None else decodes.ends - decodes.starts
         num_decode_tokens = len(decodes.token_ids)
-        max_decode_len = min(1, num_decodes) if lengths is None else int(lengths.max(initial=0))
+        max_decode_len = min(1, num_decodes)
+        if lengths is not None and num_decodes:
+            max_decode_len = int(np.maximum.reduce(lengths))
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
@@ -280,20 +282,21 @@ class StepBuffers:
     ) -> None:
         """Write what is packed of decoding requests, and how long they are."""
         arrays, count, total = host.arrays, len(decodes.rows), len(decodes.token_ids)
-        if lengths is None:
-            rows, positions = decodes.rows, decodes.starts
+        places, bounds = decodes.places, decodes.query_start_loc
+        if lengths is None or bounds is None:
+            positions = decodes.starts
             if not is_same or host.has_drafts:
                 arrays["query_start_loc"][: count + 1] = np.arange(count + 1)
+            if places is None:
+                places = self._places(decodes.rows, positions)
         else:
-            rows = np.repeat(decodes.rows, lengths)
-            bounds = decodes.query_start_loc
-            assert bounds is not None
             positions = np.arange(total) - np.repeat(bounds[:-1] - decodes.starts, lengths)
             arrays["query_start_loc"][: count + 1] = bounds
+            if places is None:
+                places = self._places(np.repeat(decodes.rows, lengths), positions)
         host.has_drafts = lengths is not None
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
-        places = self._places(rows, positions) if decodes.places is None else decodes.places
         arrays["kv_slot_mapping"][:total] = places
         arrays["num_computed_tokens"][:count] = decodes.starts
         arrays["seq_lens"][:count] = decodes.ends
