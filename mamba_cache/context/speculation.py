@@ -195,7 +195,9 @@ def _by_request(
         )
     given = np.full((len(group), width if drafts else 0), -1, dtype=np.int64)
     for index, request_id in enumerate(group.ids if drafts else ()):
-        tokens = preparer.check_tokens(drafts.get(request_id, ()))
+        if request_id not in drafts:
+            continue
+        tokens = preparer.check_tokens(drafts[request_id])
         name = f"the number of drafts of {request_id!r}"
         check_int(name, len(tokens), minimum=0, maximum=width)
         given[index, : len(tokens)] = tokens
@@ -224,16 +226,14 @@ def _in_order(
         raise InvalidArgumentError(
             f"{wanted}, got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
-    given = array.astype(np.int64)
-    is_given = given >= 0
+    is_given = array >= 0
     if is_given.all():
-        preparer.check_tokens(given.ravel())
-        return given
+        preparer.check_tokens(array.ravel())
+        return array.astype(np.int64)
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
-    preparer.check_tokens(given[is_given])
-    given[~is_given] = -1
-    return given
+    preparer.check_tokens(array[is_given])
+    return np.where(is_given, array, -1).astype(np.int64)
 
 
 class Sampled(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache._lasting import lasting
-from mamba_cache.metadata.chunks import compute_chunk_metadata
+from mamba_cache.metadata.chunks import cut_into_chunks
 from mamba_cache.metadata.step import StepMetadata
 
 __all__ = [
@@ -353,7 +353,9 @@ class StepBuffers:
         lengths = np.array([len(s.token_ids) for s in plan.prefills], dtype=np.int64)
         starts = np.array([s.start for s in plan.prefills], dtype=np.int64)
         query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
-        cu_chunks, seq_idx, last = compute_chunk_metadata(query_start_loc, starts, self._chunk_size)
+        cu_chunks, seq_idx, last = cut_into_chunks(
+            query_start_loc, starts % self._chunk_size, self._chunk_size
+        )
         host.fill("cu_chunk_seqlens", cu_chunks, int(query_start_loc[-1]), pads_all=True)
         host.fill("chunk_seq_idx", seq_idx, -1)
         host.fill("last_chunk_indices", last, -1)
