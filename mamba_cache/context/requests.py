@@ -287,10 +287,7 @@ class ActiveRequest:
 
     @num_computed.setter
     def num_computed(self, number: int) -> None:
-        if self.row < 0:
-            self._num_computed = number
-        else:
-            self._rows.num_computed[self.row] = number
+        self._rows.num_computed[self.row] = number
 
     @property
     def num_in_doubt(self) -> int:

@@ -299,6 +299,8 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
         return Sampled(preparer.check_tokens(tokens).astype(np.int64)[:, None], None)
     taken = _as_array("counts", counts)
     width = tokens.shape[1] if tokens.ndim == 2 else 0
+    if not num_ids and not tokens.size and not taken.size:
+        return Sampled(np.zeros((0, 1), dtype=np.int64), None)
     if tokens.ndim != 2 or len(tokens) != num_ids or taken.shape != (num_ids,):
         raise InvalidArgumentError(
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
@@ -327,7 +329,8 @@ def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
                 )
             array = given.detach().numpy()
         elif isinstance(given, (np.ndarray, list, tuple)):
-            array = np.asarray(given) if len(given) else np.zeros(0, dtype=np.int64)
+            is_empty_list = not isinstance(given, np.ndarray) and not len(given)
+            array = np.zeros(0, dtype=np.int64) if is_empty_list else np.asarray(given)
         else:
             raise InvalidArgumentError(
                 f"{name} must map request ids to tokens, or be ints in the order of "
@@ -380,16 +383,12 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     width = tokens.shape[1] - 1
     if not work.knows_drafts or not width:
         return
+    assert work.drafts is not None, "nobody takes more tokens than were computed"
     is_accepted = np.arange(width) < counts[:num_decodes, None] - 1
-    if work.drafts is None or work.drafts.shape[1] < width:
-        drafts = np.full((num_decodes, width), -1, dtype=np.int64)
-        if work.drafts is not None:
-            drafts[:, : work.drafts.shape[1]] = work.drafts
-    else:
-        drafts = work.drafts[:, :width]
+    drafts = work.drafts[:, :width]
     is_wrong = (is_accepted & (tokens[:num_decodes, :-1] != drafts)).any(axis=1)
     for index in is_wrong.nonzero()[0][:1].tolist():
-        its_drafts = [] if work.drafts is None else work.drafts[index].tolist()
+        its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
             f"the new tokens of {ids[index]!r} must be accepted drafts and one token "
             f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "

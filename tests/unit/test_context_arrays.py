@@ -9,7 +9,8 @@ from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, run
 from work import lines_executed
 
 from mamba_cache import DeviceTokens
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.context.requests import Checkpoint
+from mamba_cache.errors import InvalidArgumentError, InvariantError
 
 DRAFTS = 2
 PROMPT = [3, 1, 4, 1, 5]
@@ -244,4 +245,96 @@ def test_requests_that_are_uncollected_are_computed_where_they_may_be():
         if place:
             context.collect_step()
         context.commit_step(DeviceTokens(torch.tensor([[2, 0, 0]]), torch.tensor([1]).int()))
+        context.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "empty", [[], (), np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=int)]
+)
+def test_a_step_that_samples_nothing_takes_no_tokens(empty):
+    """Found by search: of an empty array the width was forgotten, and it was refused."""
+    for counts in (None, []) if np.ndim(empty) < 2 else ([],):
+        context = make_context()
+        add(context, "a", PROMPT, chunk_tokens=2)
+        run_the_forward(context)
+        context.commit_step(empty, counts)
+        context.check_invariants()
+        assert context.progress("a").num_computed == 2
+
+
+def run_the_forward(context):
+    MODEL.forward(context.begin_step().metadata, context)
+
+
+class Broken:
+    """What raises as it is read."""
+
+    def tolist(self):
+        raise OSError("broken")
+
+
+def test_tokens_that_raise_as_they_are_read_leave_the_step_in_flight():
+    context = make_mixed()
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step({"a": Broken(), "b": 1, "whole": 1})
+    context.commit_step([1, 2, 3])
+
+
+def test_a_state_of_slots_that_were_reset_is_not_published_when_its_tokens_arrive():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    add(context, "a", [1] * (BLOCK - 1))
+    run_step(context)
+    run_the_forward(context)
+    context.commit_step(DeviceTokens(torch.tensor([[2, 0, 0]]), torch.tensor([1]).int()))
+    context.slot_allocator.reset()
+    assert context.collect_step() == {"a": [2]}
+    context.check_invariants()
+    assert context.stats().saved_states == context.stats().cached_slots == 0
+    assert context.stats().cached_blocks + context.stats().used_blocks > 0
+
+
+def broken_events(context):
+    context.request_rows.next_events[0] += 1
+
+
+def broken_places(context):
+    context.request_rows.place_shifts[0] += 1
+
+
+def broken_marks(context):
+    context.request_rows.decoding.add(3)
+
+
+def broken_sum(context):
+    context.request_rows.num_scheduled_tokens += 1
+
+
+def broken_lengths(context):
+    context.request_rows.num_tokens[0] += 1
+
+
+def broken_checkpoint(context):
+    [active] = context._requests
+    active.checkpoint = Checkpoint(BLOCK, 0, 0)
+
+
+BREACHES = {
+    broken_events: "events of rows",
+    broken_places: "events of rows",
+    broken_marks: "are marked so",
+    broken_sum: "tokens are scheduled, but 1 counted",
+    broken_lengths: "decodes, with",
+    broken_checkpoint: "is in no step, but has",
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES, ids=lambda breach: breach.__name__)
+def test_invariants_see_rows_that_are_wrong(breach):
+    context = make_context()
+    add(context, "a", PROMPT)
+    run_step(context)
+    run_step(context)
+    context.check_invariants()
+    breach(context)
+    with pytest.raises(InvariantError, match=BREACHES[breach]):
         context.check_invariants()
