@@ -112,7 +112,7 @@ class StepExtractions:
         """
         if metadata is not self._metadata:
             self._refuse(metadata)
-        if not self._fields:
+        if not metadata.num_checkpoints:
             return
         self.check_layer(layer)
         given = _lengths(chunk_states, conv_input)
