@@ -304,7 +304,7 @@ class DynamicInferenceContext(ContextUpkeep):
             StepOrderError: No step is uncollected.
             InvalidArgumentError: One is no token id. Finish its request and collect again.
         """
-        return self._runner.collect(self._preparer.check_tokens)
+        return self._runner.collect(self._preparer.read_tokens)
 
     @guarded(trusts=_REFUSALS)
     def abort_step(self) -> tuple[Hashable, ...]:

@@ -197,7 +197,7 @@ def _by_request(
     for index, request_id in enumerate(group.ids if drafts else ()):
         if request_id not in drafts:
             continue
-        tokens = preparer.check_tokens(drafts[request_id])
+        tokens = preparer.read_tokens(drafts[request_id])
         name = f"the number of drafts of {request_id!r}"
         check_int(name, len(tokens), minimum=0, maximum=width)
         given[index, : len(tokens)] = tokens
@@ -228,11 +228,11 @@ def _in_order(
         )
     is_given = array >= 0
     if is_given.all():
-        preparer.check_tokens(array.ravel())
+        preparer.read_tokens(array.ravel())
         return array.astype(np.int64)
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
-    preparer.check_tokens(array[is_given])
+    preparer.read_tokens(array[is_given])
     return np.where(is_given, array, -1).astype(np.int64)
 
 
@@ -279,9 +279,9 @@ def read_sampled(
         )
     values = [new_tokens[request_id] for request_id in ids]
     if set(map(type, values)) <= {int}:
-        return Sampled(preparer.check_tokens(values).astype(np.int64)[:, None], None)
+        return Sampled(preparer.read_tokens(values).astype(np.int64)[:, None], None)
     lists = [_as_list(value) for value in values]
-    checked = preparer.check_tokens([*chain.from_iterable(lists)])
+    checked = preparer.read_tokens([*chain.from_iterable(lists)])
     lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
     tokens = np.zeros((len(ids), int(lengths.max(initial=1))), dtype=np.int64)
     tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = checked
@@ -296,7 +296,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
                 f"new_tokens must be one token for each of the {num_ids} requests in "
                 f"Step.sampling_ids, or map their ids to tokens, got {list(tokens.shape)}"
             )
-        return Sampled(preparer.check_tokens(tokens).astype(np.int64)[:, None], None)
+        return Sampled(preparer.read_tokens(tokens).astype(np.int64)[:, None], None)
     taken = _as_array("counts", counts)
     width = tokens.shape[1] if tokens.ndim == 2 else 0
     if not num_ids and not tokens.size and not taken.size:
@@ -310,7 +310,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
     if most > width or int(np.minimum.reduce(taken, initial=0)) < 0:
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     taken = taken.astype(np.int64)
-    preparer.check_tokens(tokens[np.arange(width) < taken[:, None]])
+    preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
     return Sampled(tokens[:, :most].astype(np.int64), taken)
 
 
