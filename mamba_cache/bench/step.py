@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from mamba_cache.bench.measure import Measurement, progress
+from mamba_cache.blocks import BlockHasher
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
 from mamba_cache.states import StateSpec
@@ -101,7 +101,8 @@ class PlainLoop:
     def __init__(self, lengths: Sequence[int], num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._free = deque(range(num_blocks))
-        self._block_of_hash: dict[int, int] = {}
+        self._block_of_hash: dict[bytes, int] = {}
+        self._digest = BlockHasher().digest
         self.running = deque(_PlainRequest([1] * length) for length in lengths)
         for request in self.running:
             for _ in range(-(-len(request.tokens) // block_size)):
@@ -151,8 +152,7 @@ class PlainLoop:
     def _hash(self, request: _PlainRequest, index: int) -> None:
         start = index * self._block_size
         tokens = np.array(request.tokens[start : start + self._block_size], dtype=np.int32)
-        digest = xxhash.xxh64(request.parent.to_bytes(8, "little") + tokens.tobytes())
-        request.parent = digest.intdigest()
+        request.parent = self._digest(request.parent + tokens.tobytes())
         self._block_of_hash[request.parent] = request.blocks[index]
 
 
@@ -161,7 +161,7 @@ class _PlainRequest:
         self.tokens = tokens
         self.last_token = tokens[-1]
         self.blocks: list[int] = []
-        self.parent = 0
+        self.parent = b""
         self.temperature = 1.0
         self.stop_token = -1
         self.max_tokens = 1 << 30

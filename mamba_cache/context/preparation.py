@@ -56,7 +56,8 @@ class RequestPreparer:
         Raises:
             InvalidArgumentError: They are not 1-D ints, or one is no token id.
         """
-        return self.read_tokens(tokens).copy()  # the caller may write into theirs
+        own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
+        return own
 
     def read_tokens(self, tokens: object) -> TokenArray:
         """Return tokens as an int32 array, which may share their memory.

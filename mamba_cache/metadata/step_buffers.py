@@ -25,7 +25,7 @@ __all__ = [
     "StepPlan",
 ]
 
-IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
@@ -83,16 +83,16 @@ class DecodeBatch:
             has one.
     """
 
-    rows: IntArray
-    starts: IntArray
-    ends: IntArray
+    rows: _IntArray
+    starts: _IntArray
+    ends: _IntArray
     longest: int
-    token_ids: IntArray
-    places: IntArray | None = None
-    query_start_loc: IntArray | None = None
+    token_ids: _IntArray
+    places: _IntArray | None = None
+    query_start_loc: _IntArray | None = None
 
 
-_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
+_NO_ROWS: _IntArray = np.zeros(0, dtype=np.int64)
 _NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS)
 
 
@@ -172,7 +172,7 @@ class StepBuffers:
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],
         *,
-        table_stamps: IntArray | None = None,
+        table_stamps: _IntArray | None = None,
         block_size_tokens: int,
         chunk_size: int,
         max_tokens: int,
@@ -277,7 +277,7 @@ class StepBuffers:
         self,
         host: _HostSide,
         decodes: DecodeBatch,
-        lengths: IntArray | None,
+        lengths: _IntArray | None,
         is_same: bool,
     ) -> None:
         """Write what is packed of decoding requests, and how long they are."""
@@ -301,11 +301,11 @@ class StepBuffers:
         arrays["num_computed_tokens"][:count] = decodes.starts
         arrays["seq_lens"][:count] = decodes.ends
 
-    def _places(self, rows: IntArray | int, positions: IntArray) -> IntArray:
+    def _places(self, rows: _IntArray | int, positions: _IntArray) -> _IntArray:
         """Return where keys and values of tokens go, in 64 bits."""
         blocks = positions // self._block_size
         # The block's first place and the offset in it, in one.
-        places: IntArray = self._block_tables[rows, blocks] - blocks
+        places: _IntArray = self._block_tables[rows, blocks] - blocks
         places *= self._block_size
         places += positions
         return places
@@ -330,14 +330,14 @@ class StepBuffers:
             arrays["query_start_loc"][index] = end
         return end - len(plan.decodes.token_ids)
 
-    def _fill_rows(self, host: _HostSide, rows: IntArray, num_decodes: int) -> None:
+    def _fill_rows(self, host: _HostSide, rows: _IntArray, num_decodes: int) -> None:
         """Write whose live states are read and written."""
         live_rows, count = rows * self._live_rows, len(rows)
         host.arrays["request_rows"][:count] = rows
         host.arrays["state_rows"][:count] = live_rows
         host.fill("decode_state_rows", live_rows[:num_decodes, None], PAD_SLOT_ID)
 
-    def _fill_tables(self, host: _HostSide, rows: IntArray) -> None:
+    def _fill_tables(self, host: _HostSide, rows: _IntArray) -> None:
         """Copy the block tables that are not there yet."""
         count, tables = len(rows), host.arrays["block_tables"]
         if self._table_stamps is None:
@@ -386,7 +386,7 @@ class StepBuffers:
         host.fill("restore_rows", restored, PAD_SLOT_ID)
         host.has_restores = bool(plan.restores)
 
-    def _fill_boundaries(self, host: _HostSide, plan: StepPlan, rows: IntArray) -> None:
+    def _fill_boundaries(self, host: _HostSide, plan: StepPlan, rows: _IntArray) -> None:
         saved = [entry.index for entry in plan.boundaries]
         host.fill("boundary_rows", rows[saved] * self._live_rows, PAD_SLOT_ID)
         host.fill("boundary_slots", [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
@@ -470,7 +470,7 @@ class _HostSide:
         for array in self.arrays.values():
             array.fill(0)
         self._used = {name: len(array) for name, array in self.arrays.items()}
-        self.rows: IntArray | None = None
+        self.rows: _IntArray | None = None
         self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
         self.has_drafts = self.has_chunks = self.has_checkpoints = True
