@@ -19,6 +19,7 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
+from mamba_cache.bench.step import run_step
 from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
 from mamba_cache.errors import (
     BudgetError,
@@ -73,6 +74,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         print_soak,
         add_soak_options,
     ),
+    "step": Benchmark("time a step beside a plain loop, and a prompt's life", run_step),
     "ttft": Benchmark(
         "time the first token of a transformers model, with the cache and without",
         run_ttft,

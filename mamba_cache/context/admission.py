@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mamba_cache._checks import check_int
-from mamba_cache.blocks import BlockHashChain, KVBlockAllocator
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import CheckpointPlanner
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.request_memory import RequestMemory
+from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
@@ -25,7 +25,7 @@ class Admitter:
         config: Settings.
         kv_blocks: Bookkeeping of KV blocks.
         slots: Bookkeeping of slots.
-        memory: Rows and blocks of requests.
+        rows: Rows and blocks of requests.
         planner: Plans checkpoints.
     """
 
@@ -34,21 +34,21 @@ class Admitter:
         config: CacheConfig,
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
-        memory: RequestMemory,
+        rows: RequestRows,
         planner: CheckpointPlanner,
     ) -> None:
         self._config = config
         self._kv_blocks = kv_blocks
         self._slots = slots
-        self._memory = memory
+        self._rows = rows
         self._planner = planner
 
-    def match(self, chain: BlockHashChain, num_tokens: int) -> PrefixMatch:
+    def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
         if not self._config.enable_prefix_caching:
             return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
         return find_prefix(
-            chain.hashes,
+            hashes,
             num_tokens,
             self._kv_blocks,
             self._slots,
@@ -76,7 +76,7 @@ class Admitter:
                 f"request {active.request_id!r} has {active.num_tokens} tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
-        match = self.match(active.chain, active.num_tokens)
+        match = self.match(active.hashes, active.num_tokens)
         chunk = self._chunk(active, match.skip_tokens, chunk_tokens, token_room)
         admission = Admission(
             request_id=active.request_id,
@@ -87,18 +87,19 @@ class Admitter:
             chunk_tokens=chunk.num_tokens,
             miss_reason=match.miss_reason,
         )
-        self._memory.check_row_available()
+        self._rows.check_row_available()
         lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
-            self._memory.admit(active, match.block_ids, chunk.end)
+            row = self._rows.take(match.block_ids, chunk.end, active.request_id)
         except BaseException:
             self._unpin(lease)
             raise
+        active.enter_row(row, num_computed=chunk.start)
         active.admission = admission
-        active.num_computed = active.state_position = chunk.start
-        active.num_published = match.kv_matched_blocks
-        active.status = RequestStatus.SCHEDULED
+        active.state_position = chunk.start
+        active.num_shared_blocks = active.num_published = match.kv_matched_blocks
         active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True, lease=lease)
+        active.status = RequestStatus.SCHEDULED
         try:
             active.chunk = self._planner.plan(active, active.chunk)
         except BaseException:
@@ -127,13 +128,13 @@ class Admitter:
         """
         chunk = self._chunk(active, active.num_computed, chunk_tokens, token_room)
         positions = active.checkpoint_positions
-        self._memory.grow([(active, chunk.end)])
+        self._rows.grow(active.row, chunk.end, active.request_id)
         try:
             active.checkpoint_positions += tuple(checkpoint_positions)
             active.chunk = self._planner.plan(active, chunk)
         except BaseException:
             active.checkpoint_positions = positions
-            self._memory.shrink(active, chunk.start)
+            self._rows.shrink(active.row, chunk.start, active.num_shared_blocks)
             raise
         active.status = RequestStatus.SCHEDULED
 
@@ -145,7 +146,8 @@ class Admitter:
         """
         chunk = active.current_chunk
         has_state = chunk.lease is None or self._slots.is_current(chunk.lease)
-        if has_state and chunk.epoch == self._slots.epoch:
+        epoch = self._slots.epoch
+        if has_state and all(checkpoint.epoch == epoch for checkpoint in chunk.checkpoints):
             return
         self._planner.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
@@ -178,13 +180,15 @@ class Admitter:
 
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
-        chunks, active.chunk, active.uncollected = active.open_chunks, None, None
+        chunk, active.chunk = active.chunk, None
         active.status = RequestStatus.PREEMPTED
         active.num_releases += 1
-        for chunk in chunks:
+        if chunk is not None:
             self._planner.cancel(chunk)
             self._unpin(chunk.lease)
-        self._memory.release(active)
+        self._planner.cancel_decode(active)
+        active.num_shared_blocks = 0
+        self._rows.give_back(active.leave_row())
 
     def _chunk(
         self, active: ActiveRequest, start: int, chunk_tokens: int | None, token_room: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvariantError
@@ -71,67 +71,41 @@ class CheckpointPlanner:
             chunk,
             inside=inside_kept,
             boundary=next((c for c in kept if c.position == chunk.end), None),
-            epoch=self._slots.epoch,
         )
 
-    def plan_decode(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
-        """Return the chunk of a decoding request with its checkpoint, if it may end a block.
+    def plan_decode(self, active: ActiveRequest) -> None:
+        """Plan the checkpoint of a decoding request that may end a block in the next step.
 
         Args:
-            active: The request, with the blocks of the chunk.
-            chunk: What is computed.
+            active: The request, with the blocks of the step.
         """
+        if not self._save_prompt_states:
+            return
         # Two steps are shorter than a block: there is one boundary at most.
-        position = (chunk.start // self._block_size + 1) * self._block_size
-        if position > active.most_computed + chunk.num_tokens or not self._save_prompt_states:
-            return chunk
-        wanted = active.wanted_boundaries(self._block_size)
-        if not self._save_decode_states and position not in wanted:
-            return chunk
-        epoch, before = self._slots.epoch, active.uncollected
-        if before is not None and before.boundary is not None and before.epoch == epoch:
-            # The step before may get there, or this one: one slot does for both.
-            return replace(chunk, boundary=before.boundary, epoch=epoch)
-        kept = self._reserve(active, [position])
-        return replace(chunk, boundary=kept[0] if kept else None, epoch=epoch)
+        position = (active.num_computed // self._block_size + 1) * self._block_size
+        if not self._save_decode_states and not active.wants_state_at(position):
+            return
+        before = active.checkpoint
+        if before is None or before.epoch != self._slots.epoch:
+            kept = self._reserve(active, [position])
+            active.checkpoint = kept[0] if kept else None
+        # Else the step before may get there, or this one: one slot does for both.
 
-    def settle_decode(self, active: ActiveRequest, chunk: Chunk, num_tokens: int) -> Chunk:
-        """Return the chunk of a decoding request as it turned out.
-
-        A checkpoint that was not reached stays with the next step if that is in flight and may
-        reach it, and is given back if not.
-
-        Args:
-            active: The request; ``chunk`` is no longer among its open ones.
-            chunk: What was computed.
-            num_tokens: How many of the tokens became part of the sequence.
-
-        Returns:
-            The chunk cut to those tokens, with its checkpoint if that was reached.
-        """
-        boundary, later = chunk.boundary, active.chunk
-        chunk = replace(chunk, num_tokens=num_tokens)
-        is_reached = boundary is not None and chunk.start < boundary.position <= chunk.end
-        if later is not None:
-            is_shared = boundary is not None and later.shares_boundary(chunk)
-            later = replace(later, start=chunk.end)
-            active.chunk = replace(later, boundary=None) if is_shared and is_reached else later
-            if is_shared and not is_reached:
-                return replace(chunk, boundary=None)
-        if boundary is not None and not is_reached:
-            self._slots.cancel_reserved([boundary.slot], epoch=chunk.epoch)
-            chunk = replace(chunk, boundary=None)
-        return chunk
+    def cancel_decode(self, active: ActiveRequest) -> None:
+        """Give back the checkpoint of a decoding request, if it has one."""
+        checkpoint, active.checkpoint = active.checkpoint, None
+        if checkpoint is not None:
+            self._cancel((checkpoint,))
 
     def drop_inside(self, chunk: Chunk) -> Chunk:
         """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
-        self._slots.cancel_reserved([c.slot for c in chunk.inside], epoch=chunk.epoch)
+        self._cancel(chunk.inside)
         self.settle(chunk)
         return replace(chunk, inside=())
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
-        self._slots.cancel_reserved([c.slot for c in chunk.checkpoints], epoch=chunk.epoch)
+        self._cancel(chunk.checkpoints)
         self.settle(chunk)
 
     def settle(self, chunk: Chunk) -> None:
@@ -164,17 +138,25 @@ class CheckpointPlanner:
             num_required_blocks=-(-active.num_tokens // block),
         )
         wanted = placed_positions(self._placement, facts)
-        wanted |= active.wanted_boundaries(block)
+        wanted |= active.wanted_boundaries()
         return {p for p in wanted if chunk.start < p <= chunk.end}
 
     def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
-        blocks = [active.block_ids[p // self._block_size - 1] for p in positions]
-        slots = self._slots.reserve_slots(blocks)
+        if not positions:
+            return []
+        slots = self._slots.reserve_slots([active.block_before(p) for p in positions])
+        epoch = self._slots.epoch
         return [
-            Checkpoint(p, slot)
+            Checkpoint(p, slot, epoch)
             for p, slot in zip(positions, slots, strict=True)
             if slot is not None
         ]
+
+    def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Give slots back, unless a reset has taken them since: all are of one epoch."""
+        if checkpoints:
+            slots = [checkpoint.slot for checkpoint in checkpoints]
+            self._slots.cancel_reserved(slots, epoch=checkpoints[0].epoch)
 
 
 class Publisher:
@@ -207,24 +189,24 @@ class Publisher:
         self._consumed[lease.slot] = lease
         self._slots.note_consumed([lease.slot])
 
-    def publish(self, active: ActiveRequest, chunk: Chunk) -> None:
-        """Publish a request's complete blocks and the states of its chunk.
+    def publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
+        """Publish a request's complete blocks and the states that a step saved.
 
         A block whose content another request published first stays private, and its state goes to
         that other block if it has none. So a state is findable only beside the keys and values of
         the same prefix.
 
         Args:
-            active: The request, with ``num_computed`` advanced past the chunk.
-            chunk: The chunk that was computed.
+            active: The request, with ``num_computed`` advanced past the step.
+            checkpoints: What was saved.
         """
-        self._publish_blocks(active)
-        if not chunk.checkpoints:
+        hashes = active.hashes
+        self._publish_blocks(active, hashes)
+        if not checkpoints:
             return
-        hashes = active.chain.hashes
         slots, blocks, ids, saved_tokens = [], [], [], []
         private = []
-        for checkpoint in chunk.checkpoints:
+        for checkpoint in checkpoints:
             num_saved = self._note_state(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
             block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
@@ -235,11 +217,13 @@ class Publisher:
             blocks.append(block)
             ids.append(hashes[index])
             saved_tokens.append(num_saved)
-        if chunk.epoch != self._slots.epoch:
+        if checkpoints[0].epoch != self._slots.epoch:
             return  # the slots' owner has reset them, and what was reserved with them
-        self._slots.cancel_reserved(private)
-        housing = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
-        self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))
+        if private:
+            self._slots.cancel_reserved(private)
+        if slots:
+            housing = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
+            self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -252,7 +236,7 @@ class Publisher:
             active: The request, whose state at ``boundary`` is published.
             boundary: Its newest decode checkpoint.
         """
-        if boundary.position in active.wanted_boundaries(self._block_size):
+        if active.wants_state_at(boundary.position):
             return
         old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
         if old is None or not self._slots.is_current(old):
@@ -266,8 +250,8 @@ class Publisher:
         The newest state of a decoding request is not noted, for the next one supersedes it.
         """
         saved_tokens = checkpoint.position - active.state_position
-        is_wanted = checkpoint.position in active.wanted_boundaries(self._block_size)
-        if is_wanted or active.status is not RequestStatus.DECODING:
+        is_decoding = active.status is RequestStatus.DECODING
+        if not is_decoding or active.wants_state_at(checkpoint.position):
             active.state_position = checkpoint.position
         return saved_tokens
 
@@ -279,15 +263,20 @@ class Publisher:
         self._slots.unpin_slots([lease])
         return lease
 
-    def _publish_blocks(self, active: ActiveRequest) -> None:
-        hashes = active.chain.hashes
+    def _publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> None:
         first = active.num_published
         end = min(active.num_computed // self._block_size, len(hashes))
         if first >= end:
             return
-        self._kv_blocks.register_kv_block_hashes(
-            active.block_ids[first:end],
-            hashes[first:end],
-            parent_hash=hashes[first - 1] if first else None,
-        )
+        parent_hash = hashes[first - 1] if first else None
+        blocks = active.blocks_between(first, end)
+        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
+            ids, digests = [hashes[first]], [hashes.digest(first)]
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, ids, digests=digests, parent_hash=parent_hash
+            )
+        else:
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, hashes[first:end], parent_hash=parent_hash
+            )
         active.num_published = end

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache._guard import exclusive, guarded, query
 from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -17,13 +20,8 @@ from mamba_cache.context.requests import (
     RequestStatus,
     check_positions,
 )
-from mamba_cache.context.speculation import (
-    Drafts,
-    as_token_lists,
-    check_drafts,
-    decode_chunks,
-)
-from mamba_cache.context.step import Step
+from mamba_cache.context.speculation import Drafts, NewTokens, plan_decodes
+from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.upkeep import ContextUpkeep
 from mamba_cache.errors import StepOrderError, UnknownRequestError
 
@@ -87,7 +85,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         prepared = self._prepared(request)
         chain = prepared.chain_for(self._preparer)
-        return self._admitter.match(chain, len(prepared.tokens))
+        return self._admitter.match(chain.hashes, len(prepared.tokens))
 
     @exclusive
     def add_request(
@@ -121,6 +119,7 @@ class DynamicInferenceContext(ContextUpkeep):
             prepared.request,
             prepared.tokens,
             prepared.chain_for(self._preparer).copy(),
+            self.request_rows,
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(prepared.request.checkpoint_positions)
@@ -196,9 +195,11 @@ class DynamicInferenceContext(ContextUpkeep):
         Args:
             decode_ids: Which of the decoding requests take part. Default: all.
             drafts: Guesses of the next tokens, up to ``num_speculative_tokens`` for each decoding
-                request, which the forward computes as well: a mapping of request ids to tokens; or
-                [max_requests, num_speculative_tokens] int32 or int64 on the device, by request
-                row, where only the device knows them, negative where there is none.
+                request, which the forward computes as well: a mapping of request ids to tokens; a
+                numpy array or list [num decoding, k] in the order of the requests that decode,
+                negative where there is none; or a tensor [max_requests, num_speculative_tokens]
+                int32 or int64 on the device, by request row, where only the device knows them,
+                negative likewise.
 
         Raises:
             UnknownRequestError: There is no such request.
@@ -211,35 +212,72 @@ class DynamicInferenceContext(ContextUpkeep):
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
-        decodes, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
-        if not decodes and not prefills:
+        group, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
+        if not group and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        ids = [active.request_id for active in decodes]
-        drafts = check_drafts(drafts, ids, self.config, self._preparer, self.device)
-        chunks = decode_chunks(decodes, drafts, self.config.max_sequence_length)
-        self._requests.check_fits(chunks)
-        self.request_memory.grow(
-            [
-                (active, active.most_computed + chunk.num_tokens)
-                for active, chunk in zip(decodes, chunks, strict=True)
-            ]
+        rows = self.request_rows
+        starts = most = rows.num_computed[group.rows]
+        if self._runner.is_uncollected:
+            most = starts + rows.num_in_doubt[group.rows]
+        longest = self._requests.check_lengths(group, most)
+        work = plan_decodes(
+            group,
+            starts,
+            most,
+            drafts,
+            longest=longest,
+            config=self.config,
+            preparer=self._preparer,
+            device=self.device,
         )
+        self._requests.check_fits(work.num_tokens)
+        due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
+        filling = self._give_blocks(work, due) if len(due) else []
         self.batch_dimensions.prefill_req_count = len(prefills)
-        self.batch_dimensions.decode_req_count = len(decodes)
-        return self._runner.begin(decodes, prefills, chunks, drafts)
+        self.batch_dimensions.decode_req_count = len(group)
+        on_device = drafts if isinstance(drafts, torch.Tensor) else None
+        return self._runner.begin(work, filling, prefills, on_device)
+
+    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> list[int]:
+        """Give decoding requests the blocks that they lack: at most one each.
+
+        Args:
+            work: What is computed of them.
+            due: Which of them may lack one, or end one.
+
+        Returns:
+            Which of them may end one.
+
+        Raises:
+            BlockCapacityError: Not enough KV blocks.
+        """
+        rows, its_rows = self.request_rows, work.group.rows[due]
+        lacks = work.ends[due] > rows.num_blocks[its_rows] * self.block_size_tokens
+        if lacks.any():
+            short = due[lacks]
+            names = [work.group.ids[index] for index in short.tolist()]
+            rows.grow_by_one(its_rows[lacks], int(work.ends[short].max()), names)
+        rows.expect_events(its_rows)
+        filling: list[int] = due[work.ends[due] > rows.next_events[its_rows]].tolist()
+        return filling
 
     @guarded(trusts=())
     def commit_step(
-        self, new_tokens: Mapping[Hashable, int | Sequence[int]] | DeviceTokens
+        self,
+        new_tokens: NewTokens | DeviceTokens,
+        counts: Int64Array | torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """End a step whose forward is enqueued: what it wrote becomes findable.
 
         Args:
-            new_tokens: The sampled token of each request in ``Step.sampling_ids``. Of one that had
-                drafts the accepted drafts and the token sampled after them, as a list or tuple; it
-                may be cut anywhere, and an empty one means that the request stays where it was. Or
-                ``DeviceTokens``, which nobody waits for: the step is then uncollected, and the
-                next may begin before ``collect_step`` brings its tokens.
+            new_tokens: The sampled token of each request in ``Step.sampling_ids``: a mapping from
+                their ids; or [n] ints in their order, as a numpy array, a tensor on the CPU or a
+                list, which costs least. Of a request that had drafts the accepted drafts and the
+                token sampled after them, as a list or tuple in the mapping, or a row of an [n, k]
+                array; they may be cut anywhere, and none means that the request stays where it
+                was. Or ``DeviceTokens``, which nobody waits for: the step is then uncollected, and
+                the next may begin before ``collect_step`` brings its tokens.
+            counts: With an [n, k] array: how many tokens of its row each request takes.
 
         Raises:
             StepOrderError: No step is in flight, the one before is uncollected, or a call for this
@@ -250,10 +288,7 @@ class DynamicInferenceContext(ContextUpkeep):
         if isinstance(new_tokens, DeviceTokens):
             self._runner.commit_on_device(new_tokens)
             return
-        self._runner.check_ids(new_tokens)
-        tokens = as_token_lists(new_tokens, self._preparer)
-        self._runner.check_accepted(tokens)
-        self._runner.commit(tokens)
+        self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
 
     @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -269,7 +304,7 @@ class DynamicInferenceContext(ContextUpkeep):
             StepOrderError: No step is uncollected.
             InvalidArgumentError: One is no token id. Finish its request and collect again.
         """
-        return self._runner.collect(self._preparer.check_tokens)
+        return self._runner.collect(self._preparer.read_tokens)
 
     @guarded(trusts=_REFUSALS)
     def abort_step(self) -> tuple[Hashable, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["DeviceTokens", "SentTokens", "TokenExchange"]
@@ -57,19 +57,20 @@ class TokenExchange:
             buffer.tokens.zero_()
             buffer.counts.zero_()
 
-    def to_device(self, tokens: Sequence[Sequence[int]]) -> DeviceTokens:
+    def to_device(self, tokens: Int64Array, counts: Int64Array) -> DeviceTokens:
         """Enqueue the copy of each request's new tokens to the device.
 
         Args:
-            tokens: At most ``max_decode_tokens`` of each request, in batch order.
+            tokens: [num_requests, k] tokens, k at most ``max_decode_tokens``, in batch order.
+            counts: [num_requests] how many of them each takes.
         """
+        if self._device.type == "cpu":  # the same memory
+            return DeviceTokens(torch.from_numpy(tokens), torch.from_numpy(counts.astype(np.int32)))
         buffer = next(self._buffers)
         buffer.wait()
-        count = len(tokens)
-        lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-        is_given = np.arange(self._width) < lengths[:, None]
-        buffer.tokens.numpy()[:count][is_given] = [token for row in tokens for token in row]
-        buffer.counts.numpy()[:count] = lengths
+        count, width = len(tokens), min(self._width, tokens.shape[1])
+        buffer.tokens.numpy()[:count, :width] = tokens[:, :width]
+        buffer.counts.numpy()[:count] = counts
         sent = DeviceTokens(
             buffer.tokens[:count].to(self._device, non_blocking=True),
             buffer.counts[:count].to(self._device, non_blocking=True),
@@ -119,11 +120,11 @@ class SentTokens:
         self._buffer = buffer
         self._count = count
 
-    def wait(self) -> tuple[list[list[int]], list[int]]:
+    def wait(self) -> tuple[Int64Array, np.ndarray[Any, np.dtype[np.int32]]]:
         """Wait until they are there; return each request's tokens, unused ones too, and counts."""
         self._buffer.wait()
         tokens, counts = self._buffer.tokens[: self._count], self._buffer.counts[: self._count]
-        return tokens.tolist(), counts.tolist()
+        return tokens.numpy(), counts.numpy()
 
 
 class _Buffer:

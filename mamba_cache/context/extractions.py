@@ -69,8 +69,6 @@ class StepExtractions:
         self._metadata = metadata
         if metadata.num_checkpoints:
             self._missing = set(range(self._num_layers))
-            # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
 
     def end(self) -> None:
         """End the step in flight, if there is one."""
@@ -84,7 +82,12 @@ class StepExtractions:
 
         Those of the step in flight, none if it has none; in a capture all that there can be.
         """
-        return self._fields if self.captured is None else self._buffers.checkpoint_fields(None)
+        if self.captured is not None:
+            return self._buffers.checkpoint_fields(None)
+        if not self._fields and self._metadata is not None and self._metadata.num_checkpoints:
+            # Once a step: in each layer the slices would cost more than all checks together.
+            self._fields = self._buffers.checkpoint_fields(self._metadata.num_checkpoints)
+        return self._fields
 
     @property
     def missing_layers(self) -> list[int]:
@@ -109,7 +112,7 @@ class StepExtractions:
         """
         if metadata is not self._metadata:
             self._refuse(metadata)
-        if not self._fields:
+        if not metadata.num_checkpoints:
             return
         self.check_layer(layer)
         given = _lengths(chunk_states, conv_input)

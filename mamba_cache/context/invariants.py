@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots import MambaSlotAllocator, SlotPool
 
@@ -43,11 +43,31 @@ def check_requests(
     Raises:
         InvariantError: It is not so.
     """
+    running = set(in_step)
+    planned: list[Checkpoint] = []
     for active in requests:
-        _check_chunk(active, is_in_step=active in in_step)
-    chunks = [chunk for active in requests for chunk in active.open_chunks]
-    _check_reserved(chunks, slots)
-    _check_pinned(chunks, slots)
+        is_in_step = active in running
+        if active.status is RequestStatus.DECODING:
+            _check_decoding(active, is_in_step=is_in_step)
+        else:
+            _check_chunk(active, is_in_step=is_in_step)
+        planned += active.chunk.checkpoints if active.chunk else ()
+        planned += [active.checkpoint] if active.checkpoint else []
+    _check_reserved(planned, slots)
+    _check_pinned([active.chunk for active in requests if active.chunk is not None], slots)
+
+
+def _check_decoding(active: ActiveRequest, *, is_in_step: bool) -> None:
+    # The first token after a prompt may be known to the device alone.
+    if active.chunk is not None or active.num_tokens - active.num_computed not in (0, 1):
+        raise InvariantError(
+            f"request {active.request_id!r} decodes, with {active.num_tokens} tokens of which "
+            f"{active.num_computed} are computed, and chunk {active.chunk}"
+        )
+    if active.checkpoint is not None and not (is_in_step or active.num_in_doubt):
+        raise InvariantError(
+            f"request {active.request_id!r} is in no step, but has {active.checkpoint}"
+        )
 
 
 def _check_chunk(active: ActiveRequest, *, is_in_step: bool) -> None:
@@ -63,13 +83,12 @@ def _check_chunk(active: ActiveRequest, *, is_in_step: bool) -> None:
         )
 
 
-def _check_reserved(chunks: Sequence[Chunk], slots: MambaSlotAllocator) -> None:
-    current = [chunk for chunk in chunks if chunk.epoch == slots.epoch]
-    planned = {checkpoint.slot for chunk in current for checkpoint in chunk.checkpoints}
+def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) -> None:
+    current = [checkpoint.slot for checkpoint in planned if checkpoint.epoch == slots.epoch]
     reserved = slots.pool.reserved.keys()
-    if planned != reserved:
+    if len(set(current)) < len(current) or set(current) != reserved:
         raise InvariantError(
-            f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(planned)}"
+            f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(current)}"
         )
 
 

@@ -14,7 +14,7 @@ from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
-from mamba_cache.context.request_memory import RequestMemory
+from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.errors import BudgetError, InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import SlotContext
@@ -93,7 +93,7 @@ class CacheMemory:
         kv_block_allocator: Bookkeeping of KV blocks.
         slot_allocator: Bookkeeping of slots, and the saved states.
         bytes_per_slot: What one slot holds, in bytes.
-        request_memory: Rows and KV blocks of requests.
+        request_rows: Requests as rows of arrays, and their KV blocks.
         step_buffers: The tensors of a step's metadata.
         kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
             values; None without ``kv_spec``. The last block is the dummy block.
@@ -128,11 +128,12 @@ class CacheMemory:
         self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
-        self.request_memory = RequestMemory(
+        self.request_rows = RequestRows(
             self.kv_block_allocator,
             max_requests=config.max_requests,
             max_blocks=config.max_blocks_per_request,
             block_size_tokens=config.block_size_tokens,
+            max_decode_tokens=config.max_decode_tokens,
         )
         self.step_buffers = self._make_step_buffers()
         self._set_slot_fields()
@@ -148,7 +149,8 @@ class CacheMemory:
     def _make_step_buffers(self) -> StepBuffers:
         config = self.config
         return StepBuffers(
-            self.request_memory.block_tables,
+            self.request_rows.block_tables,
+            table_stamps=self.request_rows.table_stamps,
             block_size_tokens=config.block_size_tokens,
             chunk_size=config.ssm_chunk_size,
             max_tokens=config.max_tokens,
@@ -167,7 +169,7 @@ class CacheMemory:
         self.mamba_chunk_size = config.ssm_chunk_size
         self.ssm_chunk_alignment = config.chunk_alignment
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
-        self.request_to_kv_block_ids = torch.from_numpy(self.request_memory.block_tables)
+        self.request_to_kv_block_ids = torch.from_numpy(self.request_rows.block_tables)
         self.mamba_metadata = LiveRows(config)
         self.mamba_conv_states = self.live_states["conv"]
         self.mamba_ssm_states = self.live_states["ssm"]

@@ -56,7 +56,16 @@ class RequestPreparer:
         Raises:
             InvalidArgumentError: They are not 1-D ints, or one is no token id.
         """
-        array: TokenArray = as_token_array(tokens).copy()  # the caller may write into theirs
+        own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
+        return own
+
+    def read_tokens(self, tokens: object) -> TokenArray:
+        """Return tokens as an int32 array, which may share their memory.
+
+        Raises:
+            InvalidArgumentError: They are not 1-D ints, or one is no token id.
+        """
+        array: TokenArray = as_token_array(tokens)
         limit = self._config.vocab_size
         if limit is not None and len(array) and int(array.max()) >= limit:
             raise InvalidArgumentError(

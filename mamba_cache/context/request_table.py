@@ -1,38 +1,79 @@
-"""The requests that are not finished, by id and by status."""
+"""The requests that are not finished, by id and by row."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from mamba_cache._checks import as_items
-from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.context.request_rows import Int64Array, RequestRows
+from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
     InvalidArgumentError,
+    InvariantError,
     SequenceLengthError,
     StepOrderError,
     TokenCapacityError,
     UnknownRequestError,
 )
 
-__all__ = ["RequestTable"]
+__all__ = ["DecodingGroup", "RequestTable"]
+
+
+class DecodingGroup:
+    """Requests that decode together: the same from step to step, while none joins or leaves.
+
+    Attributes:
+        requests: In the order of the batch.
+        ids: Their ids.
+        rows: [n] int64. Their rows.
+    """
+
+    __slots__ = ("_id_set", "ids", "requests", "rows")
+
+    def __init__(self, requests: Sequence[ActiveRequest]) -> None:
+        self.requests = tuple(requests)
+        self.ids = tuple(active.request_id for active in requests)
+        self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
+        self._id_set: frozenset[Hashable] | None = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def id_set(self) -> frozenset[Hashable]:
+        """Their ids, to compare with those of a mapping."""
+        if self._id_set is None:
+            self._id_set = frozenset(self.ids)
+        return self._id_set
 
 
 class RequestTable:
-    """Finds requests, and says which take part in the next step.
+    """Finds requests by id and by row, and says which take part in the next step.
 
     Args:
+        rows: What is kept of them as arrays.
         max_tokens: Tokens of one step.
         max_decode_tokens: Tokens of one decoding request in one step.
         max_sequence_length: Tokens of one request.
     """
 
     def __init__(
-        self, *, max_tokens: int, max_decode_tokens: int, max_sequence_length: int
+        self,
+        rows: RequestRows,
+        *,
+        max_tokens: int,
+        max_decode_tokens: int,
+        max_sequence_length: int,
     ) -> None:
+        self._rows = rows
         self._max_tokens = max_tokens
         self._max_decode_tokens = max_decode_tokens
         self._max_sequence_length = max_sequence_length
         self._requests: dict[Hashable, ActiveRequest] = {}
+        self._group = self._named = DecodingGroup(())
+        self._group_made_at = self._named_at = -1
 
     def __iter__(self) -> Iterator[ActiveRequest]:
         return iter(list(self._requests.values()))
@@ -63,6 +104,8 @@ class RequestTable:
     def clear(self) -> None:
         """Forget all requests."""
         self._requests.clear()
+        self._group = self._named = DecodingGroup(())
+        self._group_made_at = self._named_at = -1
 
     def find(self, request_id: Hashable, *allowed: RequestStatus) -> ActiveRequest:
         """Return the request of an id.
@@ -90,9 +133,9 @@ class RequestTable:
 
     def scheduled(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
-        return self._with_status(RequestStatus.SCHEDULED)
+        return self._with_status(RequestStatus.SCHEDULED) if self._rows.scheduled else []
 
-    def decoding(self, request_ids: Iterable[Hashable] | None) -> list[ActiveRequest]:
+    def decoding(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
         """Return the requests that decode in the next step.
 
         Args:
@@ -102,38 +145,27 @@ class RequestTable:
             InvalidArgumentError: ``request_ids`` is no collection.
             UnknownRequestError: There is no such request.
             StepOrderError: One of them does not decode.
-            SequenceLengthError: One has reached the longest length.
         """
-        if request_ids is None:
-            chosen = self._with_status(RequestStatus.DECODING)
-        else:
-            chosen = self._find_decoding(request_ids)
-        for active in chosen:
-            # The last of its tokens is computed in the step.
-            if active.most_computed >= self._max_sequence_length:
-                may_have, hint = (
-                    ("may have", "collect the last step")
-                    if active.uncollected
-                    else ("has", "finish it")
-                )
-                raise SequenceLengthError(
-                    f"request {active.request_id!r} {may_have} {active.most_computed + 1} tokens; "
-                    f"max_sequence_length is {self._max_sequence_length}: {hint}"
-                )
-        return chosen
+        if request_ids is not None:
+            return self._find_decoding(request_ids)
+        if self._group_made_at != self._rows.num_changes:
+            self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
+            self._group_made_at = self._rows.num_changes
+        return self._group
 
-    def _find_decoding(self, request_ids: Iterable[Hashable]) -> list[ActiveRequest]:
+    def _find_decoding(self, request_ids: Iterable[Hashable]) -> DecodingGroup:
         ids = as_items("decode_ids", request_ids, "request ids")
         found = [self.find(request_id, RequestStatus.DECODING) for request_id in ids]
-        return list(dict.fromkeys(found))
+        chosen = list(dict.fromkeys(found))
+        is_kept = self._named_at == self._rows.num_changes
+        if not is_kept or tuple(chosen) != self._named.requests:
+            # Kept, for an engine that names the same ones in each step.
+            self._named, self._named_at = DecodingGroup(chosen), self._rows.num_changes
+        return self._named
 
     def holding_memory(self) -> list[ActiveRequest]:
         """Return the requests that have a row and blocks."""
         return [a for a in self._requests.values() if a.status is not RequestStatus.PREEMPTED]
-
-    def chunks(self) -> list[Chunk]:
-        """Return the chunks of the next step, or of those whose outcome is not known."""
-        return [chunk for active in self._requests.values() for chunk in active.open_chunks]
 
     def token_room(self) -> int:
         """Return the tokens that the next step can still take.
@@ -141,25 +173,69 @@ class RequestTable:
         Every decoding request is counted with all the tokens that it can have, whether or not it
         will take part.
         """
-        scheduled = sum(active.current_chunk.num_tokens for active in self.scheduled())
-        num_decoding = len(self._with_status(RequestStatus.DECODING))
-        return self._max_tokens - scheduled - num_decoding * self._max_decode_tokens
+        decoding = len(self._rows.decoding) * self._max_decode_tokens
+        return self._max_tokens - self._rows.num_scheduled_tokens - decoding
 
-    def check_fits(self, decodes: Sequence[Chunk]) -> None:
-        """Check that the step's buffers hold the decoding requests.
-
-        Where chunks are scheduled they do: ``token_room`` has kept room for all of them.
+    def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
+        """Check that decoding requests have room for the token that they compute.
 
         Args:
-            decodes: What the decoding requests compute.
+            group: The requests.
+            most_computed: [n] tokens that each has computed at most.
+
+        Returns:
+            The largest of ``most_computed``.
+
+        Raises:
+            SequenceLengthError: One has reached the longest length.
+        """
+        longest = self._max_sequence_length
+        most = int(np.maximum.reduce(most_computed)) if len(group) else 0
+        if most >= longest:
+            index = int((most_computed >= longest).argmax())
+            active, computed = group.requests[index], most_computed.item(index)
+            may_have, hint = (
+                ("may have", "collect the last step")
+                if active.num_in_doubt
+                else ("has", "finish it")
+            )
+            raise SequenceLengthError(
+                f"request {active.request_id!r} {may_have} {computed + 1} tokens; "
+                f"max_sequence_length is {longest}: {hint}"
+            )
+        return most
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Check that the step's buffers hold the tokens of the decoding requests.
+
+        Where chunks are scheduled they do: ``token_room`` has kept room for all of them.
 
         Raises:
             TokenCapacityError: They do not.
         """
-        wanted = sum(chunk.num_tokens for chunk in decodes)
-        if wanted > self._max_tokens:
+        if num_tokens > self._max_tokens:
             hint = "let fewer requests decode, or without drafts"
-            raise TokenCapacityError(wanted, self._max_tokens, hint)
+            raise TokenCapacityError(num_tokens, self._max_tokens, hint)
+
+    def check_invariants(self) -> None:
+        """Prove that the rows know of each request what it does in the next step.
+
+        Raises:
+            InvariantError: They do not.
+        """
+        rows = self._rows
+        decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
+        scheduled = self._with_status(RequestStatus.SCHEDULED)
+        due = {a.row: a.chunk.num_tokens for a in scheduled if a.chunk is not None}
+        if (decoding, due) != (rows.decoding, rows.scheduled):
+            raise InvariantError(
+                f"rows {sorted(decoding)} decode and {due} are scheduled, but {rows.decoding} and "
+                f"{rows.scheduled} are marked so"
+            )
+        if sum(due.values()) != rows.num_scheduled_tokens:
+            raise InvariantError(
+                f"{sum(due.values())} tokens are scheduled, but {rows.num_scheduled_tokens} counted"
+            )
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]

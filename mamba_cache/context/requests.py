@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashChain, BlockHashes
 from mamba_cache.context.matching import MissReason
+from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import SlotLease
 
@@ -132,27 +133,25 @@ class Checkpoint:
     Attributes:
         position: The boundary, in tokens from the sequence's start.
         slot: The slot reserved for it.
+        epoch: The epoch of the slots in which it was reserved.
     """
 
     position: int
     slot: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What the next step does for one request.
+    """What the next step computes of a request's prompt.
 
     Attributes:
         start: First token that is computed.
-        num_tokens: How many are computed. Of a decoding request some may turn out not to be part
-            of the sequence.
+        num_tokens: How many are computed.
         is_first: The live state must be restored or zeroed before.
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
-        boundary: The checkpoint copied from the live state at commit: at the end of a prefill
-            chunk, or where a decoding request may get to.
-        epoch: The epoch of the slots in which the checkpoints were reserved.
-        drafts: Of a decoding request. None: they are known on the device alone.
+        boundary: The checkpoint at its end, copied from the live state at commit.
     """
 
     start: int
@@ -161,17 +160,11 @@ class Chunk:
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
-    epoch: int = 0
-    drafts: tuple[int, ...] | None = ()
 
     @property
     def end(self) -> int:
         """The position after the last computed token."""
         return self.start + self.num_tokens
-
-    def shares_boundary(self, other: Chunk) -> bool:
-        """Say whether both may reach the same checkpoint, so that one slot does for both."""
-        return (self.boundary, self.epoch) == (other.boundary, other.epoch)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -202,54 +195,67 @@ class Admission:
     miss_reason: MissReason | None
 
 
-@dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """The context's record of a request that is not finished.
+    """What is kept of a request beside its row: what a steady decoding step needs nothing of.
 
     Attributes:
         request: The caller's request.
         prompt: [prompt length] int32 prompt tokens.
-        chain: Block hashes of all tokens known so far.
-        is_cached: Whether prefix caching is on; if not, the chain stays empty.
-        generated: Tokens sampled so far.
-        status: Where it stands.
-        row: Its row of the block table and the live states; -1 while preempted.
-        block_ids: Its KV blocks, in order.
-        num_computed: Tokens whose effect is in the live state.
+        row: Its row of the arrays of ``RequestRows`` and of the live states; -1 while preempted.
         state_position: The farthest position, in tokens, at which a state of it is saved to stay.
         num_shared_blocks: Leading blocks that were found cached; their keys and values are not
             written again.
         num_published: Leading blocks whose hashes were offered to others.
-        num_shared_tokens: Tokens in those blocks.
-        chunk: What the next step, or the one in flight, does for it.
-        uncollected: What the last step did for it while it decoded, if the device alone knows how
-            many of the tokens became part of the sequence.
+        chunk: What the next step, or the one in flight, computes of its prompt.
+        checkpoint: While it decodes: where a step whose outcome is not known may save a state. If
+            two steps may, one slot does for both.
         num_releases: How often it gave its memory back: what a step sampled for it before counts
             no longer.
         checkpoint_positions: Positions beside the placement's at which to save a state.
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
+
+    Args:
+        request: The caller's request.
+        prompt: [prompt length] int32 prompt tokens.
+        chain: Block hashes of the prompt; it grows with the answer.
+        rows: The arrays that its row is one of.
+        is_cached: Whether prefix caching is on; if not, the chain stays empty.
     """
 
-    request: Request
-    prompt: TokenArray
-    chain: BlockHashChain
-    is_cached: bool = True
-    generated: list[int] = field(default_factory=list)
-    status: RequestStatus = RequestStatus.PREEMPTED
-    row: int = -1
-    block_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    state_position: int = 0
-    num_shared_blocks: int = 0
-    num_shared_tokens: int = 0
-    num_published: int = 0
-    chunk: Chunk | None = None
-    uncollected: Chunk | None = None
-    num_releases: int = 0
-    checkpoint_positions: tuple[int, ...] = ()
-    admission: Admission | None = None
-    decode_lease: SlotLease | None = None
+    __slots__ = (
+        "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
+        "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
+        "num_releases", "num_shared_blocks", "prompt", "request", "row", "state_position",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: TokenArray,
+        chain: BlockHashChain,
+        rows: RequestRows,
+        *,
+        is_cached: bool = True,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self._chain = chain
+        self._rows = rows
+        self._is_cached = is_cached
+        self._generated: list[int] = []
+        self._status = RequestStatus.PREEMPTED
+        self._num_computed = 0
+        self.row = -1
+        self.state_position = 0
+        self.num_shared_blocks = 0
+        self.num_published = 0
+        self.chunk: Chunk | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.num_releases = 0
+        self.checkpoint_positions: tuple[int, ...] = ()
+        self.admission: Admission | None = None
+        self.decode_lease: SlotLease | None = None
 
     @property
     def request_id(self) -> Hashable:
@@ -257,22 +263,92 @@ class ActiveRequest:
         return self.request.request_id
 
     @property
+    def status(self) -> RequestStatus:
+        """Where it stands; whoever sets it says so to the rows, while it has one."""
+        return self._status
+
+    @status.setter
+    def status(self, status: RequestStatus) -> None:
+        self._status = status
+        due = self.current_chunk.num_tokens if status is RequestStatus.SCHEDULED else 0
+        self._rows.mark(self.row, num_due=due, is_decoding=status is RequestStatus.DECODING)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known so far: the prompt and what was sampled."""
-        return len(self.prompt) + len(self.generated)
+        if self.row < 0:
+            return len(self.prompt) + len(self._generated)
+        return self._rows.num_tokens.item(self.row)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose effect is in the live state."""
+        return self._num_computed if self.row < 0 else self._rows.num_computed.item(self.row)
+
+    @num_computed.setter
+    def num_computed(self, number: int) -> None:
+        self._rows.num_computed[self.row] = number
+
+    @property
+    def num_in_doubt(self) -> int:
+        """Tokens that it may have computed as well, by what the device alone knows."""
+        return 0 if self.row < 0 else self._rows.num_in_doubt.item(self.row)
 
     @property
     def most_computed(self) -> int:
         """``num_computed``, or what it may be by what the device alone knows."""
-        return self.num_computed + (self.uncollected.num_tokens if self.uncollected else 0)
+        return self.num_computed + self.num_in_doubt
 
     @property
-    def open_chunks(self) -> list[Chunk]:
-        """Its chunks whose outcome is not known; a checkpoint that two may reach is the later's."""
-        before, chunk = self.uncollected, self.chunk
-        if before is not None and chunk is not None and chunk.shares_boundary(before):
-            before = replace(before, boundary=None)
-        return [chunk for chunk in (before, chunk) if chunk is not None]
+    def num_shared_tokens(self) -> int:
+        """Tokens of the leading blocks that were found cached."""
+        return self.num_shared_blocks * self._rows.block_size_tokens
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Its KV blocks, in order."""
+        return [] if self.row < 0 else self._rows.blocks_of(self.row).tolist()
+
+    def blocks_between(self, first: int, end: int) -> list[int]:
+        """Return its KV blocks from the ``first`` to before the ``end``."""
+        blocks: list[int] = self._rows.block_tables[self.row, first:end].tolist()
+        return blocks
+
+    def block_before(self, boundary: int) -> int:
+        """Return the KV block that ends at a block boundary."""
+        index = boundary // self._rows.block_size_tokens - 1
+        return self._rows.block_tables.item(self.row, index)
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens sampled so far, as far as they are collected."""
+        if self.row >= 0:
+            known = len(self.prompt) + len(self._generated)
+            # One call adds them all, so that an interrupt comes before or after.
+            self._generated.extend(self._rows.newest_tokens(self.row, known).tolist())
+        return self._generated
+
+    @property
+    def hashes(self) -> BlockHashes:
+        """Hashes of the complete blocks of all tokens known so far; none without a cache."""
+        known, end = self._chain.num_tokens, self.num_tokens
+        if self._is_cached and known < end:
+            chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
+            chain.append(self.tokens(known, end))
+            self._chain = chain
+        return self._chain.hashes
+
+    def take_over(self) -> None:
+        """Take its newest tokens over from its row, and hash the blocks that they complete.
+
+        Within a call that is known to have broken off, if it does: what an interrupt leaves is not
+        gone on with.
+        """
+        known = len(self.prompt) + len(self._generated)
+        tokens = self._rows.newest_tokens(self.row, known)
+        if self._is_cached and self._chain.num_tokens == known:
+            self._chain.append(tokens)
+        self._generated.extend(tokens.tolist())
 
     @property
     def current_chunk(self) -> Chunk:
@@ -299,15 +375,33 @@ class ActiveRequest:
         tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
-    def append_tokens(self, tokens: Sequence[int]) -> None:
-        """Add sampled tokens, and hash the blocks that they complete, if any."""
-        self.generated += tokens
-        if self.is_cached:
-            self.chain.append(tokens)
+    def enter_row(self, row: int, *, num_computed: int) -> None:
+        """Stand in a row from now on.
 
-    def wanted_boundaries(self, block_size_tokens: int) -> set[int]:
+        Args:
+            row: One that nobody has.
+            num_computed: Tokens whose effect will be in its live state when it begins to run.
+        """
+        self._rows.num_tokens[row] = self.num_tokens
+        self._rows.num_computed[row] = num_computed
+        self.row = row
+
+    def leave_row(self) -> int:
+        """Keep what its row says of it, and have none; return the row."""
+        self._generated = self.generated
+        self._num_computed = self.num_computed
+        row, self.row = self.row, -1
+        return row
+
+    def wants_state_at(self, boundary: int) -> bool:
+        """Say whether the caller wants a state at a block boundary."""
+        size = self._rows.block_size_tokens
+        return any(p // size * size == boundary for p in self.checkpoint_positions)
+
+    def wanted_boundaries(self) -> set[int]:
         """Return the block boundaries at which the caller wants a state."""
-        return {p // block_size_tokens * block_size_tokens for p in self.checkpoint_positions}
+        size = self._rows.block_size_tokens
+        return {p // size * size for p in self.checkpoint_positions}
 
     def want_checkpoints(self, positions: Sequence[int]) -> None:
         """Add positions at which to save a state.

@@ -125,7 +125,7 @@ class SideStream:
         if self._slots.transfers.num_calls != self._num_transfers:
             self.end_all()  # beside the step's own copies there were the embedder's
             return
-        rows = [piece.row for piece in (*plan.decodes, *plan.prefills)]
+        rows = [*plan.decodes.rows.tolist(), *(piece.row for piece in plan.prefills)]
         slots = [entry.slot for entry in plan.checkpoints]
         self._order.end_step(rows, slots + [entry.slot for entry in plan.boundaries])
         self._record()

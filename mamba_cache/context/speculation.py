@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
@@ -13,25 +14,31 @@ from mamba_cache._lasting import lasting
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
-from mamba_cache.context.kernels import decode_torch
+from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.preparation import RequestPreparer
-from mamba_cache.context.requests import ActiveRequest, Chunk
-from mamba_cache.context.step import ScheduledRequest
+from mamba_cache.context.request_rows import Int64Array
+from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.metadata import StepMetadata
 
 __all__ = [
     "Drafts",
+    "NewTokens",
+    "Sampled",
     "Speculation",
-    "as_token_lists",
     "check_accepted",
-    "check_drafts",
-    "decode_chunks",
+    "plan_decodes",
+    "read_sampled",
 ]
 
-Drafts = Mapping[Hashable, Sequence[int]] | torch.Tensor
-"""Tokens by request, known on the host; or [max_requests, num_speculative_tokens] integer tokens
-by request row, known on the device alone, negative where there is none."""
+Drafts: TypeAlias = "Mapping[Hashable, Sequence[int]] | torch.Tensor | Int64Array | Sequence[Any]"
+"""Tokens by request id; or [num_decodes, k] in the order of the batch, negative where there is
+none, both known on the host; or a tensor [max_requests, num_speculative_tokens] by request row,
+known on the device alone, negative likewise."""
+
+NewTokens: TypeAlias = "Mapping[Hashable, Any] | torch.Tensor | Int64Array | Sequence[Any]"
+"""Sampled tokens known on the host: by request id, or in the order of ``Step.sampling_ids``."""
 
 
 class _Kernels(Protocol):
@@ -59,21 +66,28 @@ class Speculation:
     @lasting
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
+        self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
         self._exchange = TokenExchange(config.max_requests, config.max_decode_tokens, device)
         self._kernels = _kernels_for(device)
 
-    def describe(self, metadata: StepMetadata, drafts: Drafts | None) -> None:
+    def describe(
+        self, metadata: StepMetadata, drafts: torch.Tensor | None, *, is_exact: bool
+    ) -> None:
         """Complete a step's metadata on the device.
 
         Args:
-            metadata: The step's.
-            drafts: As checked before. Those of the host are in the metadata already.
+            metadata: The step's. Drafts that the host knows are in them already.
+            drafts: Those that the device alone knows, by request row.
+            is_exact: Whether the host knows all but which of its live states a request is in.
         """
-        if metadata.num_decodes:
-            on_device = drafts if isinstance(drafts, torch.Tensor) else None
+        if not metadata.num_decodes:
+            return
+        if is_exact and self._device.type == "cpu":
+            decode_numpy.describe_live_rows(self._rows, metadata)
+        else:
             self._kernels.describe_decodes(
-                self._rows, metadata, on_device, self._config.block_size_tokens
+                self._rows, metadata, drafts, self._config.block_size_tokens
             )
 
     def advance(self, metadata: StepMetadata, sampled: DeviceTokens) -> None:
@@ -97,9 +111,9 @@ class Speculation:
             tensor.zero_()
             tensor[decoding_rows] = kept
 
-    def to_device(self, tokens: Sequence[Sequence[int]]) -> DeviceTokens:
-        """Enqueue the copy of each request's new tokens to the device."""
-        return self._exchange.to_device(tokens)
+    def to_device(self, tokens: Int64Array, counts: Int64Array) -> DeviceTokens:
+        """Enqueue the copy of each request's new tokens, of which it takes some, to the device."""
+        return self._exchange.to_device(tokens, counts)
 
     def to_host(self, sampled: DeviceTokens) -> SentTokens:
         """Enqueue the copy of tokens to the host."""
@@ -114,92 +128,221 @@ class Speculation:
         self._exchange.check(sampled, num_requests)
 
 
-def check_drafts(
-    drafts: object,
-    decode_ids: Collection[Hashable],
+def plan_decodes(
+    group: DecodingGroup,
+    starts: Int64Array,
+    most: Int64Array,
+    drafts: Drafts | None,
+    *,
+    longest: int,
     config: CacheConfig,
     preparer: RequestPreparer,
     device: torch.device,
-) -> Drafts:
-    """Return a step's drafts, checked.
+) -> DecodeWork:
+    """Return what a step computes of decoding requests: of each its last token and its drafts.
+
+    Drafts that only the device knows are cut at the longest length.
 
     Args:
+        group: The requests.
+        starts: [n] tokens that each has computed, as far as they are known on the host.
+        most: [n] likewise, or what it may be; there is room for one more.
         drafts: What the caller gives; None: nobody has any.
-        decode_ids: The requests that decode in the step.
+        longest: The largest of ``most``.
         config: Settings.
         preparer: Checks tokens.
         device: Where steps are computed.
 
     Raises:
-        InvalidArgumentError: They are neither a mapping of decoding requests to tokens nor a
-            tensor of the right shape, or too many, or one is no token id.
+        InvalidArgumentError: The drafts are neither a mapping of decoding requests to tokens nor
+            an array or tensor of the right shape, or too many, or one is no token id, or those of
+            the host pass the longest length.
     """
+    width, room = config.num_speculative_tokens, config.max_sequence_length
     if drafts is None:
-        return {}
-    most = config.num_speculative_tokens
+        return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
-        return _check_tensor(drafts, (config.max_requests, most), device)
-    if not isinstance(drafts, Mapping):
+        _check_tensor(drafts, (config.max_requests, width), device)
+        lengths = np.minimum(1 + width, room - most)
+        longest = min(longest + 1 + width, room)
+        return DecodeWork(group, starts, most, most + lengths, longest, lengths, knows_drafts=False)
+    if isinstance(drafts, Mapping):
+        given = _by_request(drafts, group, width, preparer)
+    else:
+        given = _in_order(drafts, group, width, preparer)
+    if not given.size:
+        return DecodeWork(group, starts, most, most + 1, longest + 1)
+    lengths = np.count_nonzero(given >= 0, axis=1) + 1
+    ends = most + lengths
+    longest = int(np.maximum.reduce(ends))
+    if longest > room:
+        index = int((ends > room).argmax())
         raise InvalidArgumentError(
-            f"drafts must map request ids to tokens, or be a tensor, got {type(drafts).__name__}"
+            f"request {group.ids[index]!r} has room for {room - most.item(index) - 1} drafts "
+            f"within max_sequence_length ({room}), got {lengths.item(index) - 1}"
         )
-    unexpected = drafts.keys() - set(decode_ids)
+    return DecodeWork(group, starts, most, ends, longest, lengths, given)
+
+
+def _by_request(
+    drafts: Mapping[Hashable, Any], group: DecodingGroup, width: int, preparer: RequestPreparer
+) -> Int64Array:
+    """Return [n, width] drafts, -1 where there is none, of a mapping from ids to tokens."""
+    unexpected = drafts.keys() - group.id_set if drafts else ()
     if unexpected:
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
-    checked = {key: preparer.check_tokens(tokens).tolist() for key, tokens in drafts.items()}
-    for request_id, tokens in checked.items():
-        check_int(f"the number of drafts of {request_id!r}", len(tokens), minimum=0, maximum=most)
-    return checked
+    given = np.full((len(group), width if drafts else 0), -1, dtype=np.int64)
+    for index, request_id in enumerate(group.ids if drafts else ()):
+        if request_id not in drafts:
+            continue
+        tokens = preparer.read_tokens(drafts[request_id])
+        name = f"the number of drafts of {request_id!r}"
+        check_int(name, len(tokens), minimum=0, maximum=width)
+        given[index, : len(tokens)] = tokens
+    return given
 
 
-def decode_chunks(
-    decodes: Sequence[ActiveRequest], drafts: Drafts, max_sequence_length: int
-) -> list[Chunk]:
-    """Return what each decoding request computes: its last token and its drafts.
+def _in_order(
+    drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
+) -> Int64Array:
+    """Return [n, k] drafts, -1 where there is none, of what is given in the order of the batch."""
+    wanted = (
+        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
+        f"[{len(group)}, at most {width}] ints in the order of the requests that decode"
+    )
+    try:
+        array = np.asarray(drafts)
+    except ValueError as error:  # lists of several lengths
+        raise InvalidArgumentError(f"{wanted}, got {drafts!r}") from error
+    shape = array.shape
+    if (
+        len(shape) != 2
+        or shape[0] != len(group)
+        or shape[1] > width
+        or array.dtype.kind not in "iu"
+    ):
+        raise InvalidArgumentError(
+            f"{wanted}, got {type(drafts).__name__} of {array.dtype} {list(shape)}"
+        )
+    is_given = array >= 0
+    if is_given.all():
+        preparer.read_tokens(array.ravel())
+        return array.astype(np.int64)
+    if (is_given[:, 1:] & ~is_given[:, :-1]).any():
+        raise InvalidArgumentError("a request's drafts must come before its negative entries")
+    preparer.read_tokens(array[is_given])
+    return np.where(is_given, array, -1).astype(np.int64)
 
-    Drafts that only the device knows are cut at the longest length.
+
+class Sampled(NamedTuple):
+    """Sampled tokens of a step's requests, checked.
+
+    Attributes:
+        tokens: [n, k] tokens, in the order of ``Step.sampling_ids``.
+        counts: [n] how many of them each takes; None: one.
+    """
+
+    tokens: Int64Array
+    counts: Int64Array | None
+
+
+def read_sampled(
+    new_tokens: object,
+    counts: object,
+    ids: Sequence[Hashable],
+    id_set: Set[Hashable],
+    preparer: RequestPreparer,
+) -> Sampled:
+    """Return the sampled tokens that a caller gives as arrays, checked but for the drafts.
 
     Args:
-        decodes: Requests that have room for a token.
-        drafts: Checked drafts.
-        max_sequence_length: Tokens of one request.
+        new_tokens: As in ``DynamicInferenceContext.commit_step``.
+        counts: Likewise.
+        ids: Whose tokens are needed, in order.
+        id_set: The same as a set.
+        preparer: Checks tokens.
 
     Raises:
-        InvalidArgumentError: Drafts known on the host pass the longest length.
+        InvalidArgumentError: A token is missing, not expected, or no token id.
     """
-    chunks = []
-    for active in decodes:
-        room = max_sequence_length - active.most_computed
-        if isinstance(drafts, torch.Tensor):
-            num_tokens = min(1 + drafts.shape[1], room)
-            chunks.append(Chunk(active.num_computed, num_tokens, drafts=None))
-            continue
-        given = tuple(drafts.get(active.request_id, ()))
-        if len(given) >= room:
+    if not isinstance(new_tokens, Mapping):
+        return _read_array(new_tokens, counts, len(ids), preparer)
+    if counts is not None:
+        raise InvalidArgumentError("counts belong to tokens in an array, not to a mapping")
+    if new_tokens.keys() != id_set:
+        missing, unexpected = id_set - new_tokens.keys(), new_tokens.keys() - id_set
+        raise InvalidArgumentError(
+            f"new_tokens must name just the requests that sample, Step.sampling_ids: "
+            f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
+        )
+    values = [new_tokens[request_id] for request_id in ids]
+    if set(map(type, values)) <= {int}:
+        return Sampled(preparer.read_tokens(values).astype(np.int64)[:, None], None)
+    lists = [_as_list(value) for value in values]
+    checked = preparer.read_tokens([*chain.from_iterable(lists)])
+    lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
+    tokens = np.zeros((len(ids), int(lengths.max(initial=1))), dtype=np.int64)
+    tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = checked
+    return Sampled(tokens, lengths)
+
+
+def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer) -> Sampled:
+    tokens = _as_array("new_tokens", given)
+    if counts is None:
+        if tokens.shape != (num_ids,):
             raise InvalidArgumentError(
-                f"request {active.request_id!r} has room for {room - 1} drafts within "
-                f"max_sequence_length ({max_sequence_length}), got {len(given)}"
+                f"new_tokens must be one token for each of the {num_ids} requests in "
+                f"Step.sampling_ids, or map their ids to tokens, got {list(tokens.shape)}"
             )
-        chunks.append(Chunk(active.num_computed, 1 + len(given), drafts=given))
-    return chunks
+        return Sampled(preparer.read_tokens(tokens).astype(np.int64)[:, None], None)
+    taken = _as_array("counts", counts)
+    width = tokens.shape[1] if tokens.ndim == 2 else 0
+    if not num_ids and not tokens.size and not taken.size:
+        return Sampled(np.zeros((0, 1), dtype=np.int64), None)
+    if tokens.ndim != 2 or len(tokens) != num_ids or taken.shape != (num_ids,):
+        raise InvalidArgumentError(
+            f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
+            f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
+        )
+    most = int(np.maximum.reduce(taken, initial=1))
+    if most > width or int(np.minimum.reduce(taken, initial=0)) < 0:
+        raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
+    taken = taken.astype(np.int64)
+    preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
+    return Sampled(tokens[:, :most].astype(np.int64), taken)
 
 
-def as_token_lists(
-    new_tokens: Mapping[Hashable, object], preparer: RequestPreparer
-) -> dict[Hashable, list[int]]:
-    """Return each request's new tokens as a list, checked: one int counts as a list of one.
+def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return ints on the host as an array.
 
     Raises:
-        InvalidArgumentError: One is no token id.
+        InvalidArgumentError: They are elsewhere, or no ints.
     """
-    lists = [_as_list(tokens) for tokens in new_tokens.values()]
-    checked = iter(preparer.check_tokens([*chain.from_iterable(lists)]).tolist())
-    return {
-        request_id: list(islice(checked, len(tokens)))
-        for request_id, tokens in zip(new_tokens, lists, strict=True)
-    }
+    wanted = f"{name} must be ints: a numpy array, a tensor on the CPU or a list"
+    try:
+        if isinstance(given, torch.Tensor):
+            if given.device.type != "cpu":
+                raise InvalidArgumentError(
+                    f"{wanted}, got one on {given.device}: DeviceTokens are not waited for"
+                )
+            array = given.detach().numpy()
+        elif isinstance(given, (np.ndarray, list, tuple)):
+            is_empty_list = not isinstance(given, np.ndarray) and not len(given)
+            array = np.zeros(0, dtype=np.int64) if is_empty_list else np.asarray(given)
+        else:
+            raise InvalidArgumentError(
+                f"{name} must map request ids to tokens, or be ints in the order of "
+                f"Step.sampling_ids, got {type(given).__name__}"
+            )
+    except Exception as error:
+        if is_unreadable(error):
+            raise InvalidArgumentError(f"{wanted}, got {given!r}") from error
+        raise
+    if array.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{wanted}, got {array.dtype}")
+    return array
 
 
 def _as_list(tokens: Any) -> list[Any]:
@@ -212,26 +355,44 @@ def _as_list(tokens: Any) -> list[Any]:
     return [*given] if isinstance(given, (list, tuple)) else [given]
 
 
-def check_accepted(scheduled: ScheduledRequest, chunk: Chunk, tokens: Sequence[int]) -> None:
-    """Check that a request's new tokens can follow from what it computed.
+def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) -> None:
+    """Check that each request's new tokens can follow from what it computed.
 
     Args:
-        scheduled: The request's part of the step.
-        chunk: What it computed.
-        tokens: Its new tokens.
+        work: What was computed of the requests that decode, which come first.
+        sampled: All new tokens.
+        ids: Whose they are; after those that decode come prefills, which have one each.
 
     Raises:
         InvalidArgumentError: There are too many, or too few of a prefill, or one before the last
             is not the draft that was computed in its place.
     """
-    least, most = (1, 1) if scheduled.is_prefill else (0, chunk.num_tokens)
-    name = f"the number of new tokens of {scheduled.request_id!r}"
-    check_int(name, len(tokens), minimum=least, maximum=most)
-    drafts = chunk.drafts
-    if drafts is not None and tuple(tokens[:-1]) != drafts[: max(0, len(tokens) - 1)]:
+    tokens, counts = sampled
+    if counts is None:
+        return
+    num_decodes = len(work.group)
+    most = 1 if work.lengths is None else work.lengths
+    is_wrong = counts != 1
+    is_wrong[:num_decodes] = counts[:num_decodes] > most
+    if is_wrong.any():
+        index = int(is_wrong.argmax())
+        is_decode = index < num_decodes
+        longest = work.lengths.item(index) if is_decode and work.lengths is not None else 1
+        name = f"the number of new tokens of {ids[index]!r}"
+        check_int(name, counts.item(index), minimum=0 if is_decode else 1, maximum=longest)
+    width = tokens.shape[1] - 1
+    if not work.knows_drafts or not width:
+        return
+    assert work.drafts is not None, "nobody takes more tokens than were computed"
+    is_accepted = np.arange(width) < counts[:num_decodes, None] - 1
+    drafts = work.drafts[:, :width]
+    is_wrong = (is_accepted & (tokens[:num_decodes, :-1] != drafts)).any(axis=1)
+    for index in is_wrong.nonzero()[0][:1].tolist():
+        its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
-            f"the new tokens of {scheduled.request_id!r} must be accepted drafts and one token "
-            f"after them; its drafts are {list(drafts)}, got {list(tokens)}"
+            f"the new tokens of {ids[index]!r} must be accepted drafts and one token "
+            f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "
+            f"{tokens[index, : counts.item(index)].tolist()}"
         )
 
 
@@ -256,7 +417,7 @@ def _kernels_for(device: torch.device) -> _Kernels:
         MissingExtraError: It is a GPU, and Triton is not installed.
     """
     if device.type != "cuda":
-        return decode_torch
+        return decode_numpy
     try:
         from mamba_cache.context.kernels import decode  # noqa: PLC0415
     except ImportError as error:

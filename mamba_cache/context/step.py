@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache.context.request_rows import Int64Array, RequestRows
+from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
     BoundaryEntry,
     CheckpointEntry,
+    DecodeBatch,
     SequenceSlice,
     StepMetadata,
     StepPlan,
 )
 
-__all__ = ["ScheduledRequest", "Step", "describe_request", "plan_step"]
+__all__ = ["DecodeWork", "ScheduledRequest", "Step", "describe_request", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +50,141 @@ class ScheduledRequest:
     drafts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+class DecodeWork(NamedTuple):
+    """What a step computes of the requests that decode.
+
+    Attributes:
+        group: The requests.
+        starts: [n] tokens that each has computed, as far as they are known on the host.
+        most: [n] likewise, or what it may be by what the device alone knows.
+        ends: [n] the position after the last token of each, at most.
+        longest: The largest of ``ends``.
+        lengths: [n] tokens that each computes; None: one.
+        drafts: [n, k] those of them that are drafts, -1 where there is none; None: nobody has any,
+            or the device alone knows them.
+        knows_drafts: Whether ``drafts`` are all that there are.
+    """
+
+    group: DecodingGroup
+    starts: Int64Array
+    most: Int64Array
+    ends: Int64Array
+    longest: int
+    lengths: Int64Array | None = None
+    drafts: Int64Array | None = None
+    knows_drafts: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them together."""
+        return len(self.group) if self.lengths is None else int(self.lengths.sum())
+
+    def describe(self) -> list[ScheduledRequest]:
+        """Return each request's part of the step."""
+        count = len(self.group)
+        lengths = [1] * count if self.lengths is None else self.lengths.tolist()
+        drafts: list[list[int]] = [[]] * count if self.drafts is None else self.drafts.tolist()
+        return [
+            ScheduledRequest(
+                request_id=request_id,
+                row=row,
+                start=start,
+                num_tokens=length,
+                skip_tokens=0,
+                is_prefill=False,
+                samples=True,
+                drafts=tuple(guessed[: length - 1]),
+            )
+            for request_id, row, start, length, guessed in zip(
+                self.group.ids,
+                self.group.rows.tolist(),
+                self.starts.tolist(),
+                lengths,
+                drafts,
+                strict=True,
+            )
+        ]
+
+
 class Step:
     """What the forward computes.
 
+    Args:
+        decodes: The requests that decode, which come first in the batch.
+        prefills: The chunks of prompts.
+        metadata: As below.
+
     Attributes:
-        requests: The batch in the order of the metadata's rows: decodes first, then prefills.
         metadata: What the model's layers read.
     """
 
-    requests: tuple[ScheduledRequest, ...]
-    metadata: StepMetadata
+    __slots__ = ("_decodes", "_prefills", "_requests", "metadata")
+
+    def __init__(
+        self, decodes: DecodeWork, prefills: Sequence[ScheduledRequest], metadata: StepMetadata
+    ) -> None:
+        self._decodes = decodes
+        self._prefills = tuple(prefills)
+        self._requests: tuple[ScheduledRequest, ...] | None = None
+        self.metadata = metadata
+
+    def __repr__(self) -> str:
+        return f"Step(requests={self.requests!r})"
+
+    @property
+    def requests(self) -> tuple[ScheduledRequest, ...]:
+        """The batch in the order of the metadata's rows: decodes first, then prefills.
+
+        It is made when it is first read.
+        """
+        if self._requests is None:
+            self._requests = (*self._decodes.describe(), *self._prefills)
+        return self._requests
+
+    @property
+    def request_ids(self) -> tuple[Hashable, ...]:
+        """The requests' ids in the same order."""
+        return (*self._decodes.group.ids, *(request.request_id for request in self._prefills))
 
     @property
     def sampling_ids(self) -> tuple[Hashable, ...]:
-        """Requests whose next token must be given to ``commit_step``."""
-        return tuple(request.request_id for request in self.requests if request.samples)
+        """Requests whose next token must be given to ``commit_step``, in the same order."""
+        ids = self._decodes.group.ids
+        if not self._prefills:
+            return ids
+        return (*ids, *(request.request_id for request in self._prefills if request.samples))
 
 
-def plan_step(decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest]) -> StepPlan:
-    """Collect what a step does from the chunks of its requests, as plain values.
+def plan_step(
+    decodes: DecodeWork,
+    rows: RequestRows,
+    prefills: Sequence[ActiveRequest],
+    boundaries: Sequence[BoundaryEntry],
+    *,
+    is_in_block: bool,
+) -> StepPlan:
+    """Collect what a step does, as plain values.
 
     Args:
-        decodes: Requests that decode.
+        decodes: What it computes of the requests that decode.
+        rows: What is kept of requests as arrays.
         prefills: Requests that compute a chunk of their prompt.
+        boundaries: Where it may save states of requests that decode.
+        is_in_block: Whether all tokens of each decoding request are in the block of its first one.
     """
-    restores, boundaries = [], []
-    for index, active in enumerate((*decodes, *prefills)):
+    batch = _decode_batch(decodes, rows, is_in_block=is_in_block)
+    if not prefills:
+        return StepPlan(decodes=batch, boundaries=boundaries)
+    restores, saved = [], list(boundaries)
+    for index, active in enumerate(prefills, len(decodes.group)):
         chunk = active.current_chunk
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
             restores.append((source, active.row))
         if chunk.boundary is not None:
-            boundaries.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
+            saved.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
-        decodes=[_decode_slice(active) for active in decodes],
+        decodes=batch,
         prefills=[_prefill_slice(active) for active in prefills],
         checkpoints=[
             CheckpointEntry(index, checkpoint.position, checkpoint.slot)
@@ -88,12 +192,12 @@ def plan_step(decodes: Sequence[ActiveRequest], prefills: Sequence[ActiveRequest
             for checkpoint in active.current_chunk.inside
         ],
         restores=restores,
-        boundaries=boundaries,
+        boundaries=saved,
     )
 
 
-def describe_request(active: ActiveRequest, *, is_prefill: bool) -> ScheduledRequest:
-    """Return a request's part of the step that its chunk is for."""
+def describe_request(active: ActiveRequest) -> ScheduledRequest:
+    """Return the part of a step that a request's chunk is."""
     chunk = active.current_chunk
     return ScheduledRequest(
         request_id=active.request_id,
@@ -101,19 +205,33 @@ def describe_request(active: ActiveRequest, *, is_prefill: bool) -> ScheduledReq
         start=chunk.start,
         num_tokens=chunk.num_tokens,
         skip_tokens=chunk.start if chunk.is_first else 0,
-        is_prefill=is_prefill,
-        samples=active.samples if is_prefill else True,
-        drafts=chunk.drafts or (),
+        is_prefill=True,
+        samples=active.samples,
     )
 
 
-def _decode_slice(active: ActiveRequest) -> SequenceSlice:
-    """Return what is known of a decoding request's tokens; the device completes it with drafts."""
-    chunk = active.current_chunk
-    tokens = np.zeros(chunk.num_tokens, dtype=np.int32)
-    tokens[:1] = active.tokens(active.num_tokens - 1, active.num_tokens)
-    tokens[1:] = chunk.drafts or 0
-    return SequenceSlice(row=active.row, start=active.most_computed, token_ids=tokens)
+def _decode_batch(work: DecodeWork, kept: RequestRows, *, is_in_block: bool) -> DecodeBatch:
+    """Return what is known of decoding requests' tokens; the device completes it with drafts."""
+    lengths, rows = work.lengths, work.group.rows
+    last_tokens = kept.last_tokens[rows]
+    if lengths is None:
+        # Of a request that is in doubt the place may be in another block, which the device knows.
+        shifted = work.most + kept.place_shifts[rows]
+        return DecodeBatch(rows, work.most, work.ends, work.longest, last_tokens, shifted)
+    bounds = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    places: Int64Array | None = None
+    if work.drafts is None:
+        tokens = np.zeros(bounds[-1], dtype=np.int64)
+        tokens[bounds[:-1]] = last_tokens
+    else:
+        table = np.concatenate((last_tokens[:, None], work.drafts), axis=1)
+        is_full = table.size == bounds.item(-1)
+        tokens = table.ravel() if is_full else table[table >= 0]
+        if is_full and is_in_block:
+            first = work.most + kept.place_shifts[rows]
+            places = (first[:, None] + np.arange(table.shape[1])).ravel()
+    return DecodeBatch(rows, work.most, work.ends, work.longest, tokens, places, bounds)
 
 
 def _prefill_slice(active: ActiveRequest) -> SequenceSlice:

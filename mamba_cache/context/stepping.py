@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
 from mamba_cache.context.extractions import StepExtractions
-from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
+from mamba_cache.context.preparation import RequestPreparer
+from mamba_cache.context.request_rows import Int64Array, RequestRows
+from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestStatus
 from mamba_cache.context.restore_order import SideStream
-from mamba_cache.context.speculation import Drafts, Speculation, check_accepted
+from mamba_cache.context.speculation import Sampled, Speculation, check_accepted, read_sampled
 from mamba_cache.context.stats import StatsCounters
-from mamba_cache.context.step import ScheduledRequest, Step, describe_request, plan_step
+from mamba_cache.context.step import DecodeWork, Step, describe_request, plan_step
 from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import StepBuffers, StepMetadata, StepPlan
+from mamba_cache.metadata import BoundaryEntry, StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
 
 
-class _Entry(NamedTuple):
-    """A request of a step whose tokens are not on the host yet."""
+class _Uncollected(NamedTuple):
+    """A step whose tokens are not on the host yet.
 
-    active: ActiveRequest
-    num_releases: int
-    scheduled: ScheduledRequest
+    Attributes:
+        requests: Its requests.
+        num_releases: How often each had given its memory back by then.
+        samples: Whether each sampled.
+        lengths: [num decoding] tokens that each decoding request computed.
+        checkpoints: Where the step may have saved states of those, by place among them.
+        sent: The tokens on their way.
+    """
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the request has kept its memory since."""
-        return self.active.num_releases == self.num_releases
+    requests: tuple[ActiveRequest, ...]
+    num_releases: tuple[int, ...]
+    samples: tuple[bool, ...]
+    lengths: Int64Array
+    checkpoints: dict[int, Checkpoint]
+    sent: SentTokens
 
-    def cut(self, tokens: list[int], count: int) -> list[int]:
-        """Return the tokens that the request takes, as the device has decided."""
-        if self.scheduled.is_prefill:
-            return tokens[:1]
-        return tokens[: max(0, min(count, self.scheduled.num_tokens))]
+
+_NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
+_NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class StepRunner:
@@ -54,6 +62,7 @@ class StepRunner:
 
     Args:
         buffers: The step's tensors.
+        rows: What is kept of requests as arrays.
         slots: Where states are restored from and saved to.
         planner: Plans the checkpoints of decoding requests.
         admitter: Renews restores, and takes requests back.
@@ -68,6 +77,7 @@ class StepRunner:
         self,
         *,
         buffers: StepBuffers,
+        rows: RequestRows,
         slots: MambaSlotAllocator,
         planner: CheckpointPlanner,
         admitter: Admitter,
@@ -78,6 +88,7 @@ class StepRunner:
         extractions: StepExtractions,
     ) -> None:
         self._buffers = buffers
+        self._rows = rows
         self._slots = slots
         self._planner = planner
         self._admitter = admitter
@@ -87,12 +98,14 @@ class StepRunner:
         self._side_stream = side_stream
         self._extractions = extractions
         self._has_warned = False
-        self._requests: tuple[ActiveRequest, ...] = ()
+        self._work = _NOTHING
+        self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0
-        self._uncollected: tuple[list[_Entry], SentTokens] | None = None
+        self._checkpoints: dict[int, Checkpoint] = {}
+        self._uncollected: _Uncollected | None = None
         self._is_advanced = False
-        self._is_collecting = False
+        self._unfinished = ""
 
     @property
     def step(self) -> Step:
@@ -108,7 +121,17 @@ class StepRunner:
     @property
     def requests(self) -> tuple[ActiveRequest, ...]:
         """The requests of the step in flight; a step that is only half begun is none."""
-        return () if self._step is None else self._requests
+        return () if self._step is None else (*self._work.group.requests, *self._prefills)
+
+    @property
+    def progress(self) -> list[Int64Array]:
+        """Which requests decode in the step in flight, and up to where."""
+        return [self._work.group.rows, self._work.ends]
+
+    @property
+    def is_uncollected(self) -> bool:
+        """Whether the tokens of the last step are not on the host."""
+        return self._uncollected is not None
 
     def require_collected(self) -> None:
         """Check that the tokens of the step before the one in flight are on the host.
@@ -130,59 +153,131 @@ class StepRunner:
 
     def begin(
         self,
-        decodes: Sequence[ActiveRequest],
+        work: DecodeWork,
+        filling: Sequence[int],
         prefills: Sequence[ActiveRequest],
-        chunks: Sequence[Chunk],
-        drafts: Drafts,
+        drafts: torch.Tensor | None,
     ) -> Step:
         """Send the metadata and restore live states; on an exception the step is taken back.
 
         Args:
-            decodes: Requests that decode.
+            work: What is computed of the requests that decode; they have blocks for it.
+            filling: Which of them may end a block.
             prefills: Requests that compute a chunk of their prompt.
-            chunks: What each of ``decodes`` computes.
-            drafts: Checked drafts.
+            drafts: Checked drafts that the device alone knows.
         """
-        self._requests = (*decodes, *prefills)
+        self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
         try:
-            for active, chunk in zip(decodes, chunks, strict=True):
-                active.chunk = self._planner.plan_decode(active, chunk)
+            boundaries = self._plan_boundaries(work, filling) if filling else []
             for active in prefills:
                 self._admitter.renew_restore(active)
-            plan = plan_step(decodes, prefills)
+            is_in_block = not filling and self._uncollected is None
+            plan = plan_step(work, self._rows, prefills, boundaries, is_in_block=is_in_block)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
-                self._speculation.describe(metadata, drafts)
+                is_exact = drafts is None and self._uncollected is None
+                self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan, metadata)
-            scheduled = [describe_request(active, is_prefill=False) for active in decodes]
-            scheduled += [describe_request(active, is_prefill=True) for active in prefills]
-            self._step = Step(tuple(scheduled), metadata)
+            self._step = Step(work, [describe_request(active) for active in prefills], metadata)
         except BaseException:
             self._preempt_all()
             raise
         return self._step
 
-    def commit(self, new_tokens: Mapping[Hashable, list[int]]) -> None:
+    def _plan_boundaries(self, work: DecodeWork, filling: Sequence[int]) -> list[BoundaryEntry]:
+        """Plan the checkpoints of decoding requests that may end a block; return where."""
+        boundaries = []
+        for index in filling:
+            active = work.group.requests[index]
+            self._planner.plan_decode(active)
+            checkpoint = active.checkpoint
+            if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
+                self._checkpoints[index] = checkpoint
+                boundaries.append(BoundaryEntry(index, checkpoint.position, checkpoint.slot))
+        return boundaries
+
+    def commit(self, sampled: Sampled) -> None:
         """Save boundary states, publish what was written, and append the sampled tokens.
 
         Args:
-            new_tokens: Checked tokens of each request that samples.
+            sampled: Checked tokens of each request that samples.
         """
         self._drop_unwritten()
-        tokens = [new_tokens.get(active.request_id, []) for active in self._requests]
         if self._speculation is not None:
-            self._advance(self._speculation, self._speculation.to_device(tokens))
+            self._advance(self._speculation, self._to_device(self._speculation, sampled))
         self._save_boundaries()
-        for active, new in zip(self._requests, tokens, strict=True):
-            if active.status is RequestStatus.DECODING:
-                chunk, active.chunk = active.current_chunk, None
-                self._settle_decode(active, chunk, new)
-            else:
+        self._unfinished = "a step is committed in part"
+        tokens, counts = sampled
+        work, num_decodes = self._work, len(self._work.group)
+        if num_decodes:
+            own = None if counts is None else counts[:num_decodes]
+            self._take(work.group, tokens[:num_decodes], own, self._checkpoints, stays=False)
+            self._counters.computed_tokens += work.num_tokens
+        if self._prefills:
+            sampling = [active for active in self._prefills if active.samples]
+            for active in self._prefills:
                 self._settle_prefill(active)
-                active.append_tokens(new)
+            rows = np.array([active.row for active in sampling], dtype=np.int64)
+            self._rows.append_token(rows, tokens[num_decodes:, 0])
         self._end_step()
+        self._unfinished = ""
+
+    def _take(
+        self,
+        group: DecodingGroup,
+        tokens: Int64Array,
+        counts: Int64Array | None,
+        checkpoints: Mapping[int, Checkpoint],
+        *,
+        stays: bool,
+    ) -> None:
+        """Make sampled tokens of decoding requests part of their sequences.
+
+        Args:
+            group: The requests.
+            tokens: [n, k] their tokens.
+            counts: [n] how many of them each takes; None: one.
+            checkpoints: Where the step may have saved states, by place in the group.
+            stays: Whether a checkpoint that was not reached is also one of the step in flight, if
+                its request is in that.
+        """
+        rows = group.rows
+        if counts is None:
+            after = self._rows.append_token(rows, tokens[:, 0])
+        else:
+            self._rows.append_tokens(rows, tokens, counts)
+            after = self._rows.num_computed[rows] + counts
+        self._rows.num_computed[rows] = after
+        events = (after > self._rows.next_events[rows]).nonzero()[0]
+        if not len(events) and not checkpoints:
+            return
+        places = events.tolist()
+        if checkpoints:
+            places = sorted({*places, *checkpoints})
+        for index in places:
+            active, end = group.requests[index], after.item(index)
+            start = end - (1 if counts is None else counts.item(index))
+            checkpoint = checkpoints.get(index)
+            if checkpoint is not active.checkpoint:
+                checkpoint = None  # of slots that were reset since, and replaced
+            if checkpoint is not None and not start < checkpoint.position <= end:
+                if not (stays and active in self.requests):
+                    self._planner.cancel_decode(active)
+                checkpoint = None
+            self._publish_decoded(active, checkpoint)
+
+    def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
+        """Publish the blocks that a decoding request has filled, and the state that it saved."""
+        active.take_over()
+        if checkpoint is None:
+            self._publisher.publish(active, ())
+            return
+        active.checkpoint = None
+        self._publisher.publish(active, (checkpoint,))
+        if checkpoint.epoch == self._slots.epoch:
+            self._publisher.supersede_decode_state(active, checkpoint)
 
     def commit_on_device(self, sampled: DeviceTokens) -> None:
         """Do what ``commit`` does as far as it needs no tokens on the host.
@@ -194,7 +289,7 @@ class StepRunner:
             StepOrderError: No step is in flight, or the last one is not collected.
             InvalidArgumentError: There is no speculation, or the tensors are of a wrong kind.
         """
-        num_requests = len(self.step.requests)
+        num_requests = self.step.metadata.num_requests
         self.require_collected()
         if self._speculation is None:
             raise InvalidArgumentError(
@@ -205,17 +300,25 @@ class StepRunner:
         self._advance(self._speculation, sampled)
         self._save_boundaries()
         sent = self._speculation.to_host(sampled)
-        entries = []
-        for active, scheduled in zip(self._requests, self.step.requests, strict=True):
-            if scheduled.is_prefill:
-                self._settle_prefill(active)
-            else:
-                active.uncollected, active.chunk = active.chunk, None
-            entries.append(_Entry(active, active.num_releases, scheduled))
-        self._uncollected = (entries, sent)
+        self._unfinished = "a step is committed in part"
+        work, requests = self._work, self.requests
+        lengths = np.ones(len(work.group), dtype=np.int64) if work.lengths is None else work.lengths
+        uncollected = _Uncollected(
+            requests=requests,
+            num_releases=tuple(active.num_releases for active in requests),
+            samples=(*[True] * len(work.group), *(active.samples for active in self._prefills)),
+            lengths=lengths,
+            checkpoints=self._checkpoints,
+            sent=sent,
+        )
+        self._rows.num_in_doubt[work.group.rows] = lengths
+        for active in self._prefills:
+            self._settle_prefill(active)
+        self._uncollected = uncollected
         self._end_step()
+        self._unfinished = ""
 
-    def collect(self, check: Callable[[list[int]], object]) -> dict[Hashable, list[int]]:
+    def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them.
 
         Args:
@@ -229,23 +332,37 @@ class StepRunner:
         """
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
-        entries, sent = self._uncollected
-        tokens = [
-            (entry.active, entry.cut(row, count))
-            for entry, row, count in zip(entries, *sent.wait(), strict=True)
-            if entry.is_current and entry.scheduled.samples
+        requests, num_releases, samples, lengths, checkpoints, sent = self._uncollected
+        tokens, given = sent.wait()
+        num_decodes = len(lengths)
+        counts = np.ones(len(requests), dtype=np.int64)
+        counts[:num_decodes] = np.clip(given[:num_decodes], 0, lengths)
+        current = [
+            index
+            for index, active in enumerate(requests)
+            if samples[index] and active.num_releases == num_releases[index]
         ]
-        check(list(chain.from_iterable(new for _, new in tokens)))
-        self._is_collecting = True
-        for active, new in tokens:
-            chunk, active.uncollected = active.uncollected, None
-            if chunk is None:
-                active.append_tokens(new)
-            else:
-                self._settle_decode(active, chunk, new)
+        tokens, counts = tokens[current], counts[current]
+        check(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
+        self._unfinished = "the tokens of a step are collected in part"
+        kept = [requests[index] for index in current]
+        decoding = [index for index in current if index < num_decodes]
+        group = DecodingGroup([requests[index] for index in decoding])
+        count = len(decoding)
+        self._rows.num_in_doubt[group.rows] = 0
+        own = {
+            place: checkpoints[index]
+            for place, index in enumerate(decoding)
+            if index in checkpoints
+        }
+        self._take(group, tokens[:count], counts[:count], own, stays=True)
+        self._counters.computed_tokens += int(lengths[decoding].sum())
+        rows = np.array([active.row for active in kept[count:]], dtype=np.int64)
+        self._rows.append_token(rows, tokens[count:, 0])
         self._uncollected = None
-        self._is_collecting = False
-        return {active.request_id: new for active, new in tokens}
+        self._unfinished = ""
+        lists = zip(kept, tokens.tolist(), counts.tolist(), strict=True)
+        return {active.request_id: new[:number] for active, new, number in lists}
 
     def abort(self) -> tuple[Hashable, ...]:
         """Take the step back, and return the ids of its requests, which are preempted.
@@ -253,7 +370,7 @@ class StepRunner:
         Raises:
             StepOrderError: No step is in flight.
         """
-        ids = tuple(request.request_id for request in self.step.requests)
+        ids = self.step.request_ids
         self._preempt_all()
         self._counters.aborted_steps += 1
         return ids
@@ -269,50 +386,44 @@ class StepRunner:
         self._end_step()
         self.note_all_used()
         self._uncollected = None
-        self._is_collecting = False
+        self._unfinished = ""
 
     def check_invariants(self) -> None:
-        """Prove that no step is collected in part.
+        """Prove that no step is committed or collected in part.
 
         Raises:
-            InvariantError: One is: ``collect`` broke off.
+            InvariantError: One is: the call broke off.
         """
-        if self._is_collecting:
-            raise InvariantError("the tokens of a step are collected in part")
+        if self._unfinished:
+            raise InvariantError(self._unfinished)
 
-    def check_ids(self, new_tokens: object) -> None:
-        """Check that just the requests that sample have tokens.
+    def read_sampled(
+        self, new_tokens: object, counts: object, preparer: RequestPreparer
+    ) -> Sampled:
+        """Return the step's sampled tokens as arrays, checked.
+
+        Args:
+            new_tokens: As in ``DynamicInferenceContext.commit_step``.
+            counts: Likewise.
+            preparer: Checks tokens.
 
         Raises:
             StepOrderError: No step is in flight, or the last one is not collected.
-            InvalidArgumentError: A request is missing, or one is not expected.
+            InvalidArgumentError: A token is missing, not expected or no token id, or cannot follow
+                from what was computed.
         """
-        expected = set(self.step.sampling_ids)
+        ids = self.step.sampling_ids
         self.require_collected()
-        if not isinstance(new_tokens, Mapping):
-            raise InvalidArgumentError(
-                f"new_tokens must map request ids to tokens, got {type(new_tokens).__name__}"
-            )
-        missing, unexpected = expected - new_tokens.keys(), new_tokens.keys() - expected
-        if missing or unexpected:
-            raise InvalidArgumentError(
-                f"new_tokens must name just the requests that sample, Step.sampling_ids: "
-                f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
-            )
-
-    def check_accepted(self, new_tokens: Mapping[Hashable, Sequence[int]]) -> None:
-        """Check that each request's new tokens can follow from what it computed.
-
-        Raises:
-            InvalidArgumentError: They cannot.
-        """
-        for active, scheduled in zip(self._requests, self.step.requests, strict=True):
-            if scheduled.samples:
-                check_accepted(scheduled, active.current_chunk, new_tokens[active.request_id])
+        id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
+        sampled = read_sampled(new_tokens, counts, ids, id_set, preparer)
+        check_accepted(self._work, sampled, ids)
+        return sampled
 
     def _restore(self, plan: StepPlan, metadata: StepMetadata) -> None:
         if self._side_stream is not None:
             self._side_stream.restore(plan)
+            return
+        if not plan.restores:
             return
         # Without the padding, which a kernel would look at entry by entry.
         planned = slice(len(plan.restores))
@@ -352,7 +463,8 @@ class StepRunner:
             self._side_stream.end_step()
         self._is_advanced = False
         self._extractions.end()
-        self._step, self._requests = None, ()
+        self._step = None
+        self._work, self._prefills, self._checkpoints = _NOTHING, (), {}
 
     def _drop_unwritten(self) -> None:
         """Give up the states inside chunks unless every layer has handed over its part.
@@ -363,7 +475,7 @@ class StepRunner:
         layers = self._extractions.missing_layers
         if not layers:
             return
-        lacking = [active for active in self._requests if active.current_chunk.inside]
+        lacking = [active for active in self._prefills if active.current_chunk.inside]
         if not self._has_warned:
             warnings.warn(_describe_unwritten(layers, lacking), stacklevel=5)
             self._has_warned = True
@@ -373,6 +485,8 @@ class StepRunner:
             self._counters.unwritten_states += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
+        if not self._num_boundaries:
+            return
         metadata = self.step.metadata
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
         planned = slice(self._num_boundaries)
@@ -384,7 +498,7 @@ class StepRunner:
         active.num_computed = chunk.end
         if chunk.lease is not None:
             self._publisher.note_consumed(chunk.lease)
-        self._publisher.publish(active, chunk)
+        self._publisher.publish(active, chunk.checkpoints)
         self._counters.computed_tokens += chunk.num_tokens
         if active.admission is not None:
             self._counters.count_admission(active.admission)
@@ -392,19 +506,24 @@ class StepRunner:
         self._admitter.settle(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
 
-    def _settle_decode(self, active: ActiveRequest, chunk: Chunk, new_tokens: list[int]) -> None:
-        """Make the accepted tokens of a decoding request part of its sequence."""
-        outcome = self._planner.settle_decode(active, chunk, len(new_tokens))
-        active.append_tokens(new_tokens)
-        active.num_computed = outcome.end
-        self._publisher.publish(active, outcome)
-        self._counters.computed_tokens += chunk.num_tokens
-        if outcome.boundary is not None and outcome.epoch == self._slots.epoch:
-            self._publisher.supersede_decode_state(active, outcome.boundary)
+    def _to_device(self, speculation: Speculation, sampled: Sampled) -> DeviceTokens:
+        """Enqueue the copy of sampled tokens, in the order of the batch, to the device."""
+        tokens, counts = sampled
+        if counts is None:
+            counts = np.ones(len(tokens), dtype=np.int64)
+        if self._prefills:
+            samples = [active.samples for active in self._prefills]
+            index = np.flatnonzero([*[True] * len(self._work.group), *samples])
+            count = len(self._work.group) + len(samples)
+            all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)
+            all_counts = np.zeros(count, dtype=np.int64)
+            all_tokens[index], all_counts[index] = tokens, counts
+            tokens, counts = all_tokens, all_counts
+        return speculation.to_device(tokens, counts)
 
     def _preempt_all(self) -> None:
         # Forgotten last: interrupted half-way, the step is seen to lack requests.
-        for active in self._requests:
+        for active in (*self._work.group.requests, *self._prefills):
             self._admitter.release(active)
         self._end_step()
 

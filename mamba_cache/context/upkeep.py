@@ -63,6 +63,7 @@ class ContextUpkeep(CacheMemory):
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
+            self.request_rows,
             max_tokens=config.max_tokens,
             max_decode_tokens=config.max_decode_tokens,
             max_sequence_length=config.max_sequence_length,
@@ -72,9 +73,10 @@ class ContextUpkeep(CacheMemory):
         publisher = Publisher(
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )
-        self._admitter = Admitter(config, kv_blocks, slots, self.request_memory, self._planner)
+        self._admitter = Admitter(config, kv_blocks, slots, self.request_rows, self._planner)
         self._runner = StepRunner(
             buffers=self.step_buffers,
+            rows=self.request_rows,
             slots=slots,
             planner=self._planner,
             admitter=self._admitter,
@@ -116,7 +118,7 @@ class ContextUpkeep(CacheMemory):
     def _reset_everything(self) -> None:
         self._runner.forget()
         self._requests.clear()
-        self.request_memory.reset()
+        self.request_rows.reset()
         # Before the KV blocks, which tell the slots: books that contradict each other are not read.
         self.slot_allocator.reset()
         self.kv_block_allocator.reset()
@@ -142,6 +144,9 @@ class ContextUpkeep(CacheMemory):
         # A request whose first chunk is due gets its live state when its step begins.
         rows = [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
         scrub_memory(self, requests, rows, self._runner.cursors)
+        for active in requests:
+            active.generated  # noqa: B018 - it takes over its newest tokens from its row
+        self.request_rows.scrub()
         self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def stats(self) -> CacheStats:
@@ -162,15 +167,16 @@ class ContextUpkeep(CacheMemory):
         kv_blocks = self.kv_block_allocator
         parts: list[npt.ArrayLike] = []
         for active in self._requests:
-            hashes, end = active.chain.hashes, active.num_tokens
+            hashes, end = active.hashes, active.num_tokens
             # The last hash names all blocks before; without prefix caching the last tokens must do.
             start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
             due = active.chunk.num_tokens if active.chunk else 0
             progress = active.row, active.num_computed, active.most_computed, due
             parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
+        parts += self._runner.progress
         return fingerprint_of(
             self.slot_allocator.fingerprint(),
-            self.request_memory.block_tables,
+            self.request_rows.block_tables,
             (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
             *parts,
         )
@@ -181,13 +187,14 @@ class ContextUpkeep(CacheMemory):
         Raises:
             InvariantError: It does not: a bug of this package.
         """
+        self._runner.check_invariants()
         self.kv_block_allocator.check_between_calls()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
-        self.request_memory.check_invariants(self._requests.holding_memory())
-        self._planner.check_invariants(self._requests.chunks())
-        check_requests(self._requests, self._runner.requests, self.slot_allocator)
-        self._runner.check_invariants()
+        self.request_rows.check_invariants([a.row for a in self._requests.holding_memory()])
+        self._planner.check_invariants([a.chunk for a in self._requests if a.chunk is not None])
+        check_requests(list(self._requests), self._runner.requests, self.slot_allocator)
+        self._requests.check_invariants()
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.

@@ -9,6 +9,7 @@ from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
     BoundaryEntry,
     CheckpointEntry,
+    DecodeBatch,
     SequenceSlice,
     StepBuffers,
     StepPlan,
@@ -17,6 +18,7 @@ from mamba_cache.metadata.step_buffers import (
 __all__ = [
     "BoundaryEntry",
     "CheckpointEntry",
+    "DecodeBatch",
     "SequenceSlice",
     "StepBuffers",
     "StepMetadata",

@@ -14,7 +14,7 @@ import torch
 from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata"]
+__all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata", "cut_into_chunks"]
 
 _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
@@ -52,7 +52,7 @@ def compute_chunk_metadata(
             f"got {len(computed)}, the least {computed.min(initial=0)}"
         )
     chunk_size = check_int("chunk_size", chunk_size, minimum=1, maximum=INT32_MAX)
-    return _cut(starts, computed % chunk_size, chunk_size)
+    return cut_into_chunks(starts, computed % chunk_size, chunk_size)
 
 
 def compute_varlen_chunk_metadata(
@@ -89,10 +89,21 @@ def compute_varlen_chunk_metadata(
     )
 
 
-def _cut(
+def cut_into_chunks(
     starts: _IntArray, phases: _IntArray, chunk_size: int
 ) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
-    """Cuts sequences whose first chunks have ``phases`` tokens behind them already."""
+    """Cuts sequences whose first chunks have ``phases`` tokens behind them already.
+
+    What ``compute_chunk_metadata`` does, of arguments that are right.
+
+    Args:
+        starts: [B + 1] int64. First packed token of each sequence, then their number.
+        phases: [B] int64. Tokens of each sequence's first chunk that precede its packed ones.
+        chunk_size: Most tokens of one chunk.
+
+    Returns:
+        As ``compute_chunk_metadata`` does.
+    """
     lengths = np.diff(starts)
     num_chunks = np.where(lengths > 0, -(-(phases + lengths) // chunk_size), 0)
     chunks_through = np.cumsum(num_chunks)

@@ -6,17 +6,26 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache._lasting import lasting
-from mamba_cache.metadata.chunks import compute_chunk_metadata
+from mamba_cache.metadata.chunks import cut_into_chunks
 from mamba_cache.metadata.step import StepMetadata
 
-__all__ = ["BoundaryEntry", "CheckpointEntry", "SequenceSlice", "StepBuffers", "StepPlan"]
+__all__ = [
+    "BoundaryEntry",
+    "CheckpointEntry",
+    "DecodeBatch",
+    "SequenceSlice",
+    "StepBuffers",
+    "StepPlan",
+]
+
+_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
@@ -26,6 +35,13 @@ _PER_REQUEST = (
     "restore_sources", "restore_rows",
     "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
 )  # fmt: skip
+_PADDING_PER_TOKEN = {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID}
+_PADDING_PER_REQUEST = {
+    "num_computed_tokens": 0,
+    "seq_lens": 0,
+    "request_rows": PAD_SLOT_ID,
+    "state_rows": PAD_SLOT_ID,
+}
 _PER_CHECKPOINT = (
     "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
     "checkpoint_rows", "checkpoint_slots",
@@ -34,7 +50,7 @@ _PER_CHECKPOINT = (
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """The tokens of one sequence that a step computes.
+    """The tokens of one prompt that a step computes.
 
     Attributes:
         row: The request's row in the block table and in the live states.
@@ -48,6 +64,36 @@ class SequenceSlice:
     start: int
     token_ids: np.ndarray[Any, np.dtype[Any]]
     first_writable: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBatch:
+    """The decoding requests of a step, as arrays.
+
+    Attributes:
+        rows: [n] int64. Their rows in the block table and in the live states. The same array in
+            two steps says that the requests are the same.
+        starts: [n] int64. Tokens of each sequence before the step.
+        ends: [n] int64. Tokens of each sequence after the step.
+        longest: The largest of ``ends``; 0 if there is none.
+        token_ids: [total] integer tokens: of each the last sampled one and its drafts, packed.
+        places: [total] int64. Where the tokens' keys and values go; None: it is read off the block
+            tables.
+        query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: each
+            has one.
+    """
+
+    rows: _IntArray
+    starts: _IntArray
+    ends: _IntArray
+    longest: int
+    token_ids: _IntArray
+    places: _IntArray | None = None
+    query_start_loc: _IntArray | None = None
+
+
+_NO_ROWS: _IntArray = np.zeros(0, dtype=np.int64)
+_NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +131,14 @@ class StepPlan:
     """All that a step does, as plain values.
 
     Attributes:
-        decodes: Slices of decoding requests: the last sampled token, and its drafts.
+        decodes: The decoding requests.
         prefills: Slices of prompts.
         checkpoints: States saved while the prefills are computed.
         restores: Pairs (slot or ``ZERO_SOURCE``, the request's row) done before the forward.
         boundaries: States saved when the step is committed.
     """
 
-    decodes: Sequence[SequenceSlice] = ()
+    decodes: DecodeBatch = _NO_DECODES
     prefills: Sequence[SequenceSlice] = ()
     checkpoints: Sequence[CheckpointEntry] = ()
     restores: Sequence[tuple[int, int]] = ()
@@ -116,6 +162,9 @@ class StepBuffers:
         max_decode_tokens: Tokens of one decoding request.
         live_rows_per_request: Rows of the live states for each row of ``block_tables``.
         device: Where the kernels read.
+        table_stamps: [max_requests] int64, owned by the caller: a number >= 0 for each row of
+            ``block_tables``, another one whenever it is written and never that of another row, so
+            that a table need not be copied again. None: every table is, in each step.
     """
 
     @lasting
@@ -123,6 +172,7 @@ class StepBuffers:
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],
         *,
+        table_stamps: _IntArray | None = None,
         block_size_tokens: int,
         chunk_size: int,
         max_tokens: int,
@@ -132,6 +182,7 @@ class StepBuffers:
         device: torch.device,
     ) -> None:
         self._block_tables = block_tables
+        self._table_stamps = table_stamps
         self._block_size = block_size_tokens
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
@@ -147,9 +198,7 @@ class StepBuffers:
         )
         self._device_buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._tensors = self._layout.views(self._device_buffer)
-        kind, count = (
-            (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_SharedBuffer, 1)
-        )
+        kind, count = (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_HostSide, 1)
         self._num_host_buffers = count
         self._host_buffers = itertools.cycle(
             [kind(self._layout, self._device_buffer) for _ in range(count)]
@@ -170,8 +219,7 @@ class StepBuffers:
         for _ in range(self._num_host_buffers):
             host = next(self._host_buffers)
             host.wait()
-            for array in host.arrays.values():
-                array.fill(0)
+            host.clear()
 
     def fill(self, plan: StepPlan) -> StepMetadata:
         """Write the plan's tensors and enqueue their copy to the device.
@@ -186,68 +234,167 @@ class StepBuffers:
         """
         host = next(self._host_buffers)
         host.wait()
-        slices = [*plan.decodes, *plan.prefills]
-        tokens = _fill_tokens(host.arrays, slices, self._block_tables, self._block_size)
-        num_chunks = self._fill_chunks(host.arrays, plan)
-        self._fill_states(host.arrays, plan, slices)
-        decode_lengths = [len(s.token_ids) for s in plan.decodes]
-        host.send(self._layout.used_bytes(len(slices)))
+        decodes, prefills = plan.decodes, plan.prefills
+        num_decodes, num_prefills = len(decodes.rows), len(prefills)
+        lengths = None if decodes.query_start_loc is None else decodes.ends - decodes.starts
+        num_decode_tokens = len(decodes.token_ids)
+        max_decode_len = min(1, num_decodes)
+        if lengths is not None and num_decodes:
+            max_decode_len = int(np.maximum.reduce(lengths))
+        max_seq_len = decodes.longest
+        num_tokens, rows = num_decode_tokens, decodes.rows
+        is_same = host.rows is rows and not num_prefills
+        self._fill_decodes(host, decodes, lengths, is_same)
+        if num_prefills:
+            rows = np.concatenate((rows, [s.row for s in prefills]))
+            num_tokens += self._fill_prefills(host, plan)
+            max_seq_len = max(max_seq_len, *(s.start + len(s.token_ids) for s in prefills))
+        num_chunks = self._fill_chunks(host, plan) if num_prefills or host.has_chunks else 0
+        if not is_same:
+            self._fill_rows(host, rows, num_decodes)
+        host.pad(num_tokens, num_decodes + num_prefills)
+        self._fill_tables(host, rows)
+        if plan.restores or host.has_restores:
+            self._fill_restores(host, plan)
+        if plan.boundaries or host.has_boundaries:
+            self._fill_boundaries(host, plan, rows)
+        host.rows = None if num_prefills else decodes.rows
+        host.send(self._layout.used_bytes(num_decodes + num_prefills))
         return StepMetadata(
-            num_decodes=len(plan.decodes),
-            num_prefills=len(plan.prefills),
-            num_tokens=tokens,
-            num_decode_tokens=sum(decode_lengths),
-            max_decode_len=max(decode_lengths, default=0),
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_tokens=num_tokens,
+            num_decode_tokens=num_decode_tokens,
+            max_decode_len=max_decode_len,
             num_chunks=num_chunks,
             chunk_size=self._chunk_size,
             num_checkpoints=len(plan.checkpoints),
-            max_seq_len=max((s.start + len(s.token_ids) for s in slices), default=0),
+            max_seq_len=max_seq_len,
             **self._tensors,
         )
 
-    def _fill_chunks(self, arrays: dict[str, Any], plan: StepPlan) -> int:
+    def _fill_decodes(
+        self,
+        host: _HostSide,
+        decodes: DecodeBatch,
+        lengths: _IntArray | None,
+        is_same: bool,
+    ) -> None:
+        """Write what is packed of decoding requests, and how long they are."""
+        arrays, count, total = host.arrays, len(decodes.rows), len(decodes.token_ids)
+        places, bounds = decodes.places, decodes.query_start_loc
+        if lengths is None or bounds is None:
+            positions = decodes.starts
+            if not is_same or host.has_drafts:
+                arrays["query_start_loc"][: count + 1] = np.arange(count + 1)
+            if places is None:
+                places = self._places(decodes.rows, positions)
+        else:
+            positions = np.arange(total) - np.repeat(bounds[:-1] - decodes.starts, lengths)
+            arrays["query_start_loc"][: count + 1] = bounds
+            if places is None:
+                places = self._places(np.repeat(decodes.rows, lengths), positions)
+        host.has_drafts = lengths is not None
+        arrays["token_ids"][:total] = decodes.token_ids
+        arrays["positions"][:total] = positions
+        arrays["kv_slot_mapping"][:total] = places
+        arrays["num_computed_tokens"][:count] = decodes.starts
+        arrays["seq_lens"][:count] = decodes.ends
+
+    def _places(self, rows: _IntArray | int, positions: _IntArray) -> _IntArray:
+        """Return where keys and values of tokens go, in 64 bits."""
+        blocks = positions // self._block_size
+        # The block's first place and the offset in it, in one.
+        places: _IntArray = self._block_tables[rows, blocks] - blocks
+        places *= self._block_size
+        places += positions
+        return places
+
+    def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> int:
+        """Write what is packed of prompts, and how long they are; return their tokens."""
+        arrays = host.arrays
+        index, first = len(plan.decodes.rows), len(plan.decodes.token_ids)
+        end = first
+        for piece in plan.prefills:
+            start, length = piece.start, len(piece.token_ids)
+            first, end = end, end + length
+            positions = np.arange(start, start + length)
+            arrays["token_ids"][first:end] = piece.token_ids
+            arrays["positions"][first:end] = positions
+            places = arrays["kv_slot_mapping"][first:end]
+            places[:] = self._places(piece.row, positions)
+            places[: max(0, piece.first_writable - start)] = PAD_SLOT_ID
+            arrays["num_computed_tokens"][index] = start
+            arrays["seq_lens"][index] = start + length
+            index += 1
+            arrays["query_start_loc"][index] = end
+        return end - len(plan.decodes.token_ids)
+
+    def _fill_rows(self, host: _HostSide, rows: _IntArray, num_decodes: int) -> None:
+        """Write whose live states are read and written."""
+        live_rows, count = rows * self._live_rows, len(rows)
+        host.arrays["request_rows"][:count] = rows
+        host.arrays["state_rows"][:count] = live_rows
+        host.fill("decode_state_rows", live_rows[:num_decodes, None], PAD_SLOT_ID)
+
+    def _fill_tables(self, host: _HostSide, rows: _IntArray) -> None:
+        """Copy the block tables that are not there yet."""
+        count, tables = len(rows), host.arrays["block_tables"]
+        if self._table_stamps is None:
+            tables[:count] = self._block_tables[rows]
+            return
+        stamps = self._table_stamps[rows]
+        changed = (host.table_stamps[:count] != stamps).nonzero()[0]
+        if len(changed):
+            tables[changed] = self._block_tables[rows[changed]]
+            host.table_stamps[:count] = stamps
+
+    def _fill_chunks(self, host: _HostSide, plan: StepPlan) -> int:
         lengths = np.array([len(s.token_ids) for s in plan.prefills], dtype=np.int64)
         starts = np.array([s.start for s in plan.prefills], dtype=np.int64)
         query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
-        cu_chunks, seq_idx, last = compute_chunk_metadata(query_start_loc, starts, self._chunk_size)
-        _fill(arrays["cu_chunk_seqlens"], cu_chunks, int(query_start_loc[-1]))
-        _fill(arrays["chunk_seq_idx"], seq_idx, -1)
-        _fill(arrays["last_chunk_indices"], last, -1)
+        cu_chunks, seq_idx, last = cut_into_chunks(
+            query_start_loc, starts % self._chunk_size, self._chunk_size
+        )
+        host.fill("cu_chunk_seqlens", cu_chunks, int(query_start_loc[-1]), pads_all=True)
+        host.fill("chunk_seq_idx", seq_idx, -1)
+        host.fill("last_chunk_indices", last, -1)
+        host.has_chunks = bool(plan.prefills)
+        entries = plan.checkpoints
+        if not entries and not host.has_checkpoints:
+            return len(seq_idx)
+        host.has_checkpoints = bool(entries)
 
         first_grid_chunk = starts // self._chunk_size
         num_chunks = -(-(starts + lengths) // self._chunk_size) - first_grid_chunk
         first_chunk = np.cumsum(num_chunks) - num_chunks
-        entries = plan.checkpoints
         which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
         positions = np.array([entry.position for entry in entries], dtype=np.int64)
         rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
         chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
         seq_starts = query_start_loc[which]
-        _fill(arrays["checkpoint_chunks"], chunks, -1)
-        _fill(arrays["checkpoint_conv_ends"], seq_starts + positions - starts[which], -1)
-        _fill(arrays["checkpoint_seq_starts"], seq_starts, -1)
-        _fill(arrays["checkpoint_rows"], rows[which] * self._live_rows, PAD_SLOT_ID)
-        _fill(arrays["checkpoint_slots"], [entry.slot for entry in entries], PAD_SLOT_ID)
+        host.fill("checkpoint_chunks", chunks, -1)
+        host.fill("checkpoint_conv_ends", seq_starts + positions - starts[which], -1)
+        host.fill("checkpoint_seq_starts", seq_starts, -1)
+        host.fill("checkpoint_rows", rows[which] * self._live_rows, PAD_SLOT_ID)
+        host.fill("checkpoint_slots", [entry.slot for entry in entries], PAD_SLOT_ID)
         return len(seq_idx)
 
-    def _fill_states(
-        self, arrays: dict[str, Any], plan: StepPlan, slices: Sequence[SequenceSlice]
-    ) -> None:
-        """Write which live states and slots are read and written."""
-        rows = np.array([s.row for s in slices], dtype=np.int64)
-        live_rows = rows * self._live_rows
-        _fill(arrays["request_rows"], rows, PAD_SLOT_ID)
-        _fill(arrays["state_rows"], live_rows, PAD_SLOT_ID)
-        _fill(arrays["decode_state_rows"], live_rows[: len(plan.decodes), None], PAD_SLOT_ID)
-        _fill(arrays["restore_sources"], [source for source, _ in plan.restores], PAD_SLOT_ID)
+    def _fill_restores(self, host: _HostSide, plan: StepPlan) -> None:
+        host.fill("restore_sources", [source for source, _ in plan.restores], PAD_SLOT_ID)
         restored = [row * self._live_rows for _, row in plan.restores]
-        _fill(arrays["restore_rows"], restored, PAD_SLOT_ID)
+        host.fill("restore_rows", restored, PAD_SLOT_ID)
+        host.has_restores = bool(plan.restores)
+
+    def _fill_boundaries(self, host: _HostSide, plan: StepPlan, rows: _IntArray) -> None:
         saved = [entry.index for entry in plan.boundaries]
-        _fill(arrays["boundary_rows"], live_rows[saved], PAD_SLOT_ID)
-        _fill(arrays["boundary_slots"], [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
+        host.fill("boundary_rows", rows[saved] * self._live_rows, PAD_SLOT_ID)
+        host.fill("boundary_slots", [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
+        arrays = host.arrays
         arrays["boundary_entries"][:] = arrays["boundary_positions"][:] = -1
         arrays["boundary_entries"][saved] = range(len(saved))
         arrays["boundary_positions"][saved] = [entry.position for entry in plan.boundaries]
+        host.has_boundaries = bool(saved)
 
 
 class _Layout:
@@ -308,11 +455,63 @@ class _Layout:
         self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class _SharedBuffer:
-    """The host side on a CPU: the kernels read the same memory."""
+class _HostSide:
+    """The host side of the tensors, and how much of it is not padding since the last step.
 
-    def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
-        self.arrays = layout.arrays(device_buffer)
+    On a CPU the kernels read the same memory.
+    """
+
+    def __init__(self, layout: _Layout, buffer: torch.Tensor) -> None:
+        self.arrays = layout.arrays(buffer)
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold zeros, and no padding."""
+        for array in self.arrays.values():
+            array.fill(0)
+        self._used = {name: len(array) for name, array in self.arrays.items()}
+        self.rows: _IntArray | None = None
+        self._size = -1, -1
+        self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
+        self.has_drafts = self.has_chunks = self.has_checkpoints = True
+        self.has_restores = self.has_boundaries = True
+
+    def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:
+        """Write values from an array's beginning on, and padding over what was there before.
+
+        Args:
+            name: The array.
+            values: What to write.
+            padding: What stands after them.
+            pads_all: Whether the padding is another one than before.
+        """
+        array, count = self.arrays[name], len(values)
+        array[:count] = values
+        used = len(array) if pads_all else self._used[name]
+        if used > count:
+            array[count:used] = padding
+        self._used[name] = count
+
+    def pad(self, num_tokens: int, num_requests: int) -> None:
+        """Write padding over what the last step had beyond this one.
+
+        Args:
+            num_tokens: Tokens of this one.
+            num_requests: Requests of this one.
+        """
+        used = self._used["token_ids"]
+        if used > num_tokens:
+            for name, padding in _PADDING_PER_TOKEN.items():
+                self.arrays[name][num_tokens:used] = padding
+        self._used["token_ids"] = num_tokens
+        used = self._used["request_rows"]
+        if used > num_requests:
+            for name, padding in _PADDING_PER_REQUEST.items():
+                self.arrays[name][num_requests:used] = padding
+        self._used["request_rows"] = num_requests
+        if self._size != (num_tokens, num_requests):
+            self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+            self._size = num_tokens, num_requests
 
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -321,7 +520,7 @@ class _SharedBuffer:
         """There is nothing to copy."""
 
 
-class _PinnedBuffer:  # pragma: no cover - tests/gpu run it
+class _PinnedBuffer(_HostSide):  # pragma: no cover - tests/gpu run it
     """One host side on a GPU: pinned memory, and the event of its last copy."""
 
     def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
@@ -330,7 +529,7 @@ class _PinnedBuffer:  # pragma: no cover - tests/gpu run it
             layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
         )
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.arrays = layout.arrays(self._buffer)
+        super().__init__(layout, self._buffer)
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""
@@ -340,36 +539,3 @@ class _PinnedBuffer:  # pragma: no cover - tests/gpu run it
         """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
         self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
         self._copied.record()
-
-
-def _fill_tokens(
-    arrays: dict[str, Any],
-    slices: Sequence[SequenceSlice],
-    block_tables: np.ndarray[Any, np.dtype[np.int32]],
-    block_size: int,
-) -> int:
-    lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int64)
-    starts = np.array([s.start for s in slices], dtype=np.int64)
-    rows = np.array([s.row for s in slices], dtype=np.int64)
-    writable = np.array([s.first_writable for s in slices], dtype=np.int64)
-    query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
-    total = int(query_start_loc[-1])
-    positions = np.arange(total) - np.repeat(query_start_loc[:-1] - starts, lengths)
-    blocks = block_tables[np.repeat(rows, lengths), positions // block_size].astype(np.int64)
-    mapping = blocks * block_size + positions % block_size
-    mapping[positions < np.repeat(writable, lengths)] = PAD_SLOT_ID
-
-    tokens = np.concatenate([s.token_ids for s in slices]) if slices else ()
-    _fill(arrays["token_ids"], tokens, 0)
-    _fill(arrays["positions"], positions, 0)
-    _fill(arrays["kv_slot_mapping"], mapping, PAD_SLOT_ID)
-    _fill(arrays["query_start_loc"], query_start_loc, total)
-    _fill(arrays["num_computed_tokens"], starts, 0)
-    _fill(arrays["seq_lens"], starts + lengths, 0)
-    arrays["block_tables"][: len(slices)] = block_tables[rows]
-    return total
-
-
-def _fill(array: Any, values: Any, padding: int) -> None:
-    array[: len(values)] = values
-    array[len(values) :] = padding

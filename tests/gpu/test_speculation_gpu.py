@@ -4,10 +4,11 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, make_config, saved_prefix_lengths, uncached
 from gpu_rig import waiting_raises
+from step_plans import decode_batch
 
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.kernels import decode, decode_torch
+from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
 from mamba_cache.reference import HybridModel, verify_greedy_on_device
 
@@ -126,7 +127,7 @@ class Case:
         ]
         saved = torch.randperm(count, generator=generator)[: count // 2].tolist()
         self.plan = StepPlan(
-            decodes=pieces[:decodes],
+            decodes=decode_batch(pieces[:decodes]),
             prefills=pieces[decodes:],
             boundaries=[BoundaryEntry(i, int(self.ints(1, 100)), 7) for i in saved],
         )
@@ -158,7 +159,7 @@ class Case:
         metadata = buffers.fill(self.plan)
         start = {name: tensor.to(device, copy=True) for name, tensor in self.start.items()}
         rows = DecodeRows(self.k + 2, **start)
-        if self.plan.decodes:
+        if len(self.plan.decodes.rows):
             kernels.describe_decodes(rows, metadata, self.drafts.to(device), 16)
         kernels.advance_rows(rows, metadata, self.tokens.to(device), self.counts.to(device))
         fields = {name: getattr(metadata, name) for name in metadata.__slots__} | start
@@ -169,4 +170,4 @@ def test_kernels_equal_their_twins():
     generator = torch.Generator().manual_seed(3)
     for _ in range(200):
         case = Case(generator)
-        assert case.run(decode, "cuda") == case.run(decode_torch, "cpu")
+        assert case.run(decode, "cuda") == case.run(decode_numpy, "cpu")

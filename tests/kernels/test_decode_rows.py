@@ -6,16 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from step_plans import decode_batch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.kernels import decode, decode_torch
+from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4
 
 
-@pytest.fixture(params=[decode, decode_torch], ids=["triton", "torch"], scope="module")
+@pytest.fixture(params=[decode, decode_numpy], ids=["triton", "numpy"], scope="module")
 def kernels(request):
     return request.param
 
@@ -85,7 +86,7 @@ def tensors(case, device):
         for i, row in enumerate(case.rows)
     ]
     plan = StepPlan(
-        decodes=slices[: case.num_decodes],
+        decodes=decode_batch(slices[: case.num_decodes]),
         prefills=slices[case.num_decodes :],
         boundaries=[BoundaryEntry(i, p, 50 + i) for i, p in case.boundaries.items()],
     )

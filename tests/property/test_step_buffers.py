@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from step_plans import decode_batch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.metadata import (
@@ -41,7 +42,8 @@ def plans(draw):
         length = draw(st.integers(1, min(most, longest)))
         start = draw(st.integers(0, longest - length))
         tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
-        slices.append(SequenceSlice(rows[index], start, tokens, draw(st.integers(0, longest))))
+        writable = 0 if index < num_decodes else draw(st.integers(0, longest))
+        slices.append(SequenceSlice(rows[index], start, tokens, writable))
     prefills = slices[num_decodes:]
     ends = chunk_ends(prefills, chunk)
     chosen = (
@@ -56,17 +58,18 @@ def plans(draw):
         chunk,
         block,
         StepPlan(
-            decodes=slices[:num_decodes],
+            decodes=decode_batch(slices[:num_decodes]),
             prefills=prefills,
             checkpoints=[CheckpointEntry(w, p, 100 + i) for i, (w, p) in enumerate(chosen)],
             restores=draw(pairs),
             boundaries=boundaries,
         ),
         draw(st.sampled_from([1, 4])),
+        slices[:num_decodes],
     )
 
 
-def oracle(plan, tables, block, chunk, live_rows):
+def oracle(plan, decodes, tables, block, chunk, live_rows):
     """Every tensor as a list without padding, by loops."""
     out = {name: [] for name in (
         "token_ids", "positions", "kv_slot_mapping", "num_computed_tokens", "seq_lens",
@@ -74,15 +77,15 @@ def oracle(plan, tables, block, chunk, live_rows):
         "checkpoint_conv_ends", "checkpoint_seq_starts", "checkpoint_rows", "checkpoint_slots",
     )}  # fmt: skip
     out["query_start_loc"], out["cu_chunk_seqlens"] = [0], []
-    list_tokens(out, plan, tables, block, live_rows)
+    list_tokens(out, [*decodes, *plan.prefills], tables, block, live_rows)
     starts, chunk_ending = list_chunks(out, plan, chunk)
     list_checkpoints(out, plan, starts, chunk_ending, live_rows)
-    list_saved(out, plan, live_rows)
+    list_saved(out, plan, decodes, live_rows)
     return out
 
 
-def list_tokens(out, plan, tables, block, live_rows):
-    for piece in (*plan.decodes, *plan.prefills):
+def list_tokens(out, pieces, tables, block, live_rows):
+    for piece in pieces:
         for position, token in enumerate(piece.token_ids.tolist(), piece.start):
             out["token_ids"].append(token)
             out["positions"].append(position)
@@ -112,10 +115,10 @@ def list_chunks(out, plan, chunk):
     return starts, chunk_ending
 
 
-def list_saved(out, plan, live_rows):
-    pieces = [*plan.decodes, *plan.prefills]
+def list_saved(out, plan, decodes, live_rows):
+    pieces = [*decodes, *plan.prefills]
     out["decode_state_rows"] = [
-        [piece.row * live_rows] * (1 + MAX_DECODE_TOKENS) for piece in plan.decodes
+        [piece.row * live_rows] * (1 + MAX_DECODE_TOKENS) for piece in decodes
     ]
     out["restore_sources"] = [source for source, _ in plan.restores]
     out["restore_rows"] = [row * live_rows for _, row in plan.restores]
@@ -140,9 +143,10 @@ def list_checkpoints(out, plan, starts, chunk_ending, live_rows):
         out["checkpoint_slots"].append(entry.slot)
 
 
-def make_buffers(tables, chunk, block, live_rows):
+def make_buffers(tables, stamps, chunk, block, live_rows):
     return StepBuffers(
         tables,
+        table_stamps=stamps,
         block_size_tokens=block,
         chunk_size=chunk,
         max_tokens=MAX_TOKENS,
@@ -153,20 +157,24 @@ def make_buffers(tables, chunk, block, live_rows):
     )
 
 
-@given(plans(), plans(), st.integers(0, 2**32 - 1))
-def test_tensors_equal_loops(before, drawn, seed):
-    """Also after another plan, whose values must not shine through the padding."""
-    chunk, block, plan, live_rows = drawn
+@given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
+    """Also after another plan, whose values must not shine through the padding.
+
+    Where the caller says which tables have changed, those that have not are not copied again.
+    """
+    chunk, block, plan, live_rows, decodes = drawn
     tables = np.random.default_rng(seed).integers(
         0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
     )
-    buffers = make_buffers(tables, chunk, block, live_rows)
+    stamps = np.arange(MAX_REQUESTS) if has_stamps else None
+    buffers = make_buffers(tables, stamps, chunk, block, live_rows)
     if before[:2] == drawn[:2]:
         buffers.fill(before[2])
     addresses = None
     for _ in range(2):
         metadata = buffers.fill(plan)
-        wanted = oracle(plan, tables, block, chunk, live_rows)
+        wanted = oracle(plan, decodes, tables, block, chunk, live_rows)
         padding = {
             "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
             "query_start_loc": metadata.num_tokens,
@@ -176,11 +184,11 @@ def test_tensors_equal_loops(before, drawn, seed):
             tensor = getattr(metadata, name)
             assert tensor[: len(values)].tolist() == values, name
             assert set(tensor[len(values) :].flatten().tolist()) <= {padding.get(name, -1)}, name
-        rows = [piece.row for piece in (*plan.decodes, *plan.prefills)]
+        rows = [piece.row for piece in (*decodes, *plan.prefills)]
         assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
         assert metadata.num_requests == len(rows)
         assert metadata.num_tokens == len(wanted["token_ids"])
-        lengths = [len(piece.token_ids) for piece in plan.decodes]
+        lengths = [len(piece.token_ids) for piece in decodes]
         assert metadata.num_decode_tokens == sum(lengths)
         assert metadata.max_decode_len == max(lengths, default=0)
         assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
@@ -189,3 +197,7 @@ def test_tensors_equal_loops(before, drawn, seed):
         now = [getattr(metadata, name).data_ptr() for name in wanted]
         assert addresses in (None, now)
         addresses = now
+        if changes:
+            tables[0] += 1
+            if has_stamps:
+                stamps[0] += MAX_REQUESTS

@@ -4,6 +4,7 @@ The tokens of a step are given on the host, or on the device and collected later
 step may have begun.
 """
 
+import numpy as np
 import pytest
 import torch
 from context_machine import ContextMachine
@@ -78,6 +79,8 @@ class SpeculationMachine(ContextMachine):
         if self.is_uncollected and not late:
             self.collect()
         given = self.by_row(drafts) if by_row else self.cut(drafts)
+        if not by_row and self.uses_arrays():
+            given = self.in_order(given)
         if not self.can_step():
             return
         step = self.begin(decoding, drafts=given)
@@ -104,6 +107,13 @@ class SpeculationMachine(ContextMachine):
         """On the host drafts must fit whatever the outcome of the last step is."""
         room = {a.request_id: self.longest - a.most_computed - 1 for a in self.context._requests}
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}
+
+    def in_order(self, drafts):
+        """As an array in the order of the requests that decode."""
+        array = np.full((len(drafts), DRAFTS), -1)
+        for row, tokens in zip(array, drafts.values(), strict=True):
+            row[: len(tokens)] = tokens
+        return array
 
     def by_row(self, drafts):
         rows = {active.request_id: active.row for active in self.context._requests}
@@ -147,8 +157,7 @@ class SpeculationMachine(ContextMachine):
             self.context.commit_step(DeviceTokens(padded, counts))
             self.uncollected, self.is_uncollected = dict(sampled), True
         else:
-            ints = {i: new[0] if len(new) == 1 else new for i, new in sampled.items()}
-            self.context.commit_step(ints)
+            self.commit_on_host(sampled)
         for request in step.requests:
             if request.is_prefill:
                 self.publish(self.requests[request.request_id], request)
@@ -160,6 +169,16 @@ class SpeculationMachine(ContextMachine):
             if not on_device:
                 self.publish_decoded(request_id)
         self.remember_states()
+
+    def commit_on_host(self, sampled):
+        if not self.uses_arrays():
+            ints = {i: new[0] if len(new) == 1 else new for i, new in sampled.items()}
+            self.context.commit_step(ints)
+            return
+        padded = np.full((len(sampled), 2 + DRAFTS), -5)
+        for row, new in zip(padded, sampled.values(), strict=True):
+            row[: len(new)] = new
+        self.context.commit_step(padded, [len(new) for new in sampled.values()])
 
     def publish_decoded(self, request_id):
         """All complete blocks before the last token are findable, and the newest with its state."""

@@ -60,9 +60,8 @@ def test_two_steps_share_a_checkpoint_after_the_slots_were_reset_as_well():
     context.begin_step()
     assert context.slot_allocator.num_reserved_slots == 1
     context.check_invariants()
-    before, chunk = active.open_chunks
-    assert (before.start, before.end, before.boundary) == (BLOCK - 1, BLOCK, None)
-    assert (chunk.num_tokens, chunk.boundary.position) == (1, BLOCK)
+    assert (active.num_computed, active.num_in_doubt) == (BLOCK - 1, 1)
+    assert active.checkpoint.position == BLOCK
     context.abort_step()
     assert context.slot_allocator.num_reserved_slots == 0
     context.check_invariants()

@@ -147,7 +147,7 @@ def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch
             patches.setattr(pool, "_notify", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.deregister_blocks(blocks)
-    with pytest.raises(PoisonedError, match="nobody was told that blocks"):
+    with pytest.raises(PoisonedError, match="not everybody was told of"):
         pool.find_block(1)
     pool.add_deregistration_observer(lambda *given: told.append(given))
     pool.reset()

@@ -167,7 +167,8 @@ def test_rows_are_limited(busy):
         ({}, "missing"),
         ({"decoding": 1, "scheduled": 1, "prefilling": 1}, "unexpected"),
         (None, "NoneType"),
-        ([1], "list"),
+        ([1], r"each of the 2 requests in Step.sampling_ids.*got \[1\]"),
+        ({1, 2}, "got set"),
         ({"decoding": 1, "scheduled": -1}, "-1"),
         ({"decoding": 1, "scheduled": 99}, "vocab_size"),
     ],
@@ -351,14 +352,14 @@ def test_invariants_see_lost_room_for_checkpoints(busy):
 
 
 def test_invariants_see_a_wrong_table(busy):
-    row = int((busy.request_memory.block_tables[:, 0] >= 0).argmax())
-    busy.request_memory.block_tables[row, -1] = 0
+    row = int((busy.request_rows.block_tables[:, 0] >= 0).argmax())
+    busy.request_rows.block_tables[row, -1] = 0
     with pytest.raises(errors.InvariantError, match="block table"):
         busy.check_invariants()
 
 
 def test_invariants_see_a_lost_row(busy):
-    busy.request_memory._free_rows.pop()
+    busy.request_rows._free_rows.pop()
     with pytest.raises(errors.InvariantError, match="rows are lost"):
         busy.check_invariants()
 

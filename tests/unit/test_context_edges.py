@@ -190,7 +190,7 @@ def test_the_smallest_kv_budget_is_one_block_and_the_dummy():
     [
         lambda context: context.kv_block_allocator.allocate_memory_blocks(1),
         lambda context: context.slot_allocator.reserve_slots([7]),
-        lambda context: context.request_memory.block_tables.__setitem__((3, 0), 5),
+        lambda context: context.request_rows.block_tables.__setitem__((3, 0), 5),
         lambda context: context.schedule_prefill("x", chunk_tokens=1),
     ],
     ids=["blocks", "slots", "block tables", "a chunk of one token"],

@@ -310,7 +310,7 @@ def test_disabled_cache_says_so():
     for _ in range(BLOCK + 1):
         run_step(context)
     [active] = context._requests
-    assert list(active.chain.hashes) == [], "the answer is not hashed either"
+    assert list(active.hashes) == [], "the answer is not hashed either"
     context.finish("x")
     assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.CACHE_DISABLED
     assert context.stats().cached_blocks == 0

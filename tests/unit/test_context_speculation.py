@@ -54,7 +54,7 @@ REFUSED_DRAFTS = {
     "too many": ({"a": [1, 2, 3]}, "the number of drafts of 'a' must be an int in [0, 2], got 3"),
     "of a stranger": ({"b": [1]}, "drafts are for requests that decode in the step, got [\"'b'\"]"),
     "no tokens": ({"a": [VOCAB]}, "token ids must be below vocab_size"),
-    "no mapping": ([1], "drafts must map request ids to tokens, or be a tensor, got list"),
+    "no mapping": ([1], "in the order of the requests that decode, got list of int64 [1]"),
     "another shape": (torch.zeros(4, 3, dtype=torch.int64), "[4, 2] on cpu"),
     "another dtype": (torch.zeros(4, 2), "got torch.float32 [4, 2] on cpu"),
     "another device": (torch.zeros(4, 2, dtype=torch.int64, device="meta"), "[4, 2] on meta"),

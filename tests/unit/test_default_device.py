@@ -71,7 +71,8 @@ def test_tokens_come_and_go_between_host_and_device(elsewhere):
 
 
 def test_tokens_are_sent_to_the_device_that_was_named():
-    sent = TokenExchange(3, 2, torch.device("meta")).to_device([[1], [2, 3]])
+    tokens, counts = np.array([[1, 0], [2, 3]]), np.array([1, 2])
+    sent = TokenExchange(3, 2, torch.device("meta")).to_device(tokens, counts)
     assert (sent.tokens.device.type, sent.counts.device.type) == ("meta", "meta")
     assert (sent.tokens.shape, sent.counts.shape) == ((2, 2), (2,))
 

@@ -122,7 +122,9 @@ def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
 
 def test_the_benchmarks_page_lists_every_kind_of_run() -> None:
     page = text_of(DOCS / "benchmarks" / "index.md")
-    listed = re.findall(r"^\|.*\| `mamba-cache(?: bench)? (\w+)` \|", page, re.M)
+    listed = re.findall(
+        r"^\|.*\| `(?:python -m mamba_cache\.bench|mamba-cache(?: bench)?) (\w+)` \|", page, re.M
+    )
     results = (DOCS / "benchmarks").glob("*.json")
     assert set(listed) == {json.loads(text_of(path))["benchmark"] for path in results}
 
@@ -136,6 +138,7 @@ def test_the_benchmarks_page_admits_every_limit_that_was_missed() -> None:
         *("None", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten"),
         *("Eleven", "Twelve", "Thirteen", "Fourteen", "Fifteen", "Sixteen", "Seventeen"),
         *("Eighteen", "Nineteen", "Twenty"),
+        *(f"Twenty-{n}" for n in ("one", "two", "three", "four", "five", "six", "seven", "eight")),
     )
     assert f"{numbers[len(missed)]} figures of the runs kept here miss theirs" in page
     units = {"x": "times"}

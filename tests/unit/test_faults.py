@@ -21,6 +21,7 @@ from mamba_cache.errors import InvariantError, PoisonedError, StepOrderError
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
+ENDING = PROMPT[: 2 * BLOCK - 1]
 
 
 def fail_on(call, error=OSError):
@@ -86,8 +87,8 @@ def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkey
 
 def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
     context = make_context()
-    for name, prompt in (("a", PROMPT), ("b", OTHER)):
-        add(context, name, prompt)
+    for name in ("a", "b"):  # the next token of each ends a block
+        add(context, name, ENDING)
     run_step(context)
     patch(monkeypatch, context.step_buffers, "fill", fail_on(1))
     patch(monkeypatch, context._admitter, "release", fail_on(1))
@@ -128,7 +129,7 @@ def test_a_commit_that_breaks_off_between_requests_is_noticed(context, monkeypat
 def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     """A commit that broke off while it saved, and was called again, moved the states on twice."""
     context = make_context(make_config(num_speculative_tokens=2))
-    add(context, "x", PROMPT)
+    add(context, "x", ENDING)
     run_step(context)
     step = context.begin_step()
     token = int(MODEL.forward(step.metadata, context)[0].argmax())
@@ -146,14 +147,14 @@ def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     for _ in range(3):
         run_step(context)
     tokens = context.finish("x")
-    assert tokens == uncached(PROMPT, len(tokens))[0]
+    assert tokens == uncached(ENDING, len(tokens))[0]
 
 
 def test_a_collection_that_breaks_off_is_noticed(monkeypatch):
     """The tokens of the other requests were lost, and the answers went on without them."""
     context = make_context(make_config(num_speculative_tokens=2))
     for name in ("a", "b"):
-        add(context, name, PROMPT)
+        add(context, name, ENDING)
     run_step(context)
     MODEL.forward(context.begin_step().metadata, context)
     counts = torch.ones(2, dtype=torch.int32)

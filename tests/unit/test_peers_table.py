@@ -70,12 +70,12 @@ WRONG_STATE = [
     ),
     Row(
         "a checkpoint taken at a length that an overlapped step had advanced (SGLang #29792)",
-        "the count of the earlier step: settle_decode takes the chunk's end as reached",
+        "the count of the earlier step: StepRunner._take takes the step's end as reached",
         ("integration/test_speculative_async.py::test_answers_are_those_of_a_plain_run",),
     ),
     Row(
         "a graph's replay filled the padded buffer's front, the consumer its end (SGLang #32555)",
-        "the padding written by step_buffers._fill",
+        "the padding written by step_buffers._HostSide",
         ("property/test_step_buffers.py::test_tensors_equal_loops",),
     ),
     Row(

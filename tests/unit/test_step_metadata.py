@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from step_plans import decode_batch
 
 from mamba_cache.metadata import (
     BoundaryEntry,
@@ -20,9 +21,10 @@ MAX_CHUNKS = MAX_TOKENS // CHUNK + 2 * MAX_REQUESTS  # each may begin and end in
 TABLES = np.arange(100, 100 + MAX_REQUESTS * MAX_BLOCKS, dtype=np.int32).reshape(MAX_REQUESTS, -1)
 POISON = 77
 
+DECODES = [SequenceSlice(3, 9, np.array([11, 12])), SequenceSlice(1, 5, np.array([13]))]
 # A decode with a draft, one without, a prefill behind a shared block, and another.
 PLAN = StepPlan(
-    decodes=[SequenceSlice(3, 9, np.array([11, 12])), SequenceSlice(1, 5, np.array([13]))],
+    decodes=decode_batch(DECODES),
     prefills=[
         SequenceSlice(4, 3, np.array([21, 22, 23, 24, 25, 26]), first_writable=5),
         SequenceSlice(2, 6, np.array([31, 32, 33, 34, 35])),
@@ -91,8 +93,9 @@ def make_buffers(tables=TABLES, **changes):
 
 
 def poison(buffers):
-    """Leave what no step would wherever there is room."""
+    """Leave what no step would wherever there is room, as after a scrub."""
     metadata = buffers.fill(StepPlan())
+    buffers.zero_()
     for name in TENSORS:
         getattr(metadata, name).fill_(POISON)
 
@@ -138,21 +141,18 @@ def test_where_a_key_goes_is_exact_in_64_bits():
     """Neither int32 nor the 53 bits of a float hold the largest."""
     block, block_size = 2**31 - 1, 2**23 + 1
     tables = np.full((1, 1), block, dtype=np.int32)
-    plan = StepPlan(decodes=[SequenceSlice(0, 6, np.array([1]))])
+    plan = StepPlan(decodes=decode_batch([SequenceSlice(0, 6, np.array([1]))]))
     metadata = make_buffers(tables, block_size_tokens=block_size).fill(plan)
     assert metadata.kv_slot_mapping[0].item() == block * block_size + 6
 
 
-class StagedBuffer:
+class StagedBuffer(step_buffers._HostSide):
     """A host side of its own, as on a GPU, whose copies are done at once."""
 
     def __init__(self, layout, device_buffer):
         self.buffer = torch.full_like(device_buffer, POISON)
         self.device_buffer = device_buffer
-        self.arrays = layout.arrays(self.buffer)
-
-    def wait(self):
-        pass
+        super().__init__(layout, self.buffer)
 
     def send(self, num_bytes):
         self.device_buffer[:num_bytes] = self.buffer[:num_bytes]
@@ -160,8 +160,8 @@ class StagedBuffer:
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 2])
 def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes):
-    monkeypatch.setattr(step_buffers, "_SharedBuffer", StagedBuffer)
-    plan = StepPlan(decodes=PLAN.decodes[:num_decodes])
+    monkeypatch.setattr(step_buffers, "_HostSide", StagedBuffer)
+    plan = StepPlan(decodes=decode_batch(DECODES[:num_decodes]))
     metadata = make_buffers().fill(plan)
     wanted = TABLES[ROWS[:num_decodes]].tolist()
     assert metadata.block_tables.tolist() == padded(wanted, MAX_REQUESTS, [0] * MAX_BLOCKS)

@@ -1,6 +1,6 @@
 """Kernels between two steps with drafts: one launch when a step begins, one when it is committed.
 
-``decode_torch`` says what they do and what their arguments are.
+``decode_numpy`` says what they do and what their arguments are.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.

@@ -1,0 +1,340 @@
+"""Tokens and drafts as arrays in the order of the batch, and what a steady step does not do."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, run_step
+from work import lines_executed
+
+from mamba_cache import DeviceTokens
+from mamba_cache.context.requests import Checkpoint
+from mamba_cache.errors import InvalidArgumentError, InvariantError
+
+DRAFTS = 2
+PROMPT = [3, 1, 4, 1, 5]
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "numpy": np.array,
+    "int32": lambda tokens: np.array(tokens, dtype=np.int32),
+    "tensor": torch.tensor,
+}
+
+
+def make_mixed(**changes):
+    """Two requests that decode, a chunk that samples and one that does not, in one step."""
+    context = make_context(make_config(max_requests=4, **changes))
+    for name in ("b", "a"):
+        add(context, name, PROMPT)
+    run_step(context)
+    add(context, "half", PROMPT * 3, chunk_tokens=BLOCK)
+    add(context, "whole", PROMPT)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    assert step.sampling_ids == ("b", "a", "whole")
+    return context
+
+
+@pytest.mark.parametrize("num_drafts", [0, DRAFTS])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_may_come_in_the_order_of_those_that_sample(form, num_drafts):
+    context = make_mixed(num_speculative_tokens=num_drafts)
+    context.commit_step(FORMS[form]([7, 8, 9]))
+    context.check_invariants()
+    last = {name: context.output(name)[-1] for name in ("b", "a", "whole")}
+    assert last == {"b": 7, "a": 8, "whole": 9}
+    assert context.output("half") == []
+    assert context.begin_step().metadata.token_ids[:3].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_say_how_many_tokens_of_its_row_a_request_takes(form):
+    context = make_mixed(num_speculative_tokens=DRAFTS)
+    context.abort_step()
+    for name in ("b", "a", "whole"):
+        context.resume_request(name)
+    run_step(context)
+    before = {name: context.output(name) for name in ("b", "a", "whole")}
+    drafts = [[1, 2], [3, -1], [-4, -1]]
+    step = context.begin_step(["b", "a", "whole"], drafts=FORMS["list"](drafts))
+    assert [request.drafts for request in step.requests] == [(1, 2), (3,), ()]
+    MODEL.forward(step.metadata, context)
+    tokens = FORMS[form]([[1, 2, 6], [3, 5, VOCAB + 7], [0, -1, 4]])
+    context.commit_step(tokens, FORMS[form]([3, 2, 0]))
+    context.check_invariants()
+    taken = {name: context.finish(name)[len(before[name]) :] for name in before}
+    assert taken == {"b": [1, 2, 6], "a": [3, 5], "whole": []}
+
+
+REFUSED = {
+    "too few": (([1, 2], None), "one token for each of the 3 requests"),
+    "a table without counts": (([[1, 2]] * 3, None), "one token for each of the 3 requests"),
+    "no token ids": (([1, 2, VOCAB], None), "vocab_size"),
+    "a negative one": (([1, 2, -1], None), "token ids must be"),
+    "floats": ((np.ones(3), None), "new_tokens must be ints.*got float64"),
+    "bools": (([True, False, True], None), "new_tokens must be ints.*got bool"),
+    "lists of several lengths": (([[1], [1, 2], [1]], [1, 2, 1]), "new_tokens must be ints"),
+    "elsewhere": ((torch.ones(3, device="meta").long(), None), "got one on meta: DeviceTokens"),
+    "text": (("abc", None), "got str"),
+    "counts with a mapping": (({"b": 1, "a": 1, "whole": 1}, [1, 1, 1]), "counts belong to tokens"),
+    "counts with one token each": (([1, 2, 3], [1, 1, 1]), r"\[3, k\] and counts \[3\]"),
+    "too few counts": (([[1]] * 3, [1, 1]), r"got \[3, 1\] and \[2\]"),
+    "more than there are": (([[1]] * 3, [1, 2, 1]), r"counts must be ints in \[0, 1\]"),
+    "fewer than none": (([[1]] * 3, [1, -1, 1]), r"counts must be ints in \[0, 1\]"),
+    "more than computed": (([[1, 2]] * 3, [1, 2, 1]), "of 'a' must be an int in [0, 1], got 2"),
+    "none of a prefill": (([[1]] * 3, [1, 0, 0]), "of 'whole' must be an int in [1, 1], got 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_arrays_leave_the_step_in_flight(case):
+    (tokens, counts), message = REFUSED[case]
+    context = make_mixed()
+    before = context.fingerprint()
+    with pytest.raises(
+        InvalidArgumentError,
+        match=message if "\\" in message or "*" in message else re.escape(message),
+    ):
+        context.commit_step(tokens, counts)
+    assert context.fingerprint() == before
+    context.commit_step([1, 2, 3])
+    context.check_invariants()
+
+
+REFUSED_DRAFTS = {
+    "of several lengths": [[1, 2], [3]],
+    "of too many requests": [[1, 2]] * 3,
+    "too many": [[1, 2, 3]] * 2,
+    "floats": [[1.0, 2.0]] * 2,
+    "of no width": [1, 2],
+    "after none": [[-1, 2], [3, 4]],
+    "no token ids": [[1, VOCAB], [3, 4]],
+    "no token ids, beside none": [[1, VOCAB], [3, -1]],
+    "beyond 63 bits": np.full((2, 2), 2**64 - 1, dtype=np.uint64),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DRAFTS)
+def test_arrays_of_drafts_that_are_refused(case):
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    for name in ("a", "b"):
+        add(context, name, PROMPT)
+    run_step(context)
+    before = context.fingerprint()
+    with pytest.raises(InvalidArgumentError):
+        context.begin_step(drafts=REFUSED_DRAFTS[case])
+    assert context.fingerprint() == before
+    assert context.begin_step(drafts=np.zeros((2, 0), dtype=np.int64)).metadata.num_tokens == 2
+
+
+def test_accepted_tokens_of_an_array_must_be_the_drafts():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    add(context, "a", PROMPT)
+    run_step(context)
+    context.begin_step(drafts=[[1]])
+    with pytest.raises(InvalidArgumentError, match=r"its drafts are \[1\], got \[2, 3\]"):
+        context.commit_step([[2, 3, 0]], [2])
+    context.commit_step([[1, 3, 0]], [2])
+    assert context.finish("a")[-2:] == [1, 3]
+
+
+def test_a_step_says_what_it_was_when_it_is_asked_later():
+    """Its requests are described when they are read, perhaps when they have moved on."""
+    contexts = [make_context(make_config(num_speculative_tokens=DRAFTS)) for _ in range(2)]
+    described = []
+    for asks_at_once, context in zip((True, False), contexts, strict=True):
+        for name in ("a", "b"):
+            add(context, name, PROMPT)
+        run_step(context)
+        add(context, "c", PROMPT)
+        step = context.begin_step(drafts={"b": [1, 2]})
+        if asks_at_once:
+            described.append((step.requests, step.sampling_ids, repr(step)))
+        MODEL.forward(step.metadata, context)
+        context.commit_step([[5, 0, 0], [1, 2, 3], [4, 0, 0]], [1, 3, 1])
+        for name in "abc":
+            context.finish(name)
+        if not asks_at_once:
+            described.append((step.requests, step.sampling_ids, repr(step)))
+    assert described[0] == described[1]
+    assert [request.request_id for request in described[0][0]] == ["a", "b", "c"]
+
+
+def forbid(monkeypatch, owner, *names):
+    def refuse(*_, **__):
+        raise AssertionError("nothing calls for that")
+
+    for name in names:
+        monkeypatch.setattr(owner, name, refuse)
+
+
+def decode(count, *, num_drafts=0):
+    context = make_context(
+        make_config(
+            max_requests=count, num_kv_blocks=4 * count, num_speculative_tokens=num_drafts,
+            max_tokens=8 * count,
+        )
+    )  # fmt: skip
+    for name in range(count):
+        add(context, name, [1])
+    run_step(context)
+    return context
+
+
+@pytest.mark.parametrize("num_drafts", [0, DRAFTS])
+def test_a_step_costs_as_many_lines_for_many_requests_as_for_few(monkeypatch, num_drafts):
+    lines = []
+    for count in (2, 8):
+        context = decode(count, num_drafts=num_drafts)
+        context.begin_step()
+        context.commit_step([2] * count)
+        forbid(monkeypatch, context.slot_allocator, "restore_slots", "copy_live_to_slots")
+        forbid(monkeypatch, context.slot_allocator, "reserve_slots")
+        forbid(monkeypatch, context.kv_block_allocator, "allocate_memory_blocks")
+        forbid(monkeypatch, context.kv_block_allocator, "register_kv_block_hashes")
+        drafts = np.full((count, num_drafts), 3) if num_drafts else None
+
+        def step(context=context, drafts=drafts, count=count):
+            context.begin_step(drafts=drafts)
+            context.commit_step(np.full(count, 2))
+
+        lines.append(lines_executed(step))
+    assert lines[0] == lines[1]
+
+
+def test_adding_a_request_does_not_look_at_others():
+    lines = []
+    for count in (2, 8):
+        context = decode(count + 2)
+        for name in (count, count + 1):
+            context.finish(name)
+        add(context, "scheduled", PROMPT)
+        lines.append(lines_executed(lambda context=context: add(context, "new", PROMPT)))
+    assert lines[0] == lines[1]
+
+
+def test_a_step_of_the_same_requests_by_name_is_one_of_the_same_group():
+    context = decode(3)
+    rows = []
+    for names in ([0, 2], [0, 2], [2, 0], None):
+        step = context.begin_step(names)
+        rows.append(step._decodes.group)
+        context.commit_step([1] * len(step.sampling_ids))
+    assert rows[0] is rows[1]
+    assert rows[2].ids == (2, 0)
+    context.preempt(0)
+    context.resume_request(0)
+    run_step(context)
+    assert context.begin_step([2, 0])._decodes.group is not rows[2]
+
+
+def test_requests_that_are_uncollected_are_computed_where_they_may_be():
+    """Without drafts too: which block their token is in only the device knows."""
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    add(context, "a", [1] * (BLOCK - 2))
+    run_step(context)
+    for place in range(4):
+        step = context.begin_step()
+        MODEL.forward(step.metadata, context)
+        table = step.metadata.block_tables[0].tolist()
+        position = BLOCK - 2 + place
+        wanted = table[position // BLOCK] * BLOCK + position % BLOCK
+        assert step.metadata.kv_slot_mapping[0] == wanted
+        if place:
+            context.collect_step()
+        context.commit_step(DeviceTokens(torch.tensor([[2, 0, 0]]), torch.tensor([1]).int()))
+        context.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "empty", [[], (), np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=int)]
+)
+def test_a_step_that_samples_nothing_takes_no_tokens(empty):
+    """Found by search: of an empty array the width was forgotten, and it was refused."""
+    for counts in (None, []) if np.ndim(empty) < 2 else ([],):
+        context = make_context()
+        add(context, "a", PROMPT, chunk_tokens=2)
+        run_the_forward(context)
+        context.commit_step(empty, counts)
+        context.check_invariants()
+        assert context.progress("a").num_computed == 2
+
+
+def run_the_forward(context):
+    MODEL.forward(context.begin_step().metadata, context)
+
+
+class Broken:
+    """What raises as it is read."""
+
+    def tolist(self):
+        raise OSError("broken")
+
+
+def test_tokens_that_raise_as_they_are_read_leave_the_step_in_flight():
+    context = make_mixed()
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step({"a": Broken(), "b": 1, "whole": 1})
+    context.commit_step([1, 2, 3])
+
+
+def test_a_state_of_slots_that_were_reset_is_not_published_when_its_tokens_arrive():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    add(context, "a", [1] * (BLOCK - 1))
+    run_step(context)
+    run_the_forward(context)
+    context.commit_step(DeviceTokens(torch.tensor([[2, 0, 0]]), torch.tensor([1]).int()))
+    context.slot_allocator.reset()
+    assert context.collect_step() == {"a": [2]}
+    context.check_invariants()
+    assert context.stats().saved_states == context.stats().cached_slots == 0
+    assert context.stats().cached_blocks + context.stats().used_blocks > 0
+
+
+def broken_events(context):
+    context.request_rows.next_events[0] += 1
+
+
+def broken_places(context):
+    context.request_rows.place_shifts[0] += 1
+
+
+def broken_marks(context):
+    context.request_rows.decoding.add(3)
+
+
+def broken_sum(context):
+    context.request_rows.num_scheduled_tokens += 1
+
+
+def broken_lengths(context):
+    context.request_rows.num_tokens[0] += 1
+
+
+def broken_checkpoint(context):
+    [active] = context._requests
+    active.checkpoint = Checkpoint(BLOCK, 0, 0)
+
+
+BREACHES = {
+    broken_events: "events of rows",
+    broken_places: "events of rows",
+    broken_marks: "are marked so",
+    broken_sum: "tokens are scheduled, but 1 counted",
+    broken_lengths: "decodes, with",
+    broken_checkpoint: "is in no step, but has",
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES, ids=lambda breach: breach.__name__)
+def test_invariants_see_rows_that_are_wrong(breach):
+    context = make_context()
+    add(context, "a", PROMPT)
+    run_step(context)
+    run_step(context)
+    context.check_invariants()
+    breach(context)
+    with pytest.raises(InvariantError, match=BREACHES[breach]):
+        context.check_invariants()

@@ -1,0 +1,148 @@
+"""Rows and KV blocks of requests: what each is given, that all of it is given back, and tokens."""
+
+import numpy as np
+import pytest
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context import Request
+from mamba_cache.context.request_rows import RequestRows
+from mamba_cache.context.requests import ActiveRequest
+from mamba_cache.errors import BlockCapacityError, InvariantError, RequestCapacityError
+
+BLOCK, MAX_REQUESTS, MAX_BLOCKS, POOL = 4, 3, 6, 17
+DUMMY = POOL - 1
+
+
+@pytest.fixture
+def kv_blocks():
+    return KVBlockAllocator(POOL)
+
+
+@pytest.fixture
+def rows(kv_blocks):
+    return RequestRows(
+        kv_blocks,
+        max_requests=MAX_REQUESTS,
+        max_blocks=MAX_BLOCKS,
+        block_size_tokens=BLOCK,
+        max_decode_tokens=3,
+    )
+
+
+def arrays(rows):
+    """All that is kept by row, but how often tables have changed."""
+    kept = ("num_blocks", "num_tokens", "num_computed", "num_in_doubt", "block_tables")
+    return {name: getattr(rows, name).tolist() for name in kept}
+
+
+def test_tables_name_the_dummy_block_where_there_is_none(rows):
+    assert rows.block_tables.dtype == np.int32
+    assert rows.block_tables.tolist() == [[DUMMY] * MAX_BLOCKS] * MAX_REQUESTS
+
+
+def test_rows_are_given_from_the_first_on(rows, kv_blocks):
+    for _ in range(2):
+        for number in range(MAX_REQUESTS):
+            assert rows.num_free_rows == MAX_REQUESTS - number
+            assert rows.take([], 1, number) == number
+        with pytest.raises(RequestCapacityError):
+            rows.take([], 1, "one more")
+        kv_blocks.reset()
+        rows.reset()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_new"), [(1, 0), (8, 0), (9, 1), (16, 2), (17, 3)])
+def test_a_row_gets_the_blocks_that_it_lacks(rows, kv_blocks, num_tokens, num_new):
+    shared = kv_blocks.allocate_memory_blocks(2)[::-1]
+    free = kv_blocks.num_free_blocks
+    row = rows.take(shared, num_tokens, "a")
+    blocks = rows.blocks_of(row).tolist()
+    assert blocks[:2] == shared
+    assert len(blocks) == rows.num_blocks[row] == 2 + num_new
+    assert kv_blocks.num_free_blocks == free - num_new
+    assert rows.block_tables[row].tolist() == blocks + [DUMMY] * (MAX_BLOCKS - len(blocks))
+
+
+def test_a_row_that_was_given_back_is_as_one_that_nobody_had(rows, kv_blocks):
+    untouched = arrays(rows)
+    shared = kv_blocks.allocate_memory_blocks(2)
+    row = rows.take(shared, 3 * BLOCK, "a")
+    rows.num_tokens[row], rows.num_computed[row], rows.num_in_doubt[row] = 11, 10, 2
+    rows.give_back(row)
+    assert arrays(rows) == untouched
+    kv_blocks.release_memory_blocks(shared)
+    assert kv_blocks.num_free_blocks == POOL - 1
+    rows.check_invariants([])
+
+
+def test_a_row_that_no_request_has_holds_no_blocks(rows):
+    rows.take([], 1, "a")
+    rows._free_rows.append(0)
+    with pytest.raises(InvariantError, match="block table of row 0"):
+        rows.check_invariants([])
+
+
+def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
+    taken = np.array([rows.take([], BLOCK, name) for name in "ab"])
+    stamps = rows.table_stamps.copy()
+    rows.grow_by_one(taken, BLOCK + 1, "ab")
+    assert rows.num_blocks.tolist() == [2, 2, 0]
+    assert (rows.table_stamps > stamps).tolist() == [True, True, False]
+    rows.check_invariants([0, 1])
+    kv_blocks.allocate_memory_blocks(kv_blocks.num_free_blocks - 1)
+    before = arrays(rows)
+    with pytest.raises(BlockCapacityError, match="for request 'a', 'b', of up to 9 tokens"):
+        rows.grow_by_one(taken, 2 * BLOCK + 1, "ab")
+    assert arrays(rows) == before
+
+
+def test_a_row_grows_and_shrinks(rows):
+    row = rows.take([], 1, "a")
+    rows.grow(row, 1, "a")
+    assert rows.num_blocks[row] == 1
+    rows.grow(row, 3 * BLOCK, "a")
+    held = rows.blocks_of(row).tolist()
+    assert len(held) == 3
+    stamp = rows.table_stamps[row]
+    rows.shrink(row, BLOCK + 1, 0)
+    assert rows.blocks_of(row).tolist() == held[:2]
+    assert rows.table_stamps[row] > stamp
+    rows.check_invariants([row])
+
+
+def test_newest_tokens_are_kept_around_the_end_of_a_block(rows):
+    """As many as a block and a step have: the room for them is a ring."""
+    request = ActiveRequest(
+        Request(request_id="a", prompt_tokens=[1, 2]), np.array([1, 2]), None, rows
+    )
+    row = rows.take([], 1, "a")
+    request.enter_row(row, num_computed=0)
+    wanted = []
+    for token in range(100, 120):
+        rows.append_token(np.array([row]), np.array([token]))
+        wanted.append(token)
+        assert rows.last_tokens[row] == token
+        if token % 3 == 0:
+            assert request.generated == wanted
+    tokens = np.array([[5, 6, 7], [8, 9, 9]])
+    other = rows.take([], 1, "b")
+    rows.append_tokens(np.array([row, other]), tokens, np.array([2, 0]))
+    assert request.generated == [*wanted, 5, 6]
+    assert rows.num_tokens[[row, other]].tolist() == [2 + len(wanted) + 2, 0]
+    assert rows.last_tokens[[row, other]].tolist() == [6, 0]
+    request.leave_row()
+    rows.give_back(row)
+    assert (request.generated, request.num_tokens) == ([*wanted, 5, 6], 2 + len(wanted) + 2)
+
+
+def test_what_rows_do_next_is_counted(rows):
+    rows.mark(0, num_due=5, is_decoding=False)
+    rows.mark(1, num_due=7, is_decoding=False)
+    assert (rows.scheduled, rows.num_scheduled_tokens, rows.num_changes) == ({0: 5, 1: 7}, 12, 1)
+    rows.mark(0, num_due=0, is_decoding=True)
+    assert (rows.decoding, rows.num_scheduled_tokens, rows.num_changes) == ({0}, 7, 2)
+    rows.mark(0, num_due=0, is_decoding=True)
+    assert rows.num_changes == 2
+    rows.reset()
+    assert (rows.scheduled, rows.decoding, rows.num_scheduled_tokens) == ({}, set(), 0)
+    assert rows.num_changes == 3
