@@ -255,7 +255,11 @@ def check_tokens(prompt, tokens):
     assert tokens == wanted, f"{tokens} where an uncached run gives {wanted}"
 
 
-_SKIPPED = ("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers")
+_SKIPPED = (
+    *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
+    # What was answered last, kept for the next time it is asked.
+    *("_group", "_group_made_at", "_named", "_named_at"),
+)
 
 
 def frozen(thing, seen=None):

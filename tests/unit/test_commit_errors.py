@@ -144,7 +144,7 @@ def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch
         if by_an_observer:
             patches.setattr(pool, "on_blocks_deregistered", interrupted)
         else:
-            patches.setattr(pool, "_notify", interrupted)
+            patches.setattr(pool, "_tell", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.deregister_blocks(blocks)
     with pytest.raises(PoisonedError, match="not everybody was told of"):
