@@ -134,6 +134,7 @@ def test_a_state_that_outlived_the_content_of_its_block_is_seen(monkeypatch):
 @pytest.mark.parametrize("by_an_observer", [False, True])
 def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch, by_an_observer):
     pool, told = KVBlockAllocator(9), []
+    pool.add_deregistration_observer(lambda *given: told.append(given))
     blocks = pool.allocate_memory_blocks(2)
     pool.register_kv_block_hashes(blocks, [1, 2])
 
@@ -149,7 +150,6 @@ def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch
             pool.deregister_blocks(blocks)
     with pytest.raises(PoisonedError, match="not everybody was told of"):
         pool.find_block(1)
-    pool.add_deregistration_observer(lambda *given: told.append(given))
     pool.reset()
     assert told == [(blocks, [1, 2])]
     assert pool.allocate_memory_blocks(8)
