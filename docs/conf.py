@@ -41,6 +41,8 @@ nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
     (r"py:.*", r"(argparse|ast|collections|contextlib|enum|pathlib|types|typing)\..*"),
     (r"py:.*", r"(np|numpy|prometheus_client|rich|torch|typer)\..*"),
+    # An alias of one of numpy's types.
+    (r"py:class", r"Int64Array"),
     # A private base class or type variable may appear in a signature.
     (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
 ]
