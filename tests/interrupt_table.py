@@ -7,9 +7,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
@@ -17,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 import numpy as np
 import torch
 from interrupt_rig import FAULTS, Search, signal_engine, subjects
+from shares import shared_out
 
 COLUMNS = ["call", "moments", "struck", "went on", "poisoned", "wrong", "wedged", "leaks"]
 
@@ -58,18 +57,14 @@ def survey(name, search, options):
     if options.jobs == 1:
         return search.survey(moments)
     counts, examples = Counter(), []
-    shares = [(name, moments[first :: 8 * options.jobs]) for first in range(8 * options.jobs)]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for found, told in pool.map(survey_share, shares):
-            counts += found
-            examples += told
+    for found, told in shared_out(survey_share, name, moments, options.jobs):
+        counts += found
+        examples += told
     return counts, examples
 
 
-def survey_share(share):
+def survey_share(name, moments):
     """Strikes at some of the moments, in a process of its own."""
-    torch.set_num_threads(1)
-    name, moments = share
     return search_named(name).survey(moments)
 
 
