@@ -73,14 +73,17 @@ class CheckpointPlanner:
             boundary=next((c for c in kept if c.position == chunk.end), None),
         )
 
+    def saves_while_decoding(self, active: ActiveRequest) -> bool:
+        """Say whether states of a request may be saved while it decodes."""
+        wants = self._save_decode_states or bool(active.checkpoint_positions)
+        return self._save_prompt_states and wants
+
     def plan_decode(self, active: ActiveRequest) -> None:
         """Plan the checkpoint of a decoding request that may end a block in the next step.
 
         Args:
-            active: The request, with the blocks of the step.
+            active: One of which states may be saved, with the blocks of the step.
         """
-        if not self._save_prompt_states:
-            return
         # Two steps are shorter than a block: there is one boundary at most.
         position = (active.num_computed // self._block_size + 1) * self._block_size
         if not self._save_decode_states and not active.wants_state_at(position):

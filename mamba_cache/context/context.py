@@ -232,13 +232,13 @@ class DynamicInferenceContext(ContextUpkeep):
         )
         self._requests.check_fits(work.num_tokens)
         due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
-        filling = self._give_blocks(work, due) if len(due) else []
+        saving, crossing = self._give_blocks(work, due) if len(due) else ((), due)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, filling, prefills, on_device)
+        return self._runner.begin(work, saving, crossing, prefills, on_device)
 
-    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> list[int]:
+    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> tuple[list[int], Int64Array]:
         """Give decoding requests the blocks that they lack: at most one each.
 
         Args:
@@ -246,20 +246,20 @@ class DynamicInferenceContext(ContextUpkeep):
             due: Which of them may lack one, or end one.
 
         Returns:
-            Which of them may end one.
+            Which of them may end one and save its state, and which have tokens in two blocks.
 
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
-        rows, its_rows = self.request_rows, work.group.rows[due]
-        lacks = work.ends[due] > rows.num_blocks[its_rows] * self.block_size_tokens
+        rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
+        lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
         if lacks.any():
-            short = due[lacks]
-            names = [work.group.ids[index] for index in short.tolist()]
-            rows.grow_by_one(its_rows[lacks], int(work.ends[short].max()), names)
+            names = [work.group.ids[index] for index in due[lacks].tolist()]
+            rows.grow_by_one(its_rows[lacks], int(ends[lacks].max()), names)
         rows.expect_events(its_rows)
-        filling: list[int] = due[work.ends[due] > rows.next_events[its_rows]].tolist()
-        return filling
+        beyond = ends - rows.next_events[its_rows]
+        saving: list[int] = due[(beyond > 0) & rows.saves_states[its_rows]].tolist()
+        return saving, due[beyond > 1]
 
     @guarded(trusts=())
     def commit_step(

@@ -42,6 +42,8 @@ class RequestRows:
         last_tokens: [max_requests] int64: the token that a decoding request computes next.
         next_events: [max_requests] int64: a step that leaves a decoding request with no more tokens
             computed than this needs no block for it, ends none, and saves no state of it.
+        saves_states: [max_requests] bool: whether a state of a decoding request may be saved where
+            it ends a block.
         place_shifts: [max_requests] int64: what to add to a position to have where its key and
             value go, as block id * block size + offset; up to ``next_events``.
         scheduled: Rows whose requests have a chunk for the next step, with its tokens.
@@ -71,6 +73,7 @@ class RequestRows:
         self.table_stamps, self.num_blocks = zeros(), zeros()
         self.num_tokens, self.num_computed, self.num_in_doubt = zeros(), zeros(), zeros()
         self.last_tokens, self.next_events, self.place_shifts = zeros(), zeros(), zeros()
+        self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = block_size_tokens + max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
@@ -189,7 +192,7 @@ class RequestRows:
         self._stamp_rows(np.arange(len(self.block_tables)))
         for array in (
             self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
-            self.next_events, self.place_shifts, self.last_tokens, self._tails,
+            self.next_events, self.place_shifts, self.saves_states, self.last_tokens, self._tails,
         ):  # fmt: skip
             array[:] = 0
         self.scheduled.clear()
@@ -240,13 +243,22 @@ class RequestRows:
             tokens: [n, k] tokens, k at most ``max_decode_tokens``.
             counts: [n] how many of them each row takes, from 0 to k.
         """
-        lengths = self.num_tokens[rows]
-        # What is not taken lies beyond the end, where there is room for as many.
-        columns = lengths[:, None] + np.arange(tokens.shape[1])
-        self._tails[rows[:, None], columns % self._tail_width] = tokens
-        last = tokens[np.arange(len(rows)), counts - 1]
-        self.last_tokens[rows] = np.where(counts > 0, last, self.last_tokens[rows])
-        self.num_tokens[rows] = lengths + counts
+        count, most = tokens.shape
+        lengths, first = self.num_tokens[rows], np.arange(0, count * most, most)
+        # What is not taken lies beyond the end, where there is room for as many. Flat indices of
+        # 64 bits are looked up several times as fast as pairs.
+        columns = (lengths - first).repeat(most)
+        columns += np.arange(count * most)
+        columns %= self._tail_width
+        columns += (rows * self._tail_width).repeat(most)
+        new = tokens.ravel()
+        self._tails.reshape(-1)[columns] = new
+        last = new[first + (counts - 1)]
+        if np.count_nonzero(counts) < count:
+            last = np.where(counts > 0, last, self.last_tokens[rows])
+        self.last_tokens[rows] = last
+        lengths += counts
+        self.num_tokens[rows] = lengths
 
     def newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the sampled tokens of a row from a position on, which is in its last block."""

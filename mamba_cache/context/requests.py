@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +32,8 @@ __all__ = [
 
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids, 1-D, on the CPU."""
+
+_NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,7 +246,7 @@ class ActiveRequest:
         self._chain = chain
         self._rows = rows
         self._is_cached = is_cached
-        self._generated: list[int] = []
+        self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
         self._num_computed = 0
         self.row = -1
@@ -322,11 +325,17 @@ class ActiveRequest:
     @property
     def generated(self) -> list[int]:
         """Tokens sampled so far, as far as they are collected."""
-        if self.row >= 0:
-            known = len(self.prompt) + len(self._generated)
-            # One call adds them all, so that an interrupt comes before or after.
-            self._generated.extend(self._rows.newest_tokens(self.row, known).tolist())
-        return self._generated
+        self.collect_tokens()
+        return self._generated.tolist()
+
+    def collect_tokens(self) -> TokenArray:
+        """Take its newest tokens over from its row; return them."""
+        if self.row < 0:
+            return _NO_TOKENS
+        newest = self._rows.newest_tokens(self.row, len(self.prompt) + len(self._generated))
+        # One call adds them all, so that an interrupt comes before or after.
+        self._generated.frombytes(newest.tobytes())
+        return newest
 
     @property
     def hashes(self) -> BlockHashes:
@@ -345,10 +354,9 @@ class ActiveRequest:
         gone on with.
         """
         known = len(self.prompt) + len(self._generated)
-        tokens = self._rows.newest_tokens(self.row, known)
+        newest = self.collect_tokens()
         if self._is_cached and self._chain.num_tokens == known:
-            self._chain.append(tokens)
-        self._generated.extend(tokens.tolist())
+            self._chain.append(newest)
 
     @property
     def current_chunk(self) -> Chunk:
@@ -372,7 +380,8 @@ class ActiveRequest:
         split = len(self.prompt)
         if end <= split:
             return self.prompt[start:end]
-        tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
+        self.collect_tokens()
+        tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
     def enter_row(self, row: int, *, num_computed: int) -> None:
@@ -388,7 +397,7 @@ class ActiveRequest:
 
     def leave_row(self) -> int:
         """Keep what its row says of it, and have none; return the row."""
-        self._generated = self.generated
+        self.collect_tokens()
         self._num_computed = self.num_computed
         row, self.row = self.row, -1
         return row

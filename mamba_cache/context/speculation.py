@@ -163,25 +163,32 @@ def plan_decodes(
         return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
         _check_tensor(drafts, (config.max_requests, width), device)
-        lengths = np.minimum(1 + width, room - most)
-        longest = min(longest + 1 + width, room)
-        return DecodeWork(group, starts, most, most + lengths, longest, lengths, knows_drafts=False)
+        work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
+        if work.longest > room:
+            lengths = np.minimum(1 + width, room - most)
+            work = work._replace(ends=most + lengths, longest=room, lengths=lengths)
+        return work._replace(knows_drafts=False)
     if isinstance(drafts, Mapping):
         given = _by_request(drafts, group, width, preparer)
     else:
         given = _in_order(drafts, group, width, preparer)
-    if not given.size:
+    num_drafts = given.shape[1]
+    if not num_drafts or not len(group):
         return DecodeWork(group, starts, most, most + 1, longest + 1)
-    lengths = np.count_nonzero(given >= 0, axis=1) + 1
-    ends = most + lengths
-    longest = int(np.maximum.reduce(ends))
+    ends, lengths, longest = most + (1 + num_drafts), None, longest + 1 + num_drafts
+    # As for token ids, one pass finds whether one is negative.
+    if int(np.bitwise_or.reduce(given, axis=None)) < 0:
+        lengths = np.count_nonzero(given >= 0, axis=1) + 1
+        ends = most + lengths
+        longest = int(np.maximum.reduce(ends))
     if longest > room:
         index = int((ends > room).argmax())
+        may_have = room - most.item(index) - 1
         raise InvalidArgumentError(
-            f"request {group.ids[index]!r} has room for {room - most.item(index) - 1} drafts "
-            f"within max_sequence_length ({room}), got {lengths.item(index) - 1}"
+            f"request {group.ids[index]!r} has room for {may_have} drafts within "
+            f"max_sequence_length ({room}), got {ends.item(index) - most.item(index) - 1}"
         )
-    return DecodeWork(group, starts, most, ends, longest, lengths, given)
+    return DecodeWork(group, starts, most, ends, longest, 1 + num_drafts, lengths, given)
 
 
 def _by_request(
@@ -193,29 +200,32 @@ def _by_request(
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
-    given = np.full((len(group), width if drafts else 0), -1, dtype=np.int64)
-    for index, request_id in enumerate(group.ids if drafts else ()):
-        if request_id not in drafts:
-            continue
-        tokens = preparer.read_tokens(drafts[request_id])
-        name = f"the number of drafts of {request_id!r}"
-        check_int(name, len(tokens), minimum=0, maximum=width)
-        given[index, : len(tokens)] = tokens
+    if not drafts:
+        return np.zeros((len(group), 0), dtype=np.int64)
+    values = [drafts.get(name, ()) for name in group.ids]
+    lists = [v if type(v) in (list, tuple) else preparer.read_tokens(v) for v in values]
+    lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
+    tokens = preparer.read_tokens([*chain.from_iterable(lists)])
+    most = int(np.maximum.reduce(lengths))
+    if most > width:
+        name = f"the number of drafts of {group.ids[int(lengths.argmax())]!r}"
+        check_int(name, most, minimum=0, maximum=width)
+    given = np.full((len(group), most), -1, dtype=np.int64)
+    given[np.arange(most) < lengths[:, None]] = tokens
     return given
 
 
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> Int64Array:
-    """Return [n, k] drafts, -1 where there is none, of what is given in the order of the batch."""
-    wanted = (
-        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
-        f"[{len(group)}, at most {width}] ints in the order of the requests that decode"
-    )
+    """Return [n, k] drafts, negative where there is none, as they are given: in the batch's order.
+
+    The array is not the caller's, who may write into that.
+    """
     try:
         array = np.asarray(drafts)
     except ValueError as error:  # lists of several lengths
-        raise InvalidArgumentError(f"{wanted}, got {drafts!r}") from error
+        raise InvalidArgumentError(f"{_wanted_drafts(group, width)}, got {drafts!r}") from error
     shape = array.shape
     if (
         len(shape) != 2
@@ -224,16 +234,23 @@ def _in_order(
         or array.dtype.kind not in "iu"
     ):
         raise InvalidArgumentError(
-            f"{wanted}, got {type(drafts).__name__} of {array.dtype} {list(shape)}"
+            f"{_wanted_drafts(group, width)}, "
+            f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
-    is_given = array >= 0
-    if is_given.all():
-        preparer.read_tokens(array.ravel())
+    if preparer.are_tokens(array):
         return array.astype(np.int64)
+    is_given = array >= 0
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.read_tokens(array[is_given])
     return np.where(is_given, array, -1).astype(np.int64)
+
+
+def _wanted_drafts(group: DecodingGroup, width: int) -> str:
+    return (
+        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
+        f"[{len(group)}, at most {width}] ints in the order of the requests that decode"
+    )
 
 
 class Sampled(NamedTuple):
@@ -306,12 +323,13 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
             f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
         )
-    most = int(np.maximum.reduce(taken, initial=1))
-    if most > width or int(np.minimum.reduce(taken, initial=0)) < 0:
-        raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     taken = taken.astype(np.int64)
-    preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
-    return Sampled(tokens[:, :most].astype(np.int64), taken)
+    most = int(np.maximum.reduce(taken.view(np.uint64), initial=1))  # a negative one is the largest
+    if most > width:
+        raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
+    if not preparer.are_tokens(tokens[:, :most]):
+        preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
+    return Sampled(tokens[:, :most].astype(np.int64, copy=False), taken)
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -371,29 +389,42 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     if counts is None:
         return
     num_decodes = len(work.group)
-    most = 1 if work.lengths is None else work.lengths
-    is_wrong = counts != 1
-    is_wrong[:num_decodes] = counts[:num_decodes] > most
-    if is_wrong.any():
-        index = int(is_wrong.argmax())
-        is_decode = index < num_decodes
-        longest = work.lengths.item(index) if is_decode and work.lengths is not None else 1
-        name = f"the number of new tokens of {ids[index]!r}"
-        check_int(name, counts.item(index), minimum=0 if is_decode else 1, maximum=longest)
+    # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
+    if work.lengths is not None or num_decodes < len(ids) or tokens.shape[1] > work.width:
+        _check_counts(work, counts, ids)
     width = tokens.shape[1] - 1
     if not work.knows_drafts or not width:
         return
     assert work.drafts is not None, "nobody takes more tokens than were computed"
-    is_accepted = np.arange(width) < counts[:num_decodes, None] - 1
-    drafts = work.drafts[:, :width]
-    is_wrong = (is_accepted & (tokens[:num_decodes, :-1] != drafts)).any(axis=1)
-    for index in is_wrong.nonzero()[0][:1].tolist():
+    is_wrong = tokens[:num_decodes, :-1] != work.drafts[:, :width]
+    if not np.count_nonzero(is_wrong):
+        return
+    is_wrong &= np.arange(width) < counts[:num_decodes, None] - 1
+    for index in is_wrong.any(axis=1).nonzero()[0][:1].tolist():
         its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
             f"the new tokens of {ids[index]!r} must be accepted drafts and one token "
             f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "
             f"{tokens[index, : counts.item(index)].tolist()}"
         )
+
+
+def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable]) -> None:
+    """Check how many new tokens each request has.
+
+    Raises:
+        InvalidArgumentError: There are too many, or not one of a prefill.
+    """
+    num_decodes = len(work.group)
+    is_wrong = counts != 1
+    most = work.width if work.lengths is None else work.lengths
+    is_wrong[:num_decodes] = counts[:num_decodes] > most
+    if not is_wrong.any():
+        return
+    index = int(is_wrong.argmax())
+    longest = 1 if index >= num_decodes else work.ends.item(index) - work.most.item(index)
+    name = f"the number of new tokens of {ids[index]!r}"
+    check_int(name, counts.item(index), minimum=0 if index < num_decodes else 1, maximum=longest)
 
 
 def _check_tensor(

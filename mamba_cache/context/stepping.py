@@ -154,7 +154,8 @@ class StepRunner:
     def begin(
         self,
         work: DecodeWork,
-        filling: Sequence[int],
+        saving: Sequence[int],
+        crossing: Int64Array,
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
@@ -162,17 +163,17 @@ class StepRunner:
 
         Args:
             work: What is computed of the requests that decode; they have blocks for it.
-            filling: Which of them may end a block.
+            saving: Which of them may end a block and save its state.
+            crossing: Which of them have tokens in two blocks.
             prefills: Requests that compute a chunk of their prompt.
             drafts: Checked drafts that the device alone knows.
         """
         self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
         try:
-            boundaries = self._plan_boundaries(work, filling) if filling else []
+            boundaries = self._plan_boundaries(work, saving) if saving else []
             for active in prefills:
                 self._admitter.renew_restore(active)
-            is_in_block = not filling and self._uncollected is None
-            plan = plan_step(work, self._rows, prefills, boundaries, is_in_block=is_in_block)
+            plan = plan_step(work, self._rows, prefills, boundaries, crossing)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
@@ -186,10 +187,10 @@ class StepRunner:
             raise
         return self._step
 
-    def _plan_boundaries(self, work: DecodeWork, filling: Sequence[int]) -> list[BoundaryEntry]:
+    def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[BoundaryEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
         boundaries = []
-        for index in filling:
+        for index in saving:
             active = work.group.requests[index]
             self._planner.plan_decode(active)
             checkpoint = active.checkpoint
@@ -302,7 +303,7 @@ class StepRunner:
         sent = self._speculation.to_host(sampled)
         self._unfinished = "a step is committed in part"
         work, requests = self._work, self.requests
-        lengths = np.ones(len(work.group), dtype=np.int64) if work.lengths is None else work.lengths
+        lengths = work.ends - work.most
         uncollected = _Uncollected(
             requests=requests,
             num_releases=tuple(active.num_releases for active in requests),
@@ -505,6 +506,8 @@ class StepRunner:
             active.admission = None
         self._admitter.settle(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
+        if samples:
+            self._rows.saves_states[active.row] = self._planner.saves_while_decoding(active)
 
     def _to_device(self, speculation: Speculation, sampled: Sampled) -> DeviceTokens:
         """Enqueue the copy of sampled tokens, in the order of the batch, to the device."""

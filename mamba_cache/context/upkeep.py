@@ -145,7 +145,7 @@ class ContextUpkeep(CacheMemory):
         rows = [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
         scrub_memory(self, requests, rows, self._runner.cursors)
         for active in requests:
-            active.generated  # noqa: B018 - it takes over its newest tokens from its row
+            active.collect_tokens()
         self.request_rows.scrub()
         self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
