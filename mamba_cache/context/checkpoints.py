@@ -192,6 +192,25 @@ class Publisher:
         self._consumed[lease.slot] = lease
         self._slots.note_consumed([lease.slot])
 
+    def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> None:
+        """Publish a request's complete blocks, of which ``hashes`` are the hashes."""
+        first = active.num_published
+        end = min(active.num_computed // self._block_size, len(hashes))
+        if first >= end:
+            return
+        parent_hash = hashes[first - 1] if first else None
+        blocks = active.blocks_between(first, end)
+        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
+            ids, digests = [hashes[first]], [hashes.digest(first)]
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, ids, digests=digests, parent_hash=parent_hash
+            )
+        else:
+            self._kv_blocks.register_kv_block_hashes(
+                blocks, hashes[first:end], parent_hash=parent_hash
+            )
+        active.num_published = end
+
     def publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
         """Publish a request's complete blocks and the states that a step saved.
 
@@ -204,7 +223,7 @@ class Publisher:
             checkpoints: What was saved.
         """
         hashes = active.hashes
-        self._publish_blocks(active, hashes)
+        self.publish_blocks(active, hashes)
         if not checkpoints:
             return
         slots, blocks, ids, saved_tokens = [], [], [], []
@@ -265,21 +284,3 @@ class Publisher:
         lease = self._slots.pin_slots([boundary.slot])[0]
         self._slots.unpin_slots([lease])
         return lease
-
-    def _publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> None:
-        first = active.num_published
-        end = min(active.num_computed // self._block_size, len(hashes))
-        if first >= end:
-            return
-        parent_hash = hashes[first - 1] if first else None
-        blocks = active.blocks_between(first, end)
-        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
-            ids, digests = [hashes[first]], [hashes.digest(first)]
-            self._kv_blocks.register_kv_block_hashes(
-                blocks, ids, digests=digests, parent_hash=parent_hash
-            )
-        else:
-            self._kv_blocks.register_kv_block_hashes(
-                blocks, hashes[first:end], parent_hash=parent_hash
-            )
-        active.num_published = end

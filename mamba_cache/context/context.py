@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from mamba_cache._checks import check_int
@@ -253,10 +254,12 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
-        if lacks.any():
-            names = [work.group.ids[index] for index in due[lacks].tolist()]
+        if np.count_nonzero(lacks):
+            names = (work.group.ids[index] for index in due[lacks].tolist())
             rows.grow_by_one(its_rows[lacks], int(ends[lacks].max()), names)
-        rows.expect_events(its_rows)
+        is_over = rows.num_computed[its_rows] > rows.next_events[its_rows]
+        if np.count_nonzero(is_over):
+            rows.expect_events(its_rows[is_over])
         beyond = ends - rows.next_events[its_rows]
         saving: list[int] = due[(beyond > 0) & rows.saves_states[its_rows]].tolist()
         return saving, due[beyond > 1]

@@ -347,16 +347,23 @@ class ActiveRequest:
             self._chain = chain
         return self._chain.hashes
 
-    def take_over(self) -> None:
+    def take_over(self) -> BlockHashes:
         """Take its newest tokens over from its row, and hash the blocks that they complete.
 
         Within a call that is known to have broken off, if it does: what an interrupt leaves is not
         gone on with.
+
+        Returns:
+            As ``hashes``.
         """
         known = len(self.prompt) + len(self._generated)
         newest = self.collect_tokens()
-        if self._is_cached and self._chain.num_tokens == known:
-            self._chain.append(newest)
+        if not self._is_cached:
+            return self._chain.hashes
+        if self._chain.num_tokens != known:
+            return self.hashes
+        self._chain.append(newest)
+        return self._chain.hashes
 
     @property
     def current_chunk(self) -> Chunk:

@@ -90,9 +90,26 @@ class Speculation:
                 self._rows, metadata, drafts, self._config.block_size_tokens
             )
 
-    def advance(self, metadata: StepMetadata, sampled: DeviceTokens) -> None:
-        """Move the step's requests past the tokens that became part of them."""
-        self._kernels.advance_rows(self._rows, metadata, sampled.tokens, sampled.counts)
+    def advance(
+        self,
+        metadata: StepMetadata,
+        tokens: torch.Tensor | Int64Array,
+        counts: torch.Tensor | Int64Array,
+    ) -> None:
+        """Move the step's requests past the tokens that became part of them.
+
+        Args:
+            metadata: The step's.
+            tokens: [num_requests, k] in the order of the batch, on the device or the host.
+            counts: [num_requests] how many of them each takes, likewise.
+        """
+        if self._device.type == "cpu":
+            decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
+            return
+        if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor):
+            sent = self._exchange.to_device(tokens, counts)
+            tokens, counts = sent.tokens, sent.counts
+        self._kernels.advance_rows(self._rows, metadata, tokens, counts)
 
     @property
     def cursors(self) -> torch.Tensor:
@@ -110,10 +127,6 @@ class Speculation:
             kept = tensor[decoding_rows]
             tensor.zero_()
             tensor[decoding_rows] = kept
-
-    def to_device(self, tokens: Int64Array, counts: Int64Array) -> DeviceTokens:
-        """Enqueue the copy of each request's new tokens, of which it takes some, to the device."""
-        return self._exchange.to_device(tokens, counts)
 
     def to_host(self, sampled: DeviceTokens) -> SentTokens:
         """Enqueue the copy of tokens to the host."""
@@ -175,7 +188,8 @@ def plan_decodes(
     num_drafts = given.shape[1]
     if not num_drafts or not len(group):
         return DecodeWork(group, starts, most, most + 1, longest + 1)
-    ends, lengths, longest = most + (1 + num_drafts), None, longest + 1 + num_drafts
+    ends, longest = most + (1 + num_drafts), longest + 1 + num_drafts
+    lengths: Int64Array | None = None
     # As for token ids, one pass finds whether one is negative.
     if int(np.bitwise_or.reduce(given, axis=None)) < 0:
         lengths = np.count_nonzero(given >= 0, axis=1) + 1

@@ -207,7 +207,7 @@ class StepRunner:
         """
         self._drop_unwritten()
         if self._speculation is not None:
-            self._advance(self._speculation, self._to_device(self._speculation, sampled))
+            self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
         self._unfinished = "a step is committed in part"
         tokens, counts = sampled
@@ -271,9 +271,9 @@ class StepRunner:
 
     def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        active.take_over()
+        hashes = active.take_over()
         if checkpoint is None:
-            self._publisher.publish(active, ())
+            self._publisher.publish_blocks(active, hashes)
             return
         active.checkpoint = None
         self._publisher.publish(active, (checkpoint,))
@@ -298,7 +298,7 @@ class StepRunner:
             )
         self._speculation.check_sampled(sampled, num_requests)
         self._drop_unwritten()
-        self._advance(self._speculation, sampled)
+        self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
         sent = self._speculation.to_host(sampled)
         self._unfinished = "a step is committed in part"
@@ -450,14 +450,19 @@ class StepRunner:
         if self._side_stream is not None:
             self._side_stream.end_all()
 
-    def _advance(self, speculation: Speculation, sampled: DeviceTokens) -> None:
+    def _advance(
+        self,
+        speculation: Speculation,
+        tokens: torch.Tensor | Int64Array,
+        counts: torch.Tensor | Int64Array,
+    ) -> None:
         if self._is_advanced:
             raise StepOrderError(
                 "the device knows the step's tokens since a commit_step that broke off: "
                 "abort_step takes the step back"
             )
         self._is_advanced = True
-        speculation.advance(self.step.metadata, sampled)
+        speculation.advance(self.step.metadata, tokens, counts)
 
     def _end_step(self) -> None:
         if self._side_stream is not None:
@@ -509,8 +514,8 @@ class StepRunner:
         if samples:
             self._rows.saves_states[active.row] = self._planner.saves_while_decoding(active)
 
-    def _to_device(self, speculation: Speculation, sampled: Sampled) -> DeviceTokens:
-        """Enqueue the copy of sampled tokens, in the order of the batch, to the device."""
+    def _in_batch_order(self, sampled: Sampled) -> tuple[Int64Array, Int64Array]:
+        """Return the tokens of all requests of the step, and counts; some may not have sampled."""
         tokens, counts = sampled
         if counts is None:
             counts = np.ones(len(tokens), dtype=np.int64)
@@ -522,7 +527,7 @@ class StepRunner:
             all_counts = np.zeros(count, dtype=np.int64)
             all_tokens[index], all_counts[index] = tokens, counts
             tokens, counts = all_tokens, all_counts
-        return speculation.to_device(tokens, counts)
+        return tokens, counts
 
     def _preempt_all(self) -> None:
         # Forgotten last: interrupted half-way, the step is seen to lack requests.

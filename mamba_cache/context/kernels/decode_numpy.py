@@ -83,7 +83,10 @@ def _rings(ring: int) -> np.ndarray[Any, np.dtype[np.intp]]:
 
 
 def advance_rows(
-    rows: DecodeRows, metadata: StepMetadata, tokens: torch.Tensor, counts: torch.Tensor
+    rows: DecodeRows,
+    metadata: StepMetadata,
+    tokens: torch.Tensor | np.ndarray[Any, Any],
+    counts: torch.Tensor | np.ndarray[Any, Any],
 ) -> None:
     """Move each request of a step past the tokens that became part of it.
 
@@ -91,17 +94,18 @@ def advance_rows(
         rows: How far each request is; written.
         metadata: The step's. ``boundary_rows`` and ``boundary_slots`` of decoding requests are
             written: the row with the state at the boundary, or padding if it was not reached.
-        tokens: [num_requests, k + 1] int64 new tokens, in batch order.
-        counts: [num_requests] int32. How many of them each decoding request takes.
+        tokens: [num_requests, k + 1] int64 new tokens, in batch order; as an array fewer columns
+            do, if nobody takes more.
+        counts: [num_requests] ints. How many of them each decoding request takes.
     """
     array, count, end = rows.array, metadata.num_decodes, metadata.num_requests
-    places, new_tokens = array(metadata.request_rows)[:end].astype(np.intp), tokens.numpy()
+    places, new_tokens = array(metadata.request_rows)[:end].astype(np.intp), np.asarray(tokens)
     num_computed, cursors = array(rows.num_computed), array(rows.cursors)
     last_tokens = array(rows.last_tokens)
     if count:
         decoding = places[:count]
         bounds = array(metadata.query_start_loc)
-        accepted = np.minimum(counts.numpy()[:count], bounds[1 : count + 1] - bounds[:count])
+        accepted = np.minimum(np.asarray(counts)[:count], bounds[1 : count + 1] - bounds[:count])
         np.maximum(accepted, 0, out=accepted)
         computed, moved = num_computed[decoding], cursors[decoding]
         _save_boundaries(rows, metadata, decoding, accepted)
@@ -126,7 +130,7 @@ def _save_boundaries(
     rows: DecodeRows,
     metadata: StepMetadata,
     decoding: np.ndarray[tuple[int], np.dtype[np.intp]],
-    accepted: np.ndarray[tuple[int], np.dtype[np.int32]],
+    accepted: np.ndarray[tuple[int], np.dtype[np.integer[Any]]],
 ) -> None:
     """Say which live state of each request is at its boundary, if the step has reached that."""
     array = rows.array
