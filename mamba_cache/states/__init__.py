@@ -15,6 +15,7 @@ from mamba_cache.states.quantization import (
 from mamba_cache.states.quantizers import StateDequantizer, StateQuantizer
 from mamba_cache.states.spec import (
     KVCacheSpec,
+    LayerKind,
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
@@ -27,6 +28,7 @@ __all__ = [
     "ZERO_SOURCE",
     "CopyBackend",
     "KVCacheSpec",
+    "LayerKind",
     "RowIndices",
     "SlotQuantization",
     "SlotRounding",
