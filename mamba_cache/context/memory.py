@@ -22,6 +22,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
@@ -120,6 +121,7 @@ class CacheMemory:
         slot_policy: SlotEvictionPolicy | None,
     ) -> None:
         self._layers = _layers_by_kind(state_spec)
+        self._kinds_fingerprint = _fingerprint_of_kinds(_slot_spec(config, state_spec))
         self.config = config
         self.device = as_device(device)
         self.kv_block_allocator = KVBlockAllocator(
@@ -403,6 +405,13 @@ def _layers_by_kind(spec: StateSpec) -> dict[str, _KindLayers]:
         layers[kind.name] = _KindLayers(first, kind.num_layers, names)
         first += kind.num_layers
     return layers
+
+
+def _fingerprint_of_kinds(slot_spec: StateSpec) -> int:
+    """Digest what slots hold, but for the sizes, of which each rank has its own shard."""
+    return fingerprint_of(
+        *(list(f"{tensor.name} {tensor.dtype}".encode()) for tensor in slot_spec.tensors)
+    )
 
 
 def _layer_labels(spec: StateSpec) -> list[int | str]:
