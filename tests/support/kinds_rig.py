@@ -67,7 +67,7 @@ class GatedDelta:
 
 
 def delta_rule(s, decay, beta, k, v):
-    """Decays a state [heads, keys, values] by key, and writes ``v`` in place of what ``k`` reads."""
+    """Decays a state [heads, keys, values], and writes ``v`` in place of what ``k`` reads."""
     s = s * decay[..., None]
     error = v - (s * k[..., None]).sum(1)
     return s + beta[:, None, None] * k[..., None] * error[:, None]
@@ -209,7 +209,9 @@ class KindsModel:
         self.layers = [KINDS[letter](draw) for letter in pattern]
         self.places = [pattern[:place].count(letter) for place, letter in enumerate(pattern)]
         kept = [kind for letter, kind in KINDS.items() if letter in pattern and letter != "*"]
-        counts = {kind.name: pattern.count(letter) for letter, kind in KINDS.items() if kind in kept}
+        counts = {
+            kind.name: pattern.count(letter) for letter, kind in KINDS.items() if kind in kept
+        }
         self.spec = StateSpec.of(*(LayerKind(k.name, counts[k.name], k.tensors) for k in kept))
         self.num_attention = pattern.count("*")
 
