@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -31,6 +31,7 @@ from mamba_cache.states import (
     as_device,
     blocks_in_budget,
     extract_checkpoint_states,
+    plan_extraction,
     slots_in_budget,
 )
 
@@ -280,23 +281,24 @@ class CacheMemory:
             extractions.check_all(number, *handed_over, metadata)
             if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 self._check_not_capturing()
-        for pair in pairs:
-            self._extract(layer, *pair)
+        # All are checked before the first is written.
+        for write in [self._extraction(layer, *pair) for pair in pairs]:
+            write()
         extractions.record_all(number, chunk_states.values(), window_inputs.values())
 
-    def _extract(
+    def _extraction(
         self,
         layer: int,
         name: str | None,
         states: torch.Tensor | None,
         window: str | None,
         inputs: torch.Tensor | None,
-    ) -> None:
-        """Extract a state, a window, or both of one layer in one launch."""
+    ) -> Callable[[], None]:
+        """Return what extracts a state, a window, or both of one layer in one launch."""
         saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
         quantization = self.slot_allocator.quantization
         scales = quantization.scales_of(name) if quantization and name else None
-        extract_checkpoint_states(
+        return plan_extraction(
             None if window is None else saved[window][layer],
             None if name is None else saved[name][layer],
             None if window is None else live[window][layer],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import check_are_tensors, check_devices
 from mamba_cache.states.quantization import SlotQuantization
 
-__all__ = ["extract_checkpoint_states"]
+__all__ = ["extract_checkpoint_states", "plan_extraction"]
 
 # States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,6 +71,47 @@ def extract_checkpoint_states(
             ``quantization`` a state is never converted: rounded, it would be another state.
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
+    plan_extraction(
+        slot_conv,
+        slot_ssm,
+        live_conv,
+        chunk_states,
+        conv_input,
+        checkpoint_chunks=checkpoint_chunks,
+        checkpoint_conv_ends=checkpoint_conv_ends,
+        checkpoint_seq_starts=checkpoint_seq_starts,
+        checkpoint_rows=checkpoint_rows,
+        checkpoint_slots=checkpoint_slots,
+        slot_scales=slot_scales,
+        quantization=quantization,
+        backend=backend,
+    )()
+
+
+def plan_extraction(
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
+    *,
+    checkpoint_chunks: torch.Tensor,
+    checkpoint_conv_ends: torch.Tensor,
+    checkpoint_seq_starts: torch.Tensor,
+    checkpoint_rows: torch.Tensor,
+    checkpoint_slots: torch.Tensor,
+    slot_scales: torch.Tensor | None = None,
+    quantization: SlotQuantization | None = None,
+    backend: CopyBackend = "auto",
+) -> Callable[[], None]:
+    """Returns what does what ``extract_checkpoint_states`` says, of arguments that are checked.
+
+    So a layer of several tensors can have all of them checked before the first is written.
+
+    Raises:
+        InvalidArgumentError: As there.
+        MissingExtraError: As there.
+    """
     fields = (
         checkpoint_chunks,
         checkpoint_conv_ends,
@@ -102,7 +144,8 @@ def extract_checkpoint_states(
             _check_scales(slot_scales, slot_ssm)
             ssm, states, scales = slot_ssm, chunk_states, slot_scales
             hash_seed = quantization.hash_seed
-    kernels.extract_states(conv, ssm, scales, live, states, inputs, *fields, hash_seed)
+    tensors_given = (conv, ssm, scales, live, states, inputs)
+    return partial(kernels.extract_states, *tensors_given, *fields, hash_seed)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mamba_cache._checks import check_names
+from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.kernels import quantize_torch
 from mamba_cache.states.spec import StateSpec, StateTensorSpec
@@ -48,13 +48,8 @@ class SlotQuantization:
     tensors: tuple[str, ...] = ("ssm",)
 
     def __post_init__(self) -> None:
-        if self.rounding not in ("nearest", "stochastic"):
-            raise InvalidArgumentError(
-                f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}"
-            )
-        is_int = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not is_int or not 0 <= self.seed < 2**31:
-            raise InvalidArgumentError(f"seed must be an int in [0, 2**31), got {self.seed!r}")
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        check_int("seed", self.seed, minimum=0, maximum=INT32_MAX)
         object.__setattr__(self, "tensors", check_names("tensors", self.tensors))
 
     @property
