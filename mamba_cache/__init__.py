@@ -72,7 +72,7 @@ from mamba_cache.slots import (
     ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
-from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -100,6 +100,7 @@ __all__ = [
     "KVBlockAllocator",
     "KVCacheSpec",
     "LastBlock",
+    "LayerKind",
     "LruSlotPolicy",
     "Mamba2AttentionBackend",
     "Mamba2AttentionMetadata",

@@ -17,6 +17,7 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_kind",
+    "check_names",
     "check_number",
     "is_unreadable",
     "outside",
@@ -85,6 +86,27 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def check_names(name: str, values: Any) -> tuple[str, ...]:
+    """Check that ``values`` are different names.
+
+    Args:
+        name: What the caller calls the argument.
+        values: A collection of strings, if it is right.
+
+    Returns:
+        The names.
+
+    Raises:
+        InvalidArgumentError: It is none, is empty, or one is no name or comes twice.
+    """
+    names = [] if isinstance(values, (str, bytes)) else as_items(name, values, "names")
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise InvalidArgumentError(f"{name} must be one or more names, got {values!r}")
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError(f"{name} must be different names, got {values!r}")
+    return tuple(names)
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

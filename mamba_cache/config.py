@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_number
+from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
@@ -64,6 +64,8 @@ class CacheConfig:
             row, not for later ones. If False, it waits for all that is enqueued.
         slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
+        quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
+            is floating-point, [heads, head_dim, state_dim] in a layer.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
         slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
@@ -93,6 +95,7 @@ class CacheConfig:
     num_speculative_tokens: int = 0
     restore_on_side_stream: bool = False
     slot_quantization: Literal["int8"] | None = None
+    quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
     hash_algorithm: HashAlgorithm = "xxh3_128"
@@ -195,6 +198,8 @@ class CacheConfig:
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
         if self.slot_quantization is not None:
             check_choice("slot_quantization", self.slot_quantization, ("int8",))
+        names = check_names("quantized_tensors", self.quantized_tensors)
+        object.__setattr__(self, "quantized_tensors", names)
         check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
         check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0, maximum=2**31 - 1)
         check_choice("hash_algorithm", self.hash_algorithm, ("xxh3_128", "sha256"))

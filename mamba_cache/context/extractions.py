@@ -1,14 +1,14 @@
-"""Which Mamba layers have handed over their states at a step's checkpoints."""
+"""Which layers have handed over their states at a step's checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 
@@ -25,8 +25,9 @@ class CapturedExtractions:
     checkpoint states into their slots makes it itself.
 
     Attributes:
-        lengths: For each Mamba layer, how many chunks and how many prefill tokens the captured
-            tensors hold: no step with more can be replayed.
+        lengths: For each layer with a state, how many chunks and how many prefill tokens the
+            captured tensors hold: no step with more can be replayed. With several kinds of layers
+            they are numbered through, kind after kind in the spec's order.
 
     Raises:
         InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
@@ -49,17 +50,18 @@ class StepExtractions:
     checkpoint inside a chunk is published only if every layer has written its part of it.
 
     Args:
-        num_layers: Mamba layers whose states a slot holds.
+        labels: What messages call each layer whose states a slot holds.
         buffers: The tensors of the step's metadata.
 
     Attributes:
         captured: What a CUDA graph that is being captured has extracted so far, else None.
     """
 
-    def __init__(self, num_layers: int, buffers: StepBuffers) -> None:
+    def __init__(self, labels: Sequence[int | str], buffers: StepBuffers) -> None:
         self.captured: CapturedExtractions | None = None
         self._fields: Mapping[str, torch.Tensor] = {}
-        self._num_layers = num_layers
+        self._labels = labels
+        self._num_layers = len(labels)
         self._buffers = buffers
         self._metadata: StepMetadata | None = None
         self._missing: set[int] = set()
@@ -90,9 +92,9 @@ class StepExtractions:
         return self._fields
 
     @property
-    def missing_layers(self) -> list[int]:
+    def missing_layers(self) -> list[int | str]:
         """Layers that have not handed over; none in a step without checkpoints inside chunks."""
-        return sorted(self._missing)
+        return [self._labels[layer] for layer in sorted(self._missing)]
 
     def check(
         self,
@@ -110,19 +112,50 @@ class StepExtractions:
             InvalidArgumentError: There is no such layer, the metadata are another step's, or the
                 tensors are not as long as the step is.
         """
-        if metadata is not self._metadata:
-            self._refuse(metadata)
-        if not metadata.num_checkpoints:
+        if not self.are_asked_for(metadata):
             return
         self.check_layer(layer)
-        given = _lengths(chunk_states, conv_input)
+        self._check_lengths(layer, metadata, *_lengths(chunk_states, conv_input))
+
+    def check_all(
+        self,
+        layer: int,
+        chunk_states: Iterable[torch.Tensor],
+        window_inputs: Iterable[torch.Tensor],
+        metadata: StepMetadata,
+    ) -> None:
+        """Check the tensors of a layer of whatever kind against the step that asks for them.
+
+        Raises:
+            InvalidArgumentError: They are not as long as the step is.
+        """
+        for states in chunk_states:
+            self._check_lengths(layer, metadata, len(states), metadata.num_prefill_tokens)
+        for inputs in window_inputs:
+            self._check_lengths(layer, metadata, metadata.num_chunks, len(inputs))
+
+    def _check_lengths(
+        self, layer: int, metadata: StepMetadata, num_chunks: int, num_tokens: int
+    ) -> None:
         needed = metadata.num_chunks, metadata.num_prefill_tokens
-        if given != needed:
+        if (num_chunks, num_tokens) != needed:
             raise InvalidArgumentError(
-                f"layer {layer} handed over {given[0]} chunk_states and {given[1]} tokens of "
-                f"conv_input, but the step has {needed[0]} chunks and {needed[1]} prefill tokens: "
-                "hand over just these, without those of decoding requests and without padding"
+                f"layer {self._labels[layer]} handed over {num_chunks} chunk_states and "
+                f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
+                f"{needed[1]} prefill tokens: hand over just these, without those of decoding "
+                "requests and without padding"
             )
+
+    def are_asked_for(self, metadata: StepMetadata) -> bool:
+        """Say whether the step in flight has checkpoints inside its chunks.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: The metadata are another step's.
+        """
+        if metadata is not self._metadata:
+            self._refuse(metadata)
+        return metadata.num_checkpoints > 0
 
     def check_layer(self, layer: int) -> None:
         """Check that there is such a layer.
@@ -139,6 +172,20 @@ class StepExtractions:
             self._missing.discard(layer)
         else:
             self.captured.lengths[layer] = _lengths(chunk_states, conv_input)
+
+    def record_all(
+        self,
+        layer: int,
+        chunk_states: Iterable[torch.Tensor],
+        window_inputs: Iterable[torch.Tensor],
+    ) -> None:
+        """Count a layer of several tensors, of which the shortest limit what can be replayed."""
+        if self.captured is None:
+            self._missing.discard(layer)
+            return
+        lengths = [map(len, tensors) for tensors in (chunk_states, window_inputs)]
+        num_chunks, num_tokens = (min(each, default=INT32_MAX) for each in lengths)
+        self.captured.lengths[layer] = num_chunks, num_tokens
 
     @contextmanager
     def capture(self) -> Iterator[CapturedExtractions]:
@@ -175,9 +222,9 @@ class StepExtractions:
             self.check_layer(layer)
             if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
                 raise InvalidArgumentError(
-                    f"layer {layer} was captured with {num_chunks} chunk_states and {num_tokens} "
-                    f"tokens of conv_input, but the step has {needed[0]} chunks and {needed[1]} "
-                    "prefill tokens: capture with tensors for the longest step"
+                    f"layer {self._labels[layer]} was captured with {num_chunks} chunk_states and "
+                    f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
+                    f"{needed[1]} prefill tokens: capture with tensors for the longest step"
                 )
         self._missing.difference_update(captured.lengths)
 

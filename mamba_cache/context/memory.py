@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
+from mamba_cache._checks import check_int
 from mamba_cache._lasting import lasting
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
@@ -19,6 +22,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
@@ -27,6 +31,7 @@ from mamba_cache.states import (
     as_device,
     blocks_in_budget,
     extract_checkpoint_states,
+    plan_extraction,
     slots_in_budget,
 )
 
@@ -37,7 +42,8 @@ _SLOT_FIELDS = (
     "device", "kv_block_allocator", "max_requests", "block_size_tokens",
     "prefix_caching_eviction_policy", "mamba_chunk_size", "ssm_chunk_alignment",
     "max_mamba_intermediate_states_per_step", "request_to_kv_block_ids", "mamba_metadata",
-    "mamba_conv_states", "mamba_ssm_states", "batch_dimensions", "paused_request_count",
+    "mamba_conv_states", "mamba_ssm_states", "live_states", "batch_dimensions",
+    "paused_request_count",
 )  # fmt: skip
 """What slots read: ``protocols.SlotContext``, and where the tensors are."""
 
@@ -82,7 +88,7 @@ class CacheMemory:
 
     Args:
         config: Settings.
-        state_spec: What one state holds.
+        state_spec: What one state holds, of one kind of layers or several.
         kv_spec: What one token's keys and values hold, or None.
         device: Where the tensors are.
         slot_policy: Which states are given up first.
@@ -115,7 +121,8 @@ class CacheMemory:
         device: torch.device | str,
         slot_policy: SlotEvictionPolicy | None,
     ) -> None:
-        _check_tensors(state_spec)
+        self._layers = _layers_by_kind(state_spec)
+        self._kinds_fingerprint = _fingerprint_of_kinds(_slot_spec(config, state_spec))
         self.config = config
         self.device = as_device(device)
         self.kv_block_allocator = KVBlockAllocator(
@@ -141,7 +148,7 @@ class CacheMemory:
         # Of its own fields, not of this: it would keep all tensors until a garbage collection.
         fields = SimpleNamespace(**{name: getattr(self, name) for name in _SLOT_FIELDS})
         self.slot_allocator = _slot_allocator(config, fields, state_spec, slot_policy)
-        self._extractions = StepExtractions(self.slot_allocator.num_mamba_layers, self.step_buffers)
+        self._extractions = StepExtractions(_layer_labels(state_spec), self.step_buffers)
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
             self.slot_allocator.on_kv_blocks_deregistered
         )
@@ -171,8 +178,9 @@ class CacheMemory:
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
         self.request_to_kv_block_ids = torch.from_numpy(self.request_rows.block_tables)
         self.mamba_metadata = LiveRows(config)
-        self.mamba_conv_states = self.live_states["conv"]
-        self.mamba_ssm_states = self.live_states["ssm"]
+        live_states = self.live_states.tensors if self.live_states.spec.is_mamba else {}
+        self.mamba_conv_states = live_states.get("conv")
+        self.mamba_ssm_states = live_states.get("ssm")
         self.batch_dimensions = BatchCounts()
         self.paused_request_count = 0
 
@@ -187,7 +195,8 @@ class CacheMemory:
 
         Call it in every Mamba layer of every step, before the layer overwrites its live conv
         state. ``commit_step`` publishes a state only if every layer has handed it over. A step
-        without checkpoints inside its chunks asks for nothing, and nothing is looked at.
+        without checkpoints inside its chunks asks for nothing, and nothing is looked at. Layers
+        of other kinds than ``StateSpec.mamba`` describes call ``extract_states``.
 
         Args:
             layer: Which Mamba layer, from 0.
@@ -199,8 +208,9 @@ class CacheMemory:
         Raises:
             StepOrderError: No step is in flight, or a CUDA graph is captured outside of
                 ``capture_extractions``.
-            InvalidArgumentError: There is no such layer, the metadata are another step's, or the
-                tensors are not as long as the step, or of another shape or dtype than the states.
+            InvalidArgumentError: There is no such layer, the metadata are another step's, the
+                tensors are not as long as the step, or of another shape or dtype than the states,
+                or these are not of conv and SSM.
         """
         extractions = self._extractions
         if extractions.captured is not None:
@@ -212,6 +222,11 @@ class CacheMemory:
             if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 self._check_not_capturing()
         slots = self.slot_allocator
+        if self.mamba_conv_states is None:
+            raise InvalidArgumentError(
+                "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
+                f"the kinds {[*self._layers]} call extract_states"
+            )
         extract_checkpoint_states(
             slots.conv_states[layer],
             slots.ssm_states[layer],
@@ -223,6 +238,76 @@ class CacheMemory:
             **extractions.fields,  # type: ignore[arg-type] # no tensor is a backend's name
         )
         extractions.record(layer, chunk_states, conv_input)
+
+    def extract_states(
+        self,
+        kind: str,
+        layer: int,
+        chunk_states: Mapping[str, torch.Tensor],
+        window_inputs: Mapping[str, torch.Tensor],
+        metadata: StepMetadata,
+    ) -> None:
+        """Write the states of one layer of any kind at the step's checkpoints into their slots.
+
+        What ``extract_checkpoint_states`` does for Mamba layers. Each tensor that the layer keeps
+        is given in one of two ways: by its states at the ends of the step's chunks, or, where it
+        holds the last inputs of a convolution or a token shift, by these inputs.
+
+        Args:
+            kind: The layer's kind, as the spec calls it.
+            layer: Which layer of that kind, from 0.
+            chunk_states: By the tensor's name within a layer, [num_chunks, *shape] its states at
+                the ends of the chunks that ``metadata.cu_chunk_seqlens`` bounds, on the device.
+            window_inputs: By name, [num_prefill_tokens, channels] inputs, for a tensor of
+                [channels, width], newest last, or [channels], the last one alone.
+            metadata: ``Step.metadata`` of the step in flight.
+
+        Raises:
+            StepOrderError: As in ``extract_checkpoint_states``.
+            InvalidArgumentError: There is no such kind or layer, the names are not those of its
+                tensors, each once, or as in ``extract_checkpoint_states``.
+        """
+        extractions = self._extractions
+        is_captured = extractions.captured is not None
+        if not is_captured and not extractions.are_asked_for(metadata):
+            return
+        known = self._layers.get(kind) if isinstance(kind, str) else None
+        if known is None:
+            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
+        layer = check_int("layer", layer, minimum=0, maximum=known.num_layers - 1)
+        number, pairs = known.first + layer, _paired(known, chunk_states, window_inputs)
+        if not is_captured:
+            handed_over = chunk_states.values(), window_inputs.values()
+            extractions.check_all(number, *handed_over, metadata)
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                self._check_not_capturing()
+        # All are checked before the first is written.
+        for write in [self._extraction(layer, *pair) for pair in pairs]:
+            write()
+        extractions.record_all(number, chunk_states.values(), window_inputs.values())
+
+    def _extraction(
+        self,
+        layer: int,
+        name: str | None,
+        states: torch.Tensor | None,
+        window: str | None,
+        inputs: torch.Tensor | None,
+    ) -> Callable[[], None]:
+        """Return what extracts a state, a window, or both of one layer in one launch."""
+        saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
+        quantization = self.slot_allocator.quantization
+        scales = quantization.scales_of(name) if quantization and name else None
+        return plan_extraction(
+            None if window is None else saved[window][layer],
+            None if name is None else saved[name][layer],
+            None if window is None else live[window][layer],
+            states,
+            inputs,
+            slot_scales=None if scales is None else saved[scales][layer],
+            quantization=quantization,
+            **self._extractions.fields,  # type: ignore[arg-type] # no tensor is a backend's name
+        )
 
     def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:
         """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
@@ -296,17 +381,85 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
 
 
-def _check_tensors(state_spec: StateSpec) -> None:
-    """Check that a state is made of what slots are made for.
+class _KindLayers(NamedTuple):
+    """The layers of one kind.
+
+    Attributes:
+        first: Number of the first of them, where the layers of all kinds are counted in order.
+        num_layers: How many there are.
+        names: What each of a layer's tensors is called in a pool, by its name within the layer.
+    """
+
+    first: int
+    num_layers: int
+    names: dict[str, str]
+
+
+def _layers_by_kind(spec: StateSpec) -> dict[str, _KindLayers]:
+    """Number the layers of a spec.
 
     Raises:
-        InvalidArgumentError: It is made of other tensors.
+        InvalidArgumentError: Tensors of one kind differ in the number of layers.
     """
-    names = [tensor.name for tensor in state_spec.tensors]
-    if names != ["conv", "ssm"]:
+    layers, first = {}, 0
+    for kind in spec.kinds:
+        names = {name: kind.name_in_pool(name) for name in kind.names}
+        layers[kind.name] = _KindLayers(first, kind.num_layers, names)
+        first += kind.num_layers
+    return layers
+
+
+def _fingerprint_of_kinds(slot_spec: StateSpec) -> int:
+    """Digest what slots hold, but for the sizes, of which each rank has its own shard."""
+    return fingerprint_of(
+        *(list(f"{tensor.name} {tensor.dtype}".encode()) for tensor in slot_spec.tensors)
+    )
+
+
+def _layer_labels(spec: StateSpec) -> list[int | str]:
+    """Say what messages call each layer: a number, or the name of its kind and a number."""
+    return [
+        f"{kind.name} {layer}" if kind.name else layer
+        for kind in spec.kinds
+        for layer in range(kind.num_layers)
+    ]
+
+
+_Pair = tuple[str | None, torch.Tensor | None, str | None, torch.Tensor | None]
+"""What one launch extracts: a state's name in the pool and its values, and a window's."""
+
+
+def _paired(
+    layers: _KindLayers,
+    chunk_states: Mapping[str, torch.Tensor],
+    window_inputs: Mapping[str, torch.Tensor],
+) -> list[_Pair]:
+    """Pair the states that a layer hands over with its windows.
+
+    Raises:
+        InvalidArgumentError: It does not hand over each of its tensors once.
+    """
+    if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
         raise InvalidArgumentError(
-            f"a state must be made of 'conv' and 'ssm' (StateSpec.mamba), got {names}"
+            "chunk_states and window_inputs must map names to tensors, "
+            f"got {type(chunk_states).__name__} and {type(window_inputs).__name__}"
         )
+    given = [*chunk_states, *window_inputs]
+    if len(given) != len(layers.names) or set(given) != layers.names.keys():
+        raise InvalidArgumentError(
+            f"a layer of this kind must hand over each of {[*layers.names]} once, as chunk_states "
+            f"or as window_inputs, got {[*chunk_states]} and {[*window_inputs]}"
+        )
+    tensors = [*chunk_states.values(), *window_inputs.values()]
+    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        raise InvalidArgumentError(
+            "chunk_states and window_inputs must be tensors, one row for each chunk and each "
+            f"prefill token, got {tensors!r}"
+        )
+    states = [(layers.names[name], tensor) for name, tensor in chunk_states.items()]
+    windows = [(layers.names[name], tensor) for name, tensor in window_inputs.items()]
+    nothing = (None, None)
+    return [(*a, *b) for a, b in zip_longest(states, windows, fillvalue=nothing)]
 
 
 def _slot_allocator(
@@ -315,21 +468,16 @@ def _slot_allocator(
     state_spec: StateSpec,
     policy: SlotEvictionPolicy | None,
 ) -> MambaSlotAllocator:
-    """Make the slots for states of a conv window and an SSM state in each Mamba layer.
+    """Make the slots.
 
     Raises:
         BudgetError: The budget does not hold one slot.
         InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
     """
-    conv, ssm = state_spec.tensors
-    return MambaSlotAllocator(
+    return MambaSlotAllocator.from_spec(
         cast(SlotContext, fields),
         _num_slots(config, _slot_spec(config, state_spec)),
-        conv.num_layers,
-        conv.shape,
-        ssm.shape,
-        conv.dtype,
-        ssm.dtype,
+        state_spec,
         policy=policy,
         quantization=_quantization(config),
     )
@@ -346,10 +494,12 @@ def _slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:
 
 
 def _quantization(config: CacheConfig) -> SlotQuantization | None:
-    """Return how slots keep SSM states in int8, or None if they keep them as they are."""
+    """Return how slots keep states in int8, or None if they keep them as they are."""
     if config.slot_quantization is None:
         return None
-    return SlotQuantization(config.slot_rounding, config.slot_rounding_seed)
+    return SlotQuantization(
+        config.slot_rounding, config.slot_rounding_seed, config.quantized_tensors
+    )
 
 
 def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:

@@ -537,16 +537,17 @@ class StepRunner:
 
 
 def _describe_unwritten(
-    layers: Sequence[int], requests: Sequence[ActiveRequest]
+    layers: Sequence[int | str], requests: Sequence[ActiveRequest]
 ) -> UnwrittenStateWarning:
     where = ", ".join(
         f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
         for active in requests[:8]
     )
     return UnwrittenStateWarning(
-        f"Mamba layers {list(layers)} have not handed over their states in this step, so those of "
+        f"The layers {list(layers)} have not handed over their states in this step, so those of "
         f"requests {where} tokens are not published, and what could be skipped is computed again. "
         "Every Mamba layer must call context.extract_checkpoint_states in every step with prefill "
-        "chunks, and where a CUDA graph is replayed, the engine context.count_extractions. "
-        "Further ones are only counted, in stats().unwritten_states"
+        "chunks, those of other kinds context.extract_states, and where a CUDA graph is replayed, "
+        "the engine context.count_extractions. Further ones are only counted, in "
+        "stats().unwritten_states"
     )

@@ -159,7 +159,8 @@ class ContextUpkeep(CacheMemory):
         """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
 
         Ranks that run the same requests over shards of the same model must have equal ones after
-        every call, given equal settings and ``hash_secret``. Linear in slots and block tables.
+        every call, given equal settings, ``hash_secret``, and names and dtypes of states (a kind of
+        layers that a rank has none of has 0 layers there). Linear in slots and block tables.
 
         Returns:
             From 0 to 2**63 - 1.
@@ -175,6 +176,7 @@ class ContextUpkeep(CacheMemory):
             parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
         parts += self._runner.progress
         return fingerprint_of(
+            self._kinds_fingerprint,
             self.slot_allocator.fingerprint(),
             self.request_rows.block_tables,
             (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import as_ints, check_int, check_kind
 from mamba_cache._guard import guarded
 from mamba_cache._lasting import lasting
 from mamba_cache.errors import (
@@ -62,14 +63,16 @@ class MambaSlotAllocator(SlotPool):
 
     Attributes:
         context: As given.
-        num_mamba_layers: As given.
+        num_mamba_layers: Layers that keep a state, over all their kinds.
         placement: Where checkpoints lie.
         quantization: As given.
         free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
         slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
             are the books themselves, and may be written by index.
-        conv_states: [num_mamba_layers, max_slots, *conv] on the device.
+        states: The saved states, [num_layers, max_slots, *shape] by name, whatever their kinds.
+        conv_states: [num_mamba_layers, max_slots, *conv] on the device. This and the next, as
+            those of the scratch, are None where states are of other kinds.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
         transfers: What moves states.
@@ -97,20 +100,12 @@ class MambaSlotAllocator(SlotPool):
         placement: CheckpointPlacement | None = None,
         quantization: SlotQuantization | None = None,
     ) -> None:
-        check_model(context)
-        placement = check_placement(placement)
-        if policy is None:
-            policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
-        kv_blocks = context.kv_block_allocator
-        super().__init__(max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
-        self.context = context
-        self.num_mamba_layers = num_mamba_layers
-        self.placement = placement
         kinds = (conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype)
-        self._make_states(StateSpec.mamba(num_mamba_layers, *kinds), quantization)
-        self._make_tables()
+        spec = StateSpec.mamba(num_mamba_layers, *kinds)
+        self._set_up(context, max_slots, spec, policy, placement, quantization)
 
     @classmethod
+    @lasting
     def from_spec(
         cls,
         context: SlotContext,
@@ -119,34 +114,64 @@ class MambaSlotAllocator(SlotPool):
         *,
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        quantization: SlotQuantization | None = None,
     ) -> MambaSlotAllocator:
-        """Make an allocator for the states that a spec describes.
+        """Make an allocator for the states that a spec describes, of whatever kinds of layers.
+
+        The scratch, and calls that take conv and SSM states, are for ``StateSpec.mamba`` alone.
+        With other kinds live states are read from ``context.live_states``.
 
         Raises:
-            InvalidArgumentError: The spec is not one that ``StateSpec.mamba`` makes, or as above.
+            InvalidArgumentError: The context has a scratch, and the spec is not one that
+                ``StateSpec.mamba`` makes; or as above.
         """
-        conv, ssm = spec.tensors[0], spec.tensors[-1]
-        if spec != StateSpec.mamba(conv.num_layers, conv.shape, ssm.shape, conv.dtype, ssm.dtype):
-            raise InvalidArgumentError(f"the spec must be of conv and ssm states, got {spec}")
-        kinds = (conv.shape, ssm.shape, conv.dtype, ssm.dtype)
-        return cls(context, max_slots, conv.num_layers, *kinds, policy=policy, placement=placement)
+        slots = cls.__new__(cls)
+        slots._set_up(context, max_slots, spec, policy, placement, quantization)
+        return slots
+
+    def _set_up(  # noqa: PLR0917 - what both ways of making one have in common
+        self,
+        context: SlotContext,
+        max_slots: int,
+        spec: StateSpec,
+        policy: SlotEvictionPolicy | None,
+        placement: CheckpointPlacement | None,
+        quantization: SlotQuantization | None,
+    ) -> None:
+        check_model(context)
+        check_kind("spec", spec, StateSpec)
+        placement = check_placement(placement)
+        if policy is None:
+            policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
+        kv_blocks = context.kv_block_allocator
+        SlotPool.__init__(self, max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
+        self.context = context
+        self.num_mamba_layers = sum(kind.num_layers for kind in spec.kinds)
+        self.placement = placement
+        self._make_states(spec, quantization)
+        self._make_tables()
 
     def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
         device = _state_device(self.context)
-        self.max_intermediate_count = num_scratch_rows(self.context)
+        self.max_intermediate_count = _num_scratch_rows(self.context, spec)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        self._live_states = partial(_live_states, self.context)
+        names = None if spec.is_mamba else [tensor.name for tensor in spec.tensors]
+        self._live_states = partial(_live_states, self.context, names)
         self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
-        self.conv_states, self.ssm_states = states["conv"], states["ssm"]
-        self.ssm_scales = states.tensors.get("ssm_scales")
-        self.intermediate_conv_out, self.intermediate_ssm_out = scratch["conv"], scratch["ssm"]
-        self._states, self._scratch = states, scratch
+        self.states, self._scratch = states, scratch
+        # Any: to those who know that states are of conv and SSM these are never None.
+        saved, scratched = (pool.tensors if spec.is_mamba else {} for pool in (states, scratch))
+        self.conv_states: Any = saved.get("conv")
+        self.ssm_states: Any = saved.get("ssm")
+        self.ssm_scales = saved.get("ssm_scales")
+        self.intermediate_conv_out: Any = scratched.get("conv")
+        self.intermediate_ssm_out: Any = scratched.get("ssm")
 
     def _make_tables(self) -> None:
-        self._tables = IntermediateTables(self.context.max_requests, self._states.device)
+        self._tables = IntermediateTables(self.context.max_requests, self.states.device)
         self._intermediate_offsets_cpu = self._tables.offsets_cpu
         self._intermediate_counts_cpu = self._tables.counts_cpu
         self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
@@ -180,8 +205,14 @@ class MambaSlotAllocator(SlotPool):
         Raises:
             UnknownBlockError: The id is outside the KV pool.
             MissingStateError: The block has no slot.
-            InvalidArgumentError: There is no such layer, or a state is no tensor that fits.
+            InvalidArgumentError: There is no such layer, a state is no tensor that fits, or the
+                slots' states are not of conv and SSM.
         """
+        if self.conv_states is None:
+            raise InvalidArgumentError(
+                f"store_from_tensors takes conv and SSM states, but those of these slots are "
+                f"{[*self.states.tensors]}: write them to states, or restore and save live ones"
+            )
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
@@ -465,7 +496,7 @@ class MambaSlotAllocator(SlotPool):
         """
         super().reset()
         self._tables.reset()
-        self._states.zero_()
+        self.states.zero_()
         self._scratch.zero_()
 
 
@@ -481,17 +512,34 @@ def scrub_free_slots(slots: MambaSlotAllocator, *, reserved: bool = False) -> No
     """
     free = slots.free_slots[: slots.free_count].tolist()
     free = sorted(free + list(slots.reserved) if reserved else free)
-    tensors = [slots.conv_states, slots.ssm_states, slots.ssm_scales]
-    for tensor in tensors:
-        if tensor is not None and free:
-            tensor[:, free] = 0
-    slots.intermediate_conv_out.zero_()
-    slots.intermediate_ssm_out.zero_()
+    if free:
+        slots.states.zero_(free)
+    slots._scratch.zero_()
 
 
-def _live_states(context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[torch.Tensor]:
     # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
-    return context.mamba_conv_states, context.mamba_ssm_states
+    if names is None:
+        return context.mamba_conv_states, context.mamba_ssm_states
+    return [context.live_states[name] for name in names]
+
+
+def _num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
+    """Return how many states the forward may write into the scratch in one step.
+
+    Raises:
+        InvalidArgumentError: It may write some, of other kinds than a scratch holds.
+    """
+    if spec.is_mamba:
+        return num_scratch_rows(context)
+    rows = getattr(context, "max_mamba_intermediate_states_per_step", 0)
+    if rows:
+        raise InvalidArgumentError(
+            "a scratch holds conv and SSM states (StateSpec.mamba) alone: with states of "
+            f"{[tensor.name for tensor in spec.tensors]} max_mamba_intermediate_states_per_step "
+            f"must be 0, got {rows}"
+        )
+    return 0
 
 
 def check_model(context: SlotContext) -> None:

@@ -71,7 +71,7 @@ class StateTransfers:
         for wanted, state in zip(self._layer_states, states, strict=True):
             _check_fits(state, wanted)
         if self._quantization is not None:
-            conv, ssm = states
+            conv, ssm = states  # which alone are stored so
             states = (conv, *quantize_states(ssm, self._quantization))
         self.num_calls += 1
         for tensor, state in zip(self._slots, states, strict=True):

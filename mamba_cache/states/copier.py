@@ -43,6 +43,7 @@ class StateCopier(RowMover):
         backend: CopyBackend = "auto",
     ) -> None:
         check_tensors(sources, destinations)
-        kernels = kernels_for(backend, sources[0].device)
-        copy_rows = kernels.copy_states(plan_copy(sources, destinations))
+        device = sources[0].device
+        plan = plan_copy(sources, destinations, device=device)
+        copy_rows = kernels_for(backend, device).copy_states(plan)
         super().__init__(sources, destinations, copy_rows)

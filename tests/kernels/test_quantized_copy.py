@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -264,7 +265,14 @@ def test_extraction_refuses_slots_that_do_not_fit(generator, device, name, chang
 
 
 @pytest.mark.parametrize(
-    ("rounding", "seed"), [("up", 0), ("nearest", -1), ("nearest", 2**31), ("nearest", True)]
+    ("rounding", "seed"),
+    [
+        ("up", 0),
+        (np.arange(2), 0),  # found by drawing: a foreign ValueError
+        ("nearest", -1),
+        ("nearest", 2**31),
+        ("nearest", True),
+    ],
 )
 def test_settings_out_of_range_are_refused(rounding, seed):
     with pytest.raises(InvalidArgumentError, match="must be"):

@@ -82,7 +82,8 @@ class Breaking:
             rows[:, [request.row for request in self._step.requests]] = torch.nan
         slots = self._context.slot_allocator
         reserved = list(slots.pool.reserved)
-        slots.conv_states[:, reserved] = slots.ssm_states[:, reserved] = torch.nan
+        for tensor in slots.states.tensors.values():
+            tensor[:, reserved] = torch.nan
         places = metadata.kv_slot_mapping[: metadata.num_tokens].long()
         self._context.kv_cache.flatten(2, 3)[:, :, places[places >= 0]] = torch.nan
 
@@ -95,6 +96,7 @@ class ContextMachine(RuleBasedStateMachine):
     """
 
     longest_answer = 12
+    model, uncached = MODEL, UNCACHED
 
     @initialize(
         ample=st.booleans(),
@@ -126,6 +128,7 @@ class ContextMachine(RuleBasedStateMachine):
                 **settings,
                 **sizes,
             ),
+            model=self.model,
             placement=placement,
             slot_policy=slot_policy and slot_policy(),
         )
@@ -198,12 +201,12 @@ class ContextMachine(RuleBasedStateMachine):
         step = self.begin(decode_ids)
         if step is None:
             return
-        logits = MODEL.forward(step.metadata, self.caches())
+        logits = self.model.forward(step.metadata, self.caches())
         new_tokens = {}
         for request, row in zip(step.requests, logits, strict=True):
             if request.samples:
                 seen = self.requests[request.request_id]
-                wanted = UNCACHED.logits(seen.prompt, len(seen.generated))
+                wanted = self.uncached.logits(seen.prompt, len(seen.generated))
                 torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
                 new_tokens[request.request_id] = int(wanted.argmax())
         assert tuple(new_tokens) == step.sampling_ids
@@ -243,7 +246,7 @@ class ContextMachine(RuleBasedStateMachine):
         if step is None:
             return
         with contextlib.suppress(ForwardError):
-            MODEL.forward(step.metadata, Breaking(self.context, step, breaks_at))
+            self.model.forward(step.metadata, Breaking(self.context, step, breaks_at))
         assert set(self.context.abort_step()) == {r.request_id for r in step.requests}
         for request in step.requests:
             self.forget_uncollected(request.request_id)
@@ -292,8 +295,8 @@ class ContextMachine(RuleBasedStateMachine):
         self.context.scrub()
         slots = self.context.slot_allocator
         free = slots.free_slots[: slots.free_count].long()
-        assert not slots.conv_states[:, free].any()
-        assert not slots.ssm_states[:, free].any()
+        for tensor in slots.states.tensors.values():
+            assert not tensor[:, free].any()
 
     @rule(what=st.sampled_from(["requests", "slots", "everything"]))
     def reset(self, what):
@@ -401,6 +404,6 @@ class ContextMachine(RuleBasedStateMachine):
                 if block is not None and slots.has_state(block):
                     known[slots.get_slot(block)] = seen.prefix((index + 1) * BLOCK)
         for slot, key in known.items():
-            state = {"conv": slots.conv_states[:, slot], "ssm": slots.ssm_states[:, slot]}
+            state = {name: tensor[:, slot] for name, tensor in slots.states.tensors.items()}
             assert not any(tensor.isnan().any() for tensor in state.values()), key
             self.snapshots[key] = {name: tensor.clone() for name, tensor in state.items()}

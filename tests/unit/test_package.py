@@ -29,6 +29,7 @@ FRONT_DOOR = {
     "KVBlockAllocator",
     "KVCacheSpec",
     "LastBlock",
+    "LayerKind",
     "LruSlotPolicy",
     "Mamba2AttentionBackend",
     "Mamba2AttentionMetadata",
