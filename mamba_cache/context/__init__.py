@@ -3,6 +3,7 @@
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.extractions import CapturedExtractions
+from mamba_cache.context.forks import Forks
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.requests import (
@@ -22,6 +23,7 @@ __all__ = [
     "CapturedExtractions",
     "DeviceTokens",
     "DynamicInferenceContext",
+    "Forks",
     "MissReason",
     "PrefixMatch",
     "PreparedRequest",

@@ -10,6 +10,7 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache._guard import exclusive, guarded, query
 from mamba_cache.context.device_tokens import DeviceTokens
+from mamba_cache.context.forks import Forks
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.requests import (
@@ -323,6 +324,51 @@ class DynamicInferenceContext(ContextUpkeep):
             StepOrderError: No step is in flight.
         """
         return self._runner.abort()
+
+    @exclusive
+    def fork(
+        self,
+        request_id: Hashable,
+        new_ids: Iterable[Hashable],
+        *,
+        last_tokens: Sequence[int] | Int64Array | torch.Tensor | None = None,
+    ) -> Forks:
+        """Make requests that go on from where one that decodes stands; all of them, or none.
+
+        Each is a request like any other from then on, with the same prompt and the same answer so
+        far, and equal to one that was added and computed as that was. KV blocks that are full are
+        shared; the unfinished one and the live state are copied on the current stream, each in one
+        launch for all new requests. Nothing waits for the device.
+
+        The last token of a decoding request is sampled, but not computed. So each of the new ones
+        may have another one in its place, as several answers and beams do.
+
+        Args:
+            request_id: A decoding request of which all tokens are collected. Its prompt is computed
+                and its first token sampled.
+            new_ids: The ids of the new requests, none of them in use.
+            last_tokens: A token for each of them in place of the last one of ``request_id``.
+                Default: that one.
+
+        Returns:
+            Which rows and KV blocks were copied. An embedder that keeps keys and values itself,
+            or anything else by row, copies the same.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            StepOrderError: It does not decode, the device alone knows its last tokens, or a step is
+                in flight.
+            InvalidArgumentError: An id is in use, comes twice or is not hashable, or the tokens are
+                no token ids, or not one for each new id.
+            RequestCapacityError: Not enough rows are free.
+            BlockCapacityError: Not enough KV blocks are free or evictable.
+            TokenCapacityError: Chunks are scheduled that leave no room for them in the next step.
+        """
+        self._runner.require_none()
+        active = self._requests.find(request_id, RequestStatus.DECODING)
+        forks = self._forker.fork(active, new_ids, last_tokens)
+        self._counters.forks += len(forks.request_ids)
+        return forks
 
     @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:

@@ -130,6 +130,48 @@ class RequestRows:
         self._append(row, 0, shared + blocks)
         return row
 
+    def fork(
+        self, row: int, last_tokens: Int64Array, names: Sequence[object]
+    ) -> tuple[list[int], list[int]]:
+        """Take rows for requests that go on from where that of another row stands.
+
+        Args:
+            row: Of a request that decodes. They share the blocks that it has filled.
+            last_tokens: [n] the token that each of them computes next.
+            names: Of the n requests, for the message.
+
+        Returns:
+            The rows; and for each the block that it has of its own, in the place of the one that
+            ``row`` has filled in part, or none at all if ``row`` stands at a block boundary.
+
+        Raises:
+            RequestCapacityError: Not enough rows are free.
+            BlockCapacityError: Not enough KV blocks; nothing is held then.
+        """
+        count, num_free = len(names), len(self._free_rows)
+        if count > num_free:
+            raise RequestCapacityError(count, num_free, "finish or preempt a request first")
+        computed = self.num_computed.item(row)
+        num_shared, rest = divmod(computed, self.block_size_tokens)
+        shared = self.block_tables[row, :num_shared].tolist()
+        rows: Int64Array = np.array(self._free_rows[: -count - 1 : -1])
+        own = self._allocate(count, names, computed) if rest else []
+        try:
+            if shared:
+                self._kv_blocks.retain_memory_blocks(shared, count)
+        except BaseException:
+            self._kv_blocks.release_memory_blocks(own)
+            raise
+        del self._free_rows[-count:]
+        self.block_tables[rows, :num_shared] = self.block_tables[row, :num_shared]
+        if own:
+            self.block_tables[rows, num_shared] = own
+        self._stamp_rows(rows)
+        self.num_blocks[rows] = num_shared + bool(own)
+        self.num_tokens[rows], self.num_computed[rows] = computed + 1, computed
+        self.last_tokens[rows] = last_tokens
+        return rows.tolist(), own
+
     def give_back(self, row: int) -> None:
         """Take a row and its blocks back; cached blocks stay findable."""
         blocks = self.blocks_of(row).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -408,6 +408,44 @@ class ActiveRequest:
         self._num_computed = self.num_computed
         row, self.row = self.row, -1
         return row
+
+    def forks(
+        self, request_ids: Sequence[Hashable], last_tokens: Sequence[int]
+    ) -> list[ActiveRequest]:
+        """Return requests that have computed the same tokens, and have no row yet.
+
+        Args:
+            request_ids: Their ids.
+            last_tokens: The token that each of them computes next, in place of this one's.
+        """
+        chain = self._computed_chain()
+        generated = self.generated[: self.num_computed - len(self.prompt)]
+        forks = []
+        for request_id, token in zip(request_ids, last_tokens, strict=True):
+            request = replace(self.request, request_id=request_id)
+            fork = ActiveRequest(
+                request, self.prompt, chain.copy(), self._rows, is_cached=self._is_cached
+            )
+            if self._is_cached:
+                fork._chain.append([token])
+            fork._generated = [*generated, token]
+            fork.checkpoint_positions = self.checkpoint_positions
+            fork.state_position = self.state_position
+            fork.num_published = self.num_published
+            fork.num_shared_blocks = self.num_computed // self._rows.block_size_tokens
+            forks.append(fork)
+        return forks
+
+    def _computed_chain(self) -> BlockHashChain:
+        """Return a chain of just the tokens that are computed; none without a cache."""
+        end = self.num_computed
+        if self._chain.num_tokens <= end:
+            chain = self._chain.copy()
+        else:  # it has the last token, which a fork may replace
+            chain = self._chain.copy(end // self._rows.block_size_tokens)
+        if self._is_cached:
+            chain.append(self.tokens(chain.num_tokens, end))
+        return chain
 
     def wants_state_at(self, boundary: int) -> bool:
         """Say whether the caller wants a state at a block boundary."""

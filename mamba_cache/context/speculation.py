@@ -111,6 +111,29 @@ class Speculation:
             tokens, counts = sent.tokens, sent.counts
         self._kernels.advance_rows(self._rows, metadata, tokens, counts)
 
+    def fork(
+        self, row: int, rows: Sequence[int], last_tokens: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have the device know requests that go on from where another stands.
+
+        Args:
+            row: The row of that one.
+            rows: [n] the rows of the others.
+            last_tokens: [n] the token that each of them computes next.
+
+        Returns:
+            The live states to copy, [n] rows on the device: from where, and to where.
+        """
+        kept = self._rows
+        sent = self._exchange.to_device(last_tokens[:, None], np.array(rows))
+        places = sent.counts.long()
+        cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
+        kept.num_computed[places] = kept.num_computed[row].clone()
+        kept.cursors[places] = cursor
+        kept.last_tokens[places] = sent.tokens[:, 0]
+        sources = (cursor + row * kept.ring).expand(len(rows)).contiguous()
+        return sources, places * kept.ring + cursor
+
     @property
     def cursors(self) -> torch.Tensor:
         """[max_requests] int32 on the device: which live state of each request is current."""

@@ -445,6 +445,11 @@ class StepRunner:
             self._speculation.scrub(decoding_rows)
         self.note_all_used()
 
+    def mark_rows_used(self, rows: Sequence[int]) -> None:
+        """Say that something is enqueued which reads or writes live states of these rows."""
+        if self._side_stream is not None:
+            self._side_stream.use_rows(rows)
+
     def note_all_used(self) -> None:
         """Note that something is enqueued which may have used any slot and live state."""
         if self._side_stream is not None:

@@ -11,6 +11,7 @@ from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
+from mamba_cache.context.forks import Forker
 from mamba_cache.context.invariants import check_requests, check_states_of_blocks
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
@@ -74,6 +75,7 @@ class ContextUpkeep(CacheMemory):
             kv_blocks, slots, counters, block_size_tokens=config.block_size_tokens
         )
         self._admitter = Admitter(config, kv_blocks, slots, self.request_rows, self._planner)
+        speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(
             buffers=self.step_buffers,
             rows=self.request_rows,
@@ -82,9 +84,16 @@ class ContextUpkeep(CacheMemory):
             admitter=self._admitter,
             publisher=publisher,
             counters=counters,
-            speculation=Speculation(config, self.device) if config.num_speculative_tokens else None,
+            speculation=speculation,
             side_stream=self._side_stream(),
             extractions=self._extractions,
+        )
+        self._forker = Forker(
+            self,
+            self._requests,
+            preparer=self._preparer,
+            runner=self._runner,
+            speculation=speculation,
         )
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         kv_blocks.before_reset = WeakCallback(self._require_no_blocks_held)
