@@ -8,7 +8,7 @@ from dataclasses import replace
 from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.checkpoints import CheckpointPlanner
+from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
@@ -26,7 +26,7 @@ class Admitter:
         kv_blocks: Bookkeeping of KV blocks.
         slots: Bookkeeping of slots.
         rows: Rows and blocks of requests.
-        planner: Plans checkpoints.
+        checkpoints: Which states are saved.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Admitter:
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
         rows: RequestRows,
-        planner: CheckpointPlanner,
+        checkpoints: Checkpoints,
     ) -> None:
         self._config = config
         self._kv_blocks = kv_blocks
         self._slots = slots
         self._rows = rows
-        self._planner = planner
+        self._checkpoints = checkpoints
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
@@ -101,7 +101,7 @@ class Admitter:
         active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True, lease=lease)
         active.status = RequestStatus.SCHEDULED
         try:
-            active.chunk = self._planner.plan(active, active.chunk)
+            active.chunk = self._checkpoints.plan(active, active.chunk)
         except BaseException:
             self.release(active)
             raise
@@ -131,7 +131,7 @@ class Admitter:
         self._rows.grow(active.row, chunk.end, active.request_id)
         try:
             active.checkpoint_positions += tuple(checkpoint_positions)
-            active.chunk = self._planner.plan(active, chunk)
+            active.chunk = self._checkpoints.plan(active, chunk)
         except BaseException:
             active.checkpoint_positions = positions
             self._rows.shrink(active.row, chunk.start, active.num_shared_blocks)
@@ -149,12 +149,12 @@ class Admitter:
         epoch = self._slots.epoch
         if has_state and all(checkpoint.epoch == epoch for checkpoint in chunk.checkpoints):
             return
-        self._planner.cancel(chunk)
+        self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
         active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=chunk.is_first)
         if not has_state:
             self._resume_elsewhere(active)
-        active.chunk = self._planner.plan(active, active.chunk)
+        active.chunk = self._checkpoints.plan(active, active.chunk)
 
     def _resume_elsewhere(self, active: ActiveRequest) -> None:
         admission = active.current_admission
@@ -171,10 +171,10 @@ class Admitter:
             miss_reason=None if start else MissReason.NO_STATE,
         )
 
-    def settle(self, active: ActiveRequest) -> None:
+    def end_chunk(self, active: ActiveRequest) -> None:
         """End a committed chunk: its source may be evicted from now on."""
         chunk = active.current_chunk
-        self._planner.settle(chunk)
+        self._checkpoints.end(chunk)
         self._unpin(chunk.lease)
         active.chunk = None
 
@@ -184,9 +184,9 @@ class Admitter:
         active.status = RequestStatus.PREEMPTED
         active.num_releases += 1
         if chunk is not None:
-            self._planner.cancel(chunk)
+            self._checkpoints.cancel(chunk)
             self._unpin(chunk.lease)
-        self._planner.cancel_decode(active)
+        self._checkpoints.cancel_decode(active)
         active.num_shared_blocks = 0
         self._rows.give_back(active.leave_row())
 

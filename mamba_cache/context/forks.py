@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_items
-from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.preparation import RequestPreparer
-from mamba_cache.context.request_rows import Int64Array
+from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.states import StateCopier
+from mamba_cache.states import StateCopier, StatePool
 
 __all__ = ["Forker", "Forks"]
 
@@ -51,8 +50,10 @@ class Forker:
     attention layers, the live state in another one for all recurrent layers.
 
     Args:
-        memory: Where rows, blocks, keys, values and states are.
+        rows: Where rows and blocks are.
         requests: The requests that are not finished.
+        live_states: Their states.
+        kv_cache: Their keys and values; None: an embedder keeps them.
         preparer: Checks tokens.
         runner: Hears which rows were used.
         speculation: The device's side, if requests can have drafts.
@@ -60,16 +61,18 @@ class Forker:
 
     def __init__(
         self,
-        memory: CacheMemory,
+        rows: RequestRows,
         requests: RequestTable,
         *,
+        live_states: StatePool,
+        kv_cache: torch.Tensor | None,
         preparer: RequestPreparer,
         runner: StepRunner,
         speculation: Speculation | None,
     ) -> None:
-        self._rows = memory.request_rows
-        self._states = list(memory.live_states.tensors.values())
-        self._kv_cache = memory.kv_cache
+        self._rows = rows
+        self._states = list(live_states.tensors.values())
+        self._kv_cache = kv_cache
         self._requests = requests
         self._preparer = preparer
         self._runner = runner

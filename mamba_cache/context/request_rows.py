@@ -170,6 +170,7 @@ class RequestRows:
         self.num_blocks[rows] = num_shared + bool(own)
         self.num_tokens[rows], self.num_computed[rows] = computed + 1, computed
         self.last_tokens[rows] = last_tokens
+        self.saves_states[rows] = self.saves_states[row]
         return rows.tolist(), own
 
     def give_back(self, row: int) -> None:

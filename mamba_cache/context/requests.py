@@ -428,7 +428,7 @@ class ActiveRequest:
             )
             if self._is_cached:
                 fork._chain.append([token])
-            fork._generated = [*generated, token]
+            fork._generated = array("i", [*generated, token])
             fork.checkpoint_positions = self.checkpoint_positions
             fork.state_position = self.state_position
             fork.num_published = self.num_published

@@ -201,8 +201,8 @@ def plan_decodes(
         _check_tensor(drafts, (config.max_requests, width), device)
         work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
         if work.longest > room:
-            lengths = np.minimum(1 + width, room - most)
-            work = work._replace(ends=most + lengths, longest=room, lengths=lengths)
+            cut = np.minimum(1 + width, room - most)
+            work = work._replace(ends=most + cut, longest=room, lengths=cut)
         return work._replace(knows_drafts=False)
     if isinstance(drafts, Mapping):
         given = _by_request(drafts, group, width, preparer)

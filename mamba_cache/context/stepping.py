@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mamba_cache.context.admission import Admitter
-from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
+from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
 from mamba_cache.context.extractions import StepExtractions
 from mamba_cache.context.preparation import RequestPreparer
@@ -64,9 +64,8 @@ class StepRunner:
         buffers: The step's tensors.
         rows: What is kept of requests as arrays.
         slots: Where states are restored from and saved to.
-        planner: Plans the checkpoints of decoding requests.
+        checkpoints: Which states are saved, and made findable.
         admitter: Renews restores, and takes requests back.
-        publisher: Makes blocks and states findable.
         counters: What is counted at commit.
         speculation: The device's side, if requests can have drafts.
         side_stream: Where restores are enqueued; None: on the current stream.
@@ -79,9 +78,8 @@ class StepRunner:
         buffers: StepBuffers,
         rows: RequestRows,
         slots: MambaSlotAllocator,
-        planner: CheckpointPlanner,
+        checkpoints: Checkpoints,
         admitter: Admitter,
-        publisher: Publisher,
         counters: StatsCounters,
         speculation: Speculation | None,
         side_stream: SideStream | None,
@@ -90,9 +88,8 @@ class StepRunner:
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
-        self._planner = planner
+        self._checkpoints = checkpoints
         self._admitter = admitter
-        self._publisher = publisher
         self._counters = counters
         self._speculation = speculation
         self._side_stream = side_stream
@@ -102,7 +99,7 @@ class StepRunner:
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False
         self._unfinished = ""
@@ -168,7 +165,7 @@ class StepRunner:
             prefills: Requests that compute a chunk of their prompt.
             drafts: Checked drafts that the device alone knows.
         """
-        self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
+        self._work, self._prefills, self._planned = work, tuple(prefills), {}
         try:
             boundaries = self._plan_boundaries(work, saving) if saving else []
             for active in prefills:
@@ -192,10 +189,10 @@ class StepRunner:
         boundaries = []
         for index in saving:
             active = work.group.requests[index]
-            self._planner.plan_decode(active)
+            self._checkpoints.plan_decode(active)
             checkpoint = active.checkpoint
             if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
-                self._checkpoints[index] = checkpoint
+                self._planned[index] = checkpoint
                 boundaries.append(BoundaryEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
@@ -214,12 +211,12 @@ class StepRunner:
         work, num_decodes = self._work, len(self._work.group)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
-            self._take(work.group, tokens[:num_decodes], own, self._checkpoints, stays=False)
+            self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
             self._counters.computed_tokens += work.num_tokens
         if self._prefills:
             sampling = [active for active in self._prefills if active.samples]
             for active in self._prefills:
-                self._settle_prefill(active)
+                self._end_chunk(active)
             rows = np.array([active.row for active in sampling], dtype=np.int64)
             self._rows.append_token(rows, tokens[num_decodes:, 0])
         self._end_step()
@@ -265,7 +262,7 @@ class StepRunner:
                 checkpoint = None  # of slots that were reset since, and replaced
             if checkpoint is not None and not start < checkpoint.position <= end:
                 if not (stays and active in self.requests):
-                    self._planner.cancel_decode(active)
+                    self._checkpoints.cancel_decode(active)
                 checkpoint = None
             self._publish_decoded(active, checkpoint)
 
@@ -273,12 +270,12 @@ class StepRunner:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
         hashes = active.take_over()
         if checkpoint is None:
-            self._publisher.publish_blocks(active, hashes)
+            self._checkpoints.publish_blocks(active, hashes)
             return
         active.checkpoint = None
-        self._publisher.publish(active, (checkpoint,))
+        self._checkpoints.publish(active, (checkpoint,))
         if checkpoint.epoch == self._slots.epoch:
-            self._publisher.supersede_decode_state(active, checkpoint)
+            self._checkpoints.supersede_decode_state(active, checkpoint)
 
     def commit_on_device(self, sampled: DeviceTokens) -> None:
         """Do what ``commit`` does as far as it needs no tokens on the host.
@@ -309,12 +306,12 @@ class StepRunner:
             num_releases=tuple(active.num_releases for active in requests),
             samples=(*[True] * len(work.group), *(active.samples for active in self._prefills)),
             lengths=lengths,
-            checkpoints=self._checkpoints,
+            checkpoints=self._planned,
             sent=sent,
         )
         self._rows.num_in_doubt[work.group.rows] = lengths
         for active in self._prefills:
-            self._settle_prefill(active)
+            self._end_chunk(active)
         self._uncollected = uncollected
         self._end_step()
         self._unfinished = ""
@@ -385,7 +382,7 @@ class StepRunner:
     def forget(self) -> None:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
         self._end_step()
-        self.note_all_used()
+        self.mark_all_used()
         self._uncollected = None
         self._unfinished = ""
 
@@ -443,15 +440,15 @@ class StepRunner:
         """
         if self._speculation is not None:
             self._speculation.scrub(decoding_rows)
-        self.note_all_used()
+        self.mark_all_used()
 
     def mark_rows_used(self, rows: Sequence[int]) -> None:
         """Say that something is enqueued which reads or writes live states of these rows."""
         if self._side_stream is not None:
             self._side_stream.use_rows(rows)
 
-    def note_all_used(self) -> None:
-        """Note that something is enqueued which may have used any slot and live state."""
+    def mark_all_used(self) -> None:
+        """Remember that something is enqueued which may have used any slot and live state."""
         if self._side_stream is not None:
             self._side_stream.end_all()
 
@@ -475,7 +472,7 @@ class StepRunner:
         self._is_advanced = False
         self._extractions.end()
         self._step = None
-        self._work, self._prefills, self._checkpoints = _NOTHING, (), {}
+        self._work, self._prefills, self._planned = _NOTHING, (), {}
 
     def _drop_unwritten(self) -> None:
         """Give up the states inside chunks unless every layer has handed over its part.
@@ -492,7 +489,7 @@ class StepRunner:
             self._has_warned = True
         for active in lacking:
             chunk = active.current_chunk
-            active.chunk = self._planner.drop_inside(chunk)
+            active.chunk = self._checkpoints.drop_inside(chunk)
             self._counters.unwritten_states += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
@@ -504,20 +501,20 @@ class StepRunner:
         save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
         save(metadata.boundary_rows[planned], metadata.boundary_slots[planned])
 
-    def _settle_prefill(self, active: ActiveRequest) -> None:
+    def _end_chunk(self, active: ActiveRequest) -> None:
         chunk, samples = active.current_chunk, active.samples
         active.num_computed = chunk.end
         if chunk.lease is not None:
-            self._publisher.note_consumed(chunk.lease)
-        self._publisher.publish(active, chunk.checkpoints)
+            self._checkpoints.mark_used(chunk.lease)
+        self._checkpoints.publish(active, chunk.checkpoints)
         self._counters.computed_tokens += chunk.num_tokens
         if active.admission is not None:
             self._counters.count_admission(active.admission)
             active.admission = None
-        self._admitter.settle(active)
+        self._admitter.end_chunk(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
         if samples:
-            self._rows.saves_states[active.row] = self._planner.saves_while_decoding(active)
+            self._rows.saves_states[active.row] = self._checkpoints.saves_while_decoding(active)
 
     def _in_batch_order(self, sampled: Sampled) -> tuple[Int64Array, Int64Array]:
         """Return the tokens of all requests of the step, and counts; some may not have sampled."""

@@ -5,7 +5,6 @@ import torch
 from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.context import memory as memory_module
 from mamba_cache.context.decode_rows import DecodeRows
 
 
@@ -67,7 +66,8 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
     metadata = context.begin_step().metadata
     calls = []
     monkeypatch.setattr(
-        memory_module, "extract_checkpoint_states", lambda *_, **options: calls.append(options)
+        "mamba_cache.context.context.extract_checkpoint_states",
+        lambda *_, **options: calls.append(options),
     )
     states, inputs = torch.empty(metadata.num_chunks, 0), torch.empty(num_tokens, 0)
     context.extract_checkpoint_states(0, states, inputs, metadata)
