@@ -4,7 +4,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 from mamba_cache.context.context import DynamicInferenceContext
-from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.forks import Forks
 from mamba_cache.context.matching import MissReason, PrefixMatch
@@ -15,6 +14,7 @@ from mamba_cache.context.requests import (
     RequestProgress,
     RequestStatus,
 )
+from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
 

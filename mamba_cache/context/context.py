@@ -18,7 +18,6 @@ from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
-from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.forks import Forker, Forks
 from mamba_cache.context.invariants import check_requests, check_states_of_blocks
@@ -48,7 +47,13 @@ from mamba_cache.context.requests import (
     check_positions,
 )
 from mamba_cache.context.restore_order import CudaRestoreStreams, SideStream
-from mamba_cache.context.speculation import Drafts, NewTokens, Speculation, plan_decodes
+from mamba_cache.context.speculation import (
+    DeviceTokens,
+    Drafts,
+    NewTokens,
+    Speculation,
+    plan_decodes,
+)
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner

@@ -46,6 +46,8 @@ class RequestRows:
             it ends a block.
         place_shifts: [max_requests] int64: what to add to a position to have where its key and
             value go, as block id * block size + offset; up to ``next_events``.
+        num_releases: [max_requests] int64: how often each row was given back: what a step sampled
+            for its request before counts no longer.
         scheduled: Rows whose requests have a chunk for the next step, with its tokens.
         num_scheduled_tokens: Tokens of those chunks together.
         decoding: Rows whose requests decode.
@@ -73,6 +75,7 @@ class RequestRows:
         self.table_stamps, self.num_blocks = zeros(), zeros()
         self.num_tokens, self.num_computed, self.num_in_doubt = zeros(), zeros(), zeros()
         self.last_tokens, self.next_events, self.place_shifts = zeros(), zeros(), zeros()
+        self.num_releases = zeros()
         self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = block_size_tokens + max_decode_tokens
@@ -183,6 +186,7 @@ class RequestRows:
             self.next_events,
         ):  # fmt: skip
             array[row] = 0
+        self.num_releases[row] += 1
         self._free_rows.append(row)
         self._kv_blocks.release_memory_blocks(blocks)
 

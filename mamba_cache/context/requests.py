@@ -12,9 +12,10 @@ import numpy as np
 
 from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashChain, BlockHashes
-from mamba_cache.context.matching import MissReason
+from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
 
 __all__ = [
@@ -144,30 +145,31 @@ class Checkpoint:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk(SequenceSlice):
     """What the next step computes of a request's prompt.
 
     Attributes:
-        start: First token that is computed.
-        num_tokens: How many are computed.
         is_first: The live state must be restored or zeroed before.
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
         boundary: The checkpoint at its end, copied from the live state at commit.
     """
 
-    start: int
-    num_tokens: int
     is_first: bool = False
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return len(self.token_ids)
+
+    @property
     def end(self) -> int:
         """The position after the last computed token."""
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -175,27 +177,19 @@ class Chunk:
         return self.inside if self.boundary is None else (*self.inside, self.boundary)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What ``add_request`` found and planned.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission(PrefixMatch):
+    """What ``add_request`` found and planned: a match, and what is made of it.
+
+    Of a resumed request prompt and answer so far count as its prompt.
 
     Attributes:
         request_id: The request's name.
-        prompt_tokens: Tokens of the prompt (of prompt and answer so far, for a resumed request).
-        kv_matched_blocks: Blocks found cached.
-        state_matched_blocks: How many of them lie before the restored state.
-        skip_tokens: Tokens that are not computed again.
         chunk_tokens: Tokens computed in the next step.
-        miss_reason: Why nothing was skipped; None if something was.
     """
 
     request_id: Hashable
-    prompt_tokens: int
-    kv_matched_blocks: int
-    state_matched_blocks: int
-    skip_tokens: int
     chunk_tokens: int
-    miss_reason: MissReason | None
 
 
 class ActiveRequest:
@@ -212,8 +206,6 @@ class ActiveRequest:
         chunk: What the next step, or the one in flight, computes of its prompt.
         checkpoint: While it decodes: where a step whose outcome is not known may save a state. If
             two steps may, one slot does for both.
-        num_releases: How often it gave its memory back: what a step sampled for it before counts
-            no longer.
         checkpoint_positions: Positions beside the placement's at which to save a state.
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
@@ -229,7 +221,7 @@ class ActiveRequest:
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_releases", "num_shared_blocks", "prompt", "request", "row", "state_position",
+        "num_shared_blocks", "prompt", "request", "row", "state_position",
     )  # fmt: skip
 
     def __init__(
@@ -255,7 +247,6 @@ class ActiveRequest:
         self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
-        self.num_releases = 0
         self.checkpoint_positions: tuple[int, ...] = ()
         self.admission: Admission | None = None
         self.decode_lease: SlotLease | None = None
@@ -390,6 +381,13 @@ class ActiveRequest:
         self.collect_tokens()
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
+
+    def chunk_from(
+        self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None
+    ) -> Chunk:
+        """Return a chunk of its tokens, of which no checkpoints are planned yet."""
+        tokens = self.tokens(start, start + num_tokens)
+        return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, lease)
 
     def enter_row(self, row: int, *, num_computed: int) -> None:
         """Stand in a row from now on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -13,7 +14,6 @@ from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache._lasting import lasting
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
 from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array
@@ -23,13 +23,16 @@ from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.metadata import StepMetadata
 
 __all__ = [
+    "DeviceTokens",
     "Drafts",
     "NewTokens",
     "Sampled",
+    "SentTokens",
     "Speculation",
     "check_accepted",
     "plan_decodes",
     "read_sampled",
+    "send_array",
 ]
 
 Drafts: TypeAlias = "Mapping[Hashable, Sequence[int]] | torch.Tensor | Int64Array | Sequence[Any]"
@@ -39,6 +42,47 @@ known on the device alone, negative likewise."""
 
 NewTokens: TypeAlias = "Mapping[Hashable, Any] | torch.Tensor | Int64Array | Sequence[Any]"
 """Sampled tokens known on the host: by request id, or in the order of ``Step.sampling_ids``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """What a step sampled, where it was sampled: nobody waits for it.
+
+    Attributes:
+        tokens: [num_requests, num_speculative_tokens + 1] int64 on the context's device, in batch
+            order. A decoding request's accepted drafts, then the token sampled after them; a
+            prefill that samples has its token in column 0.
+        counts: [num_requests] int32, likewise. How many of them each decoding request takes, from
+            0 to its tokens in the step; entries of prefills are not looked at.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+class SentTokens:
+    """Tokens on their way to the host.
+
+    Args:
+        given: What is sent.
+    """
+
+    def __init__(self, given: DeviceTokens) -> None:
+        self._event: torch.Event | None = None
+        if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
+            self._tokens, self._counts = map(_empty_pinned, (given.tokens, given.counts))
+            self._tokens.copy_(given.tokens, non_blocking=True)
+            self._counts.copy_(given.counts, non_blocking=True)
+            self._event = torch.Event(given.tokens.device)
+            self._event.record()
+        else:
+            self._tokens, self._counts = given.tokens.clone(), given.counts.clone()
+
+    def wait(self) -> tuple[Int64Array, np.ndarray[Any, np.dtype[np.int32]]]:
+        """Wait until they are there; return each request's tokens, unused ones too, and counts."""
+        if self._event is not None:  # pragma: no cover - tests/gpu run it
+            self._event.synchronize()
+        return self._tokens.numpy(), self._counts.numpy()
 
 
 class _Kernels(Protocol):
@@ -68,7 +112,6 @@ class Speculation:
         self._config = config
         self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
-        self._exchange = TokenExchange(config.max_requests, config.max_decode_tokens, device)
         self._kernels = _kernels_for(device)
 
     def describe(
@@ -106,9 +149,12 @@ class Speculation:
         if self._device.type == "cpu":
             decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
             return
-        if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor):
-            sent = self._exchange.to_device(tokens, counts)
-            tokens, counts = sent.tokens, sent.counts
+        if not isinstance(tokens, torch.Tensor):
+            table = np.zeros((len(tokens), self._config.max_decode_tokens), dtype=np.int64)
+            table[:, : tokens.shape[1]] = tokens
+            tokens = send_array(table, self._device)
+        if not isinstance(counts, torch.Tensor):
+            counts = send_array(counts.astype(np.int32), self._device)
         self._kernels.advance_rows(self._rows, metadata, tokens, counts)
 
     def fork(
@@ -125,12 +171,11 @@ class Speculation:
             The live states to copy, [n] rows on the device: from where, and to where.
         """
         kept = self._rows
-        sent = self._exchange.to_device(last_tokens[:, None], np.array(rows))
-        places = sent.counts.long()
+        places = send_array(np.array(rows, dtype=np.int64), self._device)
         cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
         kept.num_computed[places] = kept.num_computed[row].clone()
         kept.cursors[places] = cursor
-        kept.last_tokens[places] = sent.tokens[:, 0]
+        kept.last_tokens[places] = send_array(last_tokens, self._device)
         sources = (cursor + row * kept.ring).expand(len(rows)).contiguous()
         return sources, places * kept.ring + cursor
 
@@ -140,20 +185,15 @@ class Speculation:
         return self._rows.cursors
 
     def scrub(self, decoding_rows: Sequence[int]) -> None:
-        """Clear tokens on the host, and what is kept of rows whose requests do not decode.
+        """Clear what is kept of rows whose requests do not decode.
 
         Args:
             decoding_rows: Rows of the requests that do.
         """
-        self._exchange.zero_()
         for tensor in (self._rows.last_tokens, self._rows.num_computed, self._rows.cursors):
             kept = tensor[decoding_rows]
             tensor.zero_()
             tensor[decoding_rows] = kept
-
-    def to_host(self, sampled: DeviceTokens) -> SentTokens:
-        """Enqueue the copy of tokens to the host."""
-        return self._exchange.to_host(sampled)
 
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
         """Check what can be checked of a step's tokens without waiting for the device.
@@ -161,7 +201,19 @@ class Speculation:
         Raises:
             InvalidArgumentError: A tensor has another shape or dtype, or is elsewhere.
         """
-        self._exchange.check(sampled, num_requests)
+        width = self._config.max_decode_tokens
+        self._check("tokens", sampled.tokens, (num_requests, width), torch.int64)
+        self._check("counts", sampled.counts, (num_requests,), torch.int32)
+
+    def _check(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        wanted = f"{name} must be a contiguous tensor of {list(shape)} {dtype} on {self._device}"
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(f"{wanted}, got {type(tensor).__name__}")
+        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        if not fits or tensor.device.type != self._device.type:
+            raise InvalidArgumentError(
+                f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
 
 
 def plan_decodes(
@@ -476,6 +528,18 @@ def _check_tensor(
             f"on {drafts.device}"
         )
     return drafts
+
+
+def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Enqueue the copy of an array to a device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":  # pragma: no cover - tests/gpu run it
+        tensor = tensor.pin_memory()  # PyTorch keeps that memory until it is read
+    return tensor.to(device, non_blocking=True)
+
+
+def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def _kernels_for(device: torch.device) -> _Kernels:

@@ -16,7 +16,6 @@ from mamba_cache.metadata import (
     BoundaryEntry,
     CheckpointEntry,
     DecodeBatch,
-    SequenceSlice,
     StepMetadata,
     StepPlan,
 )
@@ -186,7 +185,7 @@ def plan_step(
             saved.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
         decodes=batch,
-        prefills=[_prefill_slice(active) for active in prefills],
+        prefills=[active.current_chunk for active in prefills],
         checkpoints=[
             CheckpointEntry(index, checkpoint.position, checkpoint.slot)
             for index, active in enumerate(prefills)
@@ -239,14 +238,4 @@ def _decode_batch(
         query_start_loc=bounds,
         place_shifts=kept.place_shifts[rows],
         crossing=crossing,
-    )
-
-
-def _prefill_slice(active: ActiveRequest) -> SequenceSlice:
-    chunk = active.current_chunk
-    return SequenceSlice(
-        row=active.row,
-        start=chunk.start,
-        token_ids=active.tokens(chunk.start, chunk.end),
-        first_writable=active.num_shared_tokens,
     )

@@ -11,14 +11,20 @@ import torch
 
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
-from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
 from mamba_cache.context.extractions import StepExtractions
 from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestStatus
 from mamba_cache.context.restore_order import SideStream
-from mamba_cache.context.speculation import Sampled, Speculation, check_accepted, read_sampled
+from mamba_cache.context.speculation import (
+    DeviceTokens,
+    Sampled,
+    SentTokens,
+    Speculation,
+    check_accepted,
+    read_sampled,
+)
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import DecodeWork, Step, describe_request, plan_step
 from mamba_cache.errors import (
@@ -37,19 +43,23 @@ class _Uncollected(NamedTuple):
     """A step whose tokens are not on the host yet.
 
     Attributes:
-        requests: Its requests.
-        num_releases: How often each had given its memory back by then.
-        samples: Whether each sampled.
-        lengths: [num decoding] tokens that each decoding request computed.
-        checkpoints: Where the step may have saved states of those, by place among them.
+        group: Its requests that decode.
+        lengths: [num decoding] tokens that each of them computed.
+        prefills: Its other requests that sample.
+        places: [n] where in the batch all of these are.
+        rows: [n] their rows.
+        num_releases: [n] how often each row had been given back by then.
+        planned: Where the step may have saved states of ``group``, by place in it.
         sent: The tokens on their way.
     """
 
-    requests: tuple[ActiveRequest, ...]
-    num_releases: tuple[int, ...]
-    samples: tuple[bool, ...]
+    group: DecodingGroup
     lengths: Int64Array
-    checkpoints: dict[int, Checkpoint]
+    prefills: list[ActiveRequest]
+    places: Int64Array
+    rows: Int64Array
+    num_releases: Int64Array
+    planned: dict[int, Checkpoint]
     sent: SentTokens
 
 
@@ -297,19 +307,23 @@ class StepRunner:
         self._drop_unwritten()
         self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
-        sent = self._speculation.to_host(sampled)
+        sent = SentTokens(sampled)
         self._unfinished = "a step is committed in part"
-        work, requests = self._work, self.requests
-        lengths = work.ends - work.most
+        work, count = self._work, len(self._work.group)
+        sampling = [(i, active) for i, active in enumerate(self._prefills, count) if active.samples]
+        rows = np.array([active.row for _, active in sampling], dtype=np.int64)
+        rows = np.concatenate((work.group.rows, rows))
         uncollected = _Uncollected(
-            requests=requests,
-            num_releases=tuple(active.num_releases for active in requests),
-            samples=(*[True] * len(work.group), *(active.samples for active in self._prefills)),
-            lengths=lengths,
-            checkpoints=self._planned,
+            group=work.group,
+            lengths=work.ends - work.most,
+            prefills=[active for _, active in sampling],
+            places=np.array([*range(count), *(place for place, _ in sampling)], dtype=np.int64),
+            rows=rows,
+            num_releases=self._rows.num_releases[rows],
+            planned=self._planned,
             sent=sent,
         )
-        self._rows.num_in_doubt[work.group.rows] = lengths
+        self._rows.num_in_doubt[work.group.rows] = uncollected.lengths
         for active in self._prefills:
             self._end_chunk(active)
         self._uncollected = uncollected
@@ -330,37 +344,32 @@ class StepRunner:
         """
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
-        requests, num_releases, samples, lengths, checkpoints, sent = self._uncollected
+        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
         tokens, given = sent.wait()
-        num_decodes = len(lengths)
-        counts = np.ones(len(requests), dtype=np.int64)
-        counts[:num_decodes] = np.clip(given[:num_decodes], 0, lengths)
-        current = [
-            index
-            for index, active in enumerate(requests)
-            if samples[index] and active.num_releases == num_releases[index]
-        ]
-        tokens, counts = tokens[current], counts[current]
+        count = len(group)
+        counts = np.ones(len(rows), dtype=np.int64)
+        counts[:count] = np.clip(given[:count], 0, lengths)
+        tokens = tokens[places]
+        current = (self._rows.num_releases[rows] == num_releases).nonzero()[0]
+        if len(current) < len(rows):
+            tokens, counts, rows = tokens[current], counts[current], rows[current]
+            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
+            current = current[current < count]
+            lengths, count = lengths[current], len(current)
+            kept = current.tolist()
+            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
+            group = DecodingGroup([group.requests[place] for place in kept])
         check(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
         self._unfinished = "the tokens of a step are collected in part"
-        kept = [requests[index] for index in current]
-        decoding = [index for index in current if index < num_decodes]
-        group = DecodingGroup([requests[index] for index in decoding])
-        count = len(decoding)
         self._rows.num_in_doubt[group.rows] = 0
-        own = {
-            place: checkpoints[index]
-            for place, index in enumerate(decoding)
-            if index in checkpoints
-        }
-        self._take(group, tokens[:count], counts[:count], own, stays=True)
-        self._counters.computed_tokens += int(lengths[decoding].sum())
-        rows = np.array([active.row for active in kept[count:]], dtype=np.int64)
-        self._rows.append_token(rows, tokens[count:, 0])
+        self._take(group, tokens[:count], counts[:count], planned, stays=True)
+        self._counters.computed_tokens += int(lengths.sum())
+        self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
         self._unfinished = ""
-        lists = zip(kept, tokens.tolist(), counts.tolist(), strict=True)
-        return {active.request_id: new[:number] for active, new, number in lists}
+        ids = (*group.ids, *(active.request_id for active in prefills))
+        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
+        return {request_id: new[:number] for request_id, new, number in lists}
 
     def abort(self) -> tuple[Hashable, ...]:
         """Take the step back, and return the ids of its requests, which are preempted.
