@@ -1,4 +1,4 @@
-"""Admits requests: matches them, reserves their memory and plans their chunks."""
+"""Admission: match requests, reserve their memory, plan their chunks, take all of it back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Admitter"]
 
 
 class Admitter:
-    """Brings requests into the next step and takes them out of it.
+    """The way of requests into the next step, and out of it.
 
     Args:
         config: Settings.
@@ -88,7 +88,6 @@ class Admitter:
             request_id=active.request_id,
             chunk_tokens=num_tokens,
         )
-        self._rows.check_row_available()
         lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
             row = self._rows.take(match.block_ids, end, active.request_id)

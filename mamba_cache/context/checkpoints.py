@@ -22,7 +22,7 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """Chooses which states are saved, reserves their slots, and makes them findable.
+    """The states that steps save: chosen, reserved, made findable.
 
     A state is saved at block boundaries only, and those lie on the SSM chunk grid because the
     settings say so.
@@ -63,19 +63,17 @@ class Checkpoints:
         """
         if not self._is_on:
             return chunk
-        positions = sorted(self._positions(active, chunk))
-        inside = [p for p in positions if p < chunk.end]
-        without_room = max(0, len(inside) - self._room)
+        end = chunk.end
+        positions = self._positions(active, chunk.start, end)
+        if not positions:
+            return chunk
+        without_room = max(0, sum(p < end for p in positions) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
         kept = self._reserve(active, positions[without_room:])
-        inside_kept = tuple(c for c in kept if c.position < chunk.end)
-        self._room -= len(inside_kept)
-        return replace(
-            chunk,
-            inside=inside_kept,
-            boundary=next((c for c in kept if c.position == chunk.end), None),
-        )
+        boundary = kept.pop() if kept and kept[-1].position == end else None
+        self._room -= len(kept)
+        return replace(chunk, inside=tuple(kept), boundary=boundary)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
@@ -141,24 +139,30 @@ class Checkpoints:
         self._consumed[lease.slot] = lease
         self._slots.note_consumed([lease.slot])
 
-    def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> None:
-        """Publish a request's complete blocks, of which ``hashes`` are the hashes."""
+    def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> list[int | None]:
+        """Publish a request's complete blocks, of which ``hashes`` are the hashes.
+
+        Returns:
+            For each block that was not published yet the one that stands for its hash now, as
+            ``KVBlockAllocator.register_kv_block_hashes`` says.
+        """
         first = active.num_published
         end = min(active.num_computed // self._block_size, len(hashes))
         if first >= end:
-            return
+            return []
         parent_hash = hashes[first - 1] if first else None
         blocks = active.blocks_between(first, end)
         if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
             ids, digests = [hashes[first]], [hashes.digest(first)]
-            self._kv_blocks.register_kv_block_hashes(
+            holders = self._kv_blocks.register_kv_block_hashes(
                 blocks, ids, digests=digests, parent_hash=parent_hash
             )
         else:
-            self._kv_blocks.register_kv_block_hashes(
+            holders = self._kv_blocks.register_kv_block_hashes(
                 blocks, hashes[first:end], parent_hash=parent_hash
             )
         active.num_published = end
+        return holders
 
     def publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
         """Publish a request's complete blocks and the states that a step saved.
@@ -172,7 +176,8 @@ class Checkpoints:
             checkpoints: What was saved.
         """
         hashes = active.hashes
-        self.publish_blocks(active, hashes)
+        holders = self.publish_blocks(active, hashes)
+        first = active.num_published - len(holders)
         if not checkpoints:
             return
         slots, blocks, ids, saved_tokens = [], [], [], []
@@ -180,21 +185,25 @@ class Checkpoints:
         for checkpoint in checkpoints:
             num_saved = self._count_saved_tokens(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
-            block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+            hash_id = hashes[index]
+            if index >= first:
+                block = holders[index - first]
+            else:
+                block = self._kv_blocks.find_block(hash_id, hashes.digest(index))
             if block is None:
                 private.append(checkpoint.slot)
                 continue
             slots.append(checkpoint.slot)
             blocks.append(block)
-            ids.append(hashes[index])
+            ids.append(hash_id)
             saved_tokens.append(num_saved)
         if checkpoints[0].epoch != self._slots.epoch:
             return  # the slots' owner has reset them, and what was reserved with them
         if private:
             self._slots.cancel_reserved(private)
         if slots:
-            holders = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
-            self._counters.saved_states += sum(a == b for a, b in zip(holders, slots, strict=True))
+            kept = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
+            self._counters.saved_states += sum(a == b for a, b in zip(kept, slots, strict=True))
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -235,21 +244,21 @@ class Checkpoints:
         self._slots.unpin_slots([lease])
         return lease
 
-    def _positions(self, active: ActiveRequest, chunk: Chunk) -> set[int]:
-        block = self._block_size
+    def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
+        """Return where states of a request are worth saving after ``start`` and up to ``end``."""
+        block, num_tokens = self._block_size, active.num_tokens
         facts = PlacementFacts(
-            prompt_tokens=active.num_tokens,
+            prompt_tokens=num_tokens,
             block_size_tokens=block,
             num_matched_blocks=active.num_shared_blocks,
-            num_required_blocks=-(-active.num_tokens // block),
+            num_required_blocks=-(-num_tokens // block),
         )
         wanted = placed_positions(self._placement, facts)
-        wanted |= active.wanted_boundaries()
-        return {p for p in wanted if chunk.start < p <= chunk.end}
+        if active.checkpoint_positions:
+            wanted |= active.wanted_boundaries()
+        return sorted(p for p in wanted if start < p <= end)
 
     def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
-        if not positions:
-            return []
         slots = self._slots.reserve_slots([active.block_before(p) for p in positions])
         epoch = self._slots.epoch
         return [

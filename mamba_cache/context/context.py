@@ -34,7 +34,6 @@ from mamba_cache.context.memory import (
     paired,
     slot_spec,
 )
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
@@ -42,6 +41,7 @@ from mamba_cache.context.requests import (
     Admission,
     PreparedRequest,
     Request,
+    RequestPreparer,
     RequestProgress,
     RequestStatus,
     check_positions,
@@ -78,7 +78,7 @@ _REFUSALS = (StepOrderError, UnknownRequestError)
 
 
 class DynamicInferenceContext:
-    """Runs requests over a KV cache and live states, and reuses the prefixes that they share.
+    """Requests that run over a KV cache and live states, and reuse the prefixes that they share.
 
     One step of an embedding engine::
 
@@ -154,7 +154,7 @@ class DynamicInferenceContext:
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
     def _make_memory(self, state_spec: StateSpec, kv_spec: KVCacheSpec | None) -> None:
-        """Allocate the tensors that requests and steps use, and the books over them."""
+        """Allocate the tensors that requests and steps use, and what says who has what of them."""
         config = self.config
         self.kv_block_allocator = KVBlockAllocator(
             kv_pool_size(config, kv_spec),
@@ -313,7 +313,6 @@ class DynamicInferenceContext:
             self.request_rows,
             is_cached=self.config.enable_prefix_caching,
         )
-        active.want_checkpoints(prepared.request.checkpoint_positions)
         active.want_checkpoints(checkpoint_positions)
         self._admitter.admit(active, chunk_tokens, self._requests.token_room())
         self._requests.add(active)
@@ -404,7 +403,7 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         group, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
-        if not group and not prefills:
+        if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
         rows = self.request_rows
         starts = most = rows.num_computed[group.rows]
@@ -425,7 +424,7 @@ class DynamicInferenceContext:
         due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
         saving, crossing = self._give_blocks(work, due) if len(due) else ((), due)
         self.batch_dimensions.prefill_req_count = len(prefills)
-        self.batch_dimensions.decode_req_count = len(group)
+        self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
         return self._runner.begin(work, saving, crossing, prefills, on_device)
 
@@ -485,7 +484,7 @@ class DynamicInferenceContext:
 
     @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
-        """Wait for the tokens of a step committed with ``DeviceTokens``, and take note of them.
+        """Wait for the tokens of a step committed with ``DeviceTokens``, and append them.
 
         What it wrote while its requests decoded becomes findable.
 
@@ -831,7 +830,7 @@ class DynamicInferenceContext:
         self._runner.forget()
         self._requests.clear()
         self.request_rows.reset()
-        # Before the KV blocks, which tell the slots: books that contradict each other are not read.
+        # Before the KV blocks, which tell the slots: these may contradict each other by now.
         self.slot_allocator.reset()
         self.kv_block_allocator.reset()
         self._checkpoints.reset()

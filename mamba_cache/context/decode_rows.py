@@ -1,4 +1,4 @@
-"""How far each request is, on the device: what a step with drafts needs to know of the last one."""
+"""The device's record of requests that have drafts: how far each is, and its last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers have handed over their states at a step's checkpoints."""
+"""Extractions: which layers have handed over their states at a step's checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CapturedExtractions:
 
 
 class StepExtractions:
-    """Counts on the host which layers have handed over in the step in flight.
+    """Which layers have handed over in the step in flight, counted on the host.
 
     A slot keeps its last state, perhaps another salt's, until it is written. So a state at a
     checkpoint inside a chunk is published only if every layer has written its part of it.

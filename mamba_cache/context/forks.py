@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_items
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import RequestTable
-from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.requests import ActiveRequest, RequestPreparer, RequestStatus
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError, StepOrderError

@@ -16,7 +16,7 @@ Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class RequestRows:
-    """Gives requests their rows and KV blocks, and takes them back.
+    """The rows and KV blocks of requests.
 
     A row holds what a steady decoding step reads and writes, so that such a step is a handful of
     operations on whole arrays, however many requests there are.

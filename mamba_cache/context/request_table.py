@@ -38,9 +38,6 @@ class DecodingGroup:
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
         self._id_set: frozenset[Hashable] | None = None
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
     @property
     def id_set(self) -> frozenset[Hashable]:
         """Their ids, to compare with those of a mapping."""
@@ -50,7 +47,7 @@ class DecodingGroup:
 
 
 class RequestTable:
-    """Finds requests by id and by row, and says which take part in the next step.
+    """Requests by id, and which of them take part in the next step.
 
     Args:
         rows: What is kept of them as arrays.
@@ -213,7 +210,7 @@ class RequestTable:
             SequenceLengthError: One has reached the longest length.
         """
         longest = self._max_sequence_length
-        most = int(np.maximum.reduce(most_computed)) if len(group) else 0
+        most = int(np.maximum.reduce(most_computed)) if group.ids else 0
         if most >= longest:
             index = int((most_computed >= longest).argmax())
             active, computed = group.requests[index], most_computed.item(index)

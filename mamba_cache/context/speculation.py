@@ -1,4 +1,4 @@
-"""Drafts on their way into a step, and what the device does when it begins and ends."""
+"""Speculation: drafts that a step verifies, and what the device does when it begins and ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
-from mamba_cache._lasting import lasting
+from mamba_cache._lasting import lasting as outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.metadata import StepMetadata
@@ -107,7 +107,7 @@ class Speculation:
         device: Where steps are computed.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
@@ -257,16 +257,15 @@ def plan_decodes(
             work = work._replace(ends=most + cut, longest=room, lengths=cut)
         return work._replace(knows_drafts=False)
     if isinstance(drafts, Mapping):
-        given = _by_request(drafts, group, width, preparer)
+        given, is_full = _by_request(drafts, group, width, preparer), False
     else:
-        given = _in_order(drafts, group, width, preparer)
+        given, is_full = _in_order(drafts, group, width, preparer)
     num_drafts = given.shape[1]
-    if not num_drafts or not len(group):
+    if not num_drafts or not group.ids:
         return DecodeWork(group, starts, most, most + 1, longest + 1)
     ends, longest = most + (1 + num_drafts), longest + 1 + num_drafts
     lengths: Int64Array | None = None
-    # As for token ids, one pass finds whether one is negative.
-    if int(np.bitwise_or.reduce(given, axis=None)) < 0:
+    if not is_full:
         lengths = np.count_nonzero(given >= 0, axis=1) + 1
         ends = most + lengths
         longest = int(np.maximum.reduce(ends))
@@ -290,7 +289,7 @@ def _by_request(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
     if not drafts:
-        return np.zeros((len(group), 0), dtype=np.int64)
+        return np.zeros((len(group.ids), 0), dtype=np.int64)
     values = [drafts.get(name, ()) for name in group.ids]
     lists = [v if type(v) in (list, tuple) else preparer.read_tokens(v) for v in values]
     lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
@@ -299,18 +298,15 @@ def _by_request(
     if most > width:
         name = f"the number of drafts of {group.ids[int(lengths.argmax())]!r}"
         check_int(name, most, minimum=0, maximum=width)
-    given = np.full((len(group), most), -1, dtype=np.int64)
+    given = np.full((len(group.ids), most), -1, dtype=np.int64)
     given[np.arange(most) < lengths[:, None]] = tokens
     return given
 
 
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
-) -> Int64Array:
-    """Return [n, k] drafts, negative where there is none, as they are given: in the batch's order.
-
-    The array is not the caller's, who may write into that.
-    """
+) -> tuple[Int64Array, bool]:
+    """Return [n, k] drafts of the caller's array, -1 where there is none, and whether all are."""
     try:
         array = np.asarray(drafts)
     except ValueError as error:  # lists of several lengths
@@ -318,7 +314,7 @@ def _in_order(
     shape = array.shape
     if (
         len(shape) != 2
-        or shape[0] != len(group)
+        or shape[0] != len(group.ids)
         or shape[1] > width
         or array.dtype.kind not in "iu"
     ):
@@ -327,18 +323,18 @@ def _in_order(
             f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
     if preparer.are_tokens(array):
-        return array.astype(np.int64)
+        return array.astype(np.int64), True  # not the caller's, who may write into that
     is_given = array >= 0
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.read_tokens(array[is_given])
-    return np.where(is_given, array, -1).astype(np.int64)
+    return np.where(is_given, array, -1).astype(np.int64), False
 
 
 def _wanted_drafts(group: DecodingGroup, width: int) -> str:
     return (
         "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
-        f"[{len(group)}, at most {width}] ints in the order of the requests that decode"
+        f"[{len(group.ids)}, at most {width}] ints in the order of the requests that decode"
     )
 
 
@@ -477,7 +473,7 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     tokens, counts = sampled
     if counts is None:
         return
-    num_decodes = len(work.group)
+    num_decodes = len(work.group.ids)
     # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
     if work.lengths is not None or num_decodes < len(ids) or tokens.shape[1] > work.width:
         _check_counts(work, counts, ids)
@@ -504,7 +500,7 @@ def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable])
     Raises:
         InvalidArgumentError: There are too many, or not one of a prefill.
     """
-    num_decodes = len(work.group)
+    num_decodes = len(work.group.ids)
     is_wrong = counts != 1
     most = work.width if work.lengths is None else work.lengths
     is_wrong[:num_decodes] = counts[:num_decodes] > most

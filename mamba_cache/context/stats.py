@@ -1,4 +1,4 @@
-"""What the cache did, counted."""
+"""Counters of what the cache did, and what it holds now."""
 
 from __future__ import annotations
 

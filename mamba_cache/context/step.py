@@ -1,4 +1,4 @@
-"""A step as the embedder sees it, and its plan as plain values."""
+"""Steps: what an embedder sees of one, and its plan as plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
-    BoundaryEntry,
     CheckpointEntry,
     DecodeBatch,
     StepMetadata,
@@ -78,11 +77,11 @@ class DecodeWork(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of all of them together."""
-        return len(self.group) * self.width if self.lengths is None else int(self.lengths.sum())
+        return len(self.group.ids) * self.width if self.lengths is None else int(self.lengths.sum())
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""
-        count = len(self.group)
+        count = len(self.group.ids)
         lengths = [self.width] * count if self.lengths is None else self.lengths.tolist()
         drafts: list[list[int]] = [[]] * count if self.drafts is None else self.drafts.tolist()
         return [
@@ -160,7 +159,7 @@ def plan_step(
     decodes: DecodeWork,
     rows: RequestRows,
     prefills: Sequence[ActiveRequest],
-    boundaries: Sequence[BoundaryEntry],
+    boundaries: Sequence[CheckpointEntry],
     crossing: Sequence[int] | Int64Array,
 ) -> StepPlan:
     """Collect what a step does, as plain values.
@@ -176,13 +175,13 @@ def plan_step(
     if not prefills:
         return StepPlan(decodes=batch, boundaries=boundaries)
     restores, saved = [], list(boundaries)
-    for index, active in enumerate(prefills, len(decodes.group)):
+    for index, active in enumerate(prefills, len(decodes.group.ids)):
         chunk = active.current_chunk
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
             restores.append((source, active.row))
         if chunk.boundary is not None:
-            saved.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
+            saved.append(CheckpointEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
         decodes=batch,
         prefills=[active.current_chunk for active in prefills],

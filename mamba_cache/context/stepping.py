@@ -1,4 +1,4 @@
-"""Begins, commits and aborts steps."""
+"""The step in flight: begin, commit, collect and abort it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
-from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestStatus
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestPreparer, RequestStatus
 from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import (
     DeviceTokens,
@@ -33,7 +32,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import BoundaryEntry, StepBuffers, StepMetadata, StepPlan
+from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -68,7 +67,7 @@ _NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class StepRunner:
-    """Holds the step in flight and carries its requests from one state to the next.
+    """The step in flight, and the one before it whose tokens are not collected.
 
     Args:
         buffers: The step's tensors.
@@ -194,7 +193,7 @@ class StepRunner:
             raise
         return self._step
 
-    def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[BoundaryEntry]:
+    def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[CheckpointEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
         boundaries = []
         for index in saving:
@@ -203,7 +202,7 @@ class StepRunner:
             checkpoint = active.checkpoint
             if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
                 self._planned[index] = checkpoint
-                boundaries.append(BoundaryEntry(index, checkpoint.position, checkpoint.slot))
+                boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
     def commit(self, sampled: Sampled) -> None:
@@ -218,7 +217,7 @@ class StepRunner:
         self._save_boundaries()
         self._unfinished = "a step is committed in part"
         tokens, counts = sampled
-        work, num_decodes = self._work, len(self._work.group)
+        work, num_decodes = self._work, len(self._work.group.ids)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
             self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
@@ -309,7 +308,7 @@ class StepRunner:
         self._save_boundaries()
         sent = SentTokens(sampled)
         self._unfinished = "a step is committed in part"
-        work, count = self._work, len(self._work.group)
+        work, count = self._work, len(self._work.group.ids)
         sampling = [(i, active) for i, active in enumerate(self._prefills, count) if active.samples]
         rows = np.array([active.row for _, active in sampling], dtype=np.int64)
         rows = np.concatenate((work.group.rows, rows))
@@ -346,7 +345,7 @@ class StepRunner:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
         group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
         tokens, given = sent.wait()
-        count = len(group)
+        count = len(group.ids)
         counts = np.ones(len(rows), dtype=np.int64)
         counts[:count] = np.clip(given[:count], 0, lengths)
         tokens = tokens[places]
@@ -532,8 +531,8 @@ class StepRunner:
             counts = np.ones(len(tokens), dtype=np.int64)
         if self._prefills:
             samples = [active.samples for active in self._prefills]
-            index = np.flatnonzero([*[True] * len(self._work.group), *samples])
-            count = len(self._work.group) + len(samples)
+            index = np.flatnonzero([*[True] * len(self._work.group.ids), *samples])
+            count = len(self._work.group.ids) + len(samples)
             all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)
             all_counts = np.zeros(count, dtype=np.int64)
             all_tokens[index], all_counts[index] = tokens, counts

@@ -17,7 +17,6 @@ from mamba_cache.metadata.chunks import cut_into_chunks
 from mamba_cache.metadata.step import StepMetadata
 
 __all__ = [
-    "BoundaryEntry",
     "CheckpointEntry",
     "DecodeBatch",
     "SequenceSlice",
@@ -103,26 +102,12 @@ _NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A state to save inside a prefill chunk.
+    """A state that a step saves: inside a prefill chunk, or from a live state at commit.
 
     Attributes:
-        prefill_index: Which prefill slice of the plan, from 0.
+        index: Inside a chunk: which prefill slice of the plan, from 0. At commit: which slice of
+            all, decodes first.
         position: The checkpoint, in tokens from the sequence's start.
-        slot: The reserved slot.
-    """
-
-    prefill_index: int
-    position: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryEntry:
-    """A live state to save when the step is committed.
-
-    Attributes:
-        index: Which slice of the plan, decodes first.
-        position: The boundary, in tokens from the sequence's start.
         slot: The reserved slot.
     """
 
@@ -147,7 +132,7 @@ class StepPlan:
     prefills: Sequence[SequenceSlice] = ()
     checkpoints: Sequence[CheckpointEntry] = ()
     restores: Sequence[tuple[int, int]] = ()
-    boundaries: Sequence[BoundaryEntry] = ()
+    boundaries: Sequence[CheckpointEntry] = ()
 
 
 class StepBuffers:
@@ -380,7 +365,7 @@ class StepBuffers:
         first_grid_chunk = starts // self._chunk_size
         num_chunks = -(-(starts + lengths) // self._chunk_size) - first_grid_chunk
         first_chunk = np.cumsum(num_chunks) - num_chunks
-        which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
+        which = np.array([entry.index for entry in entries], dtype=np.int64)
         positions = np.array([entry.position for entry in entries], dtype=np.int64)
         rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
         chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
