@@ -229,9 +229,6 @@ class DynamicInferenceContext:
             config, placement, self.kv_block_allocator, slots, self._counters
         )
         self._admitter = Admitter(config, self.kv_block_allocator, slots, rows, self._checkpoints)
-        side_stream: SideStream | None = None
-        if config.restore_on_side_stream and self.device.type == "cuda":  # pragma: no cover
-            side_stream = SideStream(slots, config, CudaRestoreStreams(self.device))
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(
             buffers=self.step_buffers,
@@ -241,7 +238,7 @@ class DynamicInferenceContext:
             admitter=self._admitter,
             counters=self._counters,
             speculation=speculation,
-            side_stream=side_stream,
+            side_stream=self._side_stream(),
             extractions=self._extractions,
         )
         self._forker = Forker(
@@ -956,6 +953,12 @@ class DynamicInferenceContext:
 
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)
+
+    def _side_stream(self) -> SideStream | None:
+        if not self.config.restore_on_side_stream or self.device.type != "cuda":
+            return None
+        streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
+        return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:
