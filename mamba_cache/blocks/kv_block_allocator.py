@@ -52,6 +52,9 @@ class _Registration(NamedTuple):
     tokens: npt.NDArray[np.int32] | None
 
 
+_MOST_REFERENCES = 1 << 20
+"""Given in one call: counts are int32."""
+
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
 
@@ -206,12 +209,18 @@ class KVBlockAllocator:
         return block_ids
 
     @guarded(nests=True)
-    def retain_memory_blocks(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block, used or cached; a block named twice gets two.
+    def retain_memory_blocks(self, block_ids: Iterable[int], num_references: int = 1) -> None:
+        """Add references to each block, used or cached; a block named twice gets twice as many.
+
+        Args:
+            block_ids: The blocks.
+            num_references: How many references each gets, from 1 to 2**20.
 
         Raises:
             UnknownBlockError: A block is free or out of range; nothing is changed.
+            InvalidArgumentError: ``num_references`` is no such int; nothing is changed.
         """
+        count = check_int("num_references", num_references, minimum=1, maximum=_MOST_REFERENCES)
         ids = self._held_or_cached(block_ids)
         self._guard.is_changing = True
         self._clock += 1
@@ -220,7 +229,7 @@ class KVBlockAllocator:
             if not self._ref_counts[block_id]:
                 reused.append(block_id)
                 self._leaves.discard(block_id)
-            self._ref_counts[block_id] += 1
+            self._ref_counts[block_id] += count
             self._timestamps[block_id] = self._clock
         if reused:
             self._num_cached -= len(reused)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mamba_cache.blocks import BlockHashChain, BlockHasher, as_token_array
+from typing import Any
+
+import numpy as np
+
+from mamba_cache.blocks import MAX_TOKEN_ID, BlockHashChain, BlockHasher, as_token_array
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import PreparedRequest, Request, TokenArray
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
@@ -58,6 +62,13 @@ class RequestPreparer:
         """
         own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
         return own
+
+    def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
+        """Say whether all ints of an array of any shape are token ids."""
+        # One pass: the bits of all ids together make a valid id if and only if each of them is one.
+        bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
+        is_below = limit is None or bits < limit or int(array.max()) < limit
+        return 0 <= bits <= MAX_TOKEN_ID and is_below
 
     def read_tokens(self, tokens: object) -> TokenArray:
         """Return tokens as an int32 array, which may share their memory.

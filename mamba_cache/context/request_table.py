@@ -97,6 +97,15 @@ class RequestTable:
         """Add a request whose id ``check_new`` accepted."""
         self._requests[active.request_id] = active
 
+    def add_all(self, requests: Iterable[ActiveRequest]) -> None:
+        """Add requests whose ids ``check_new`` accepted, all of them at once."""
+        self._requests.update({active.request_id: active for active in requests})
+
+    def discard(self, requests: Iterable[ActiveRequest]) -> None:
+        """Forget those of some requests that are known."""
+        for active in requests:
+            self._requests.pop(active.request_id, None)
+
     def remove(self, active: ActiveRequest) -> None:
         """Forget a finished request."""
         del self._requests[active.request_id]
@@ -175,6 +184,20 @@ class RequestTable:
         """
         decoding = len(self._rows.decoding) * self._max_decode_tokens
         return self._max_tokens - self._rows.num_scheduled_tokens - decoding
+
+    def check_forks_fit(self, count: int) -> None:
+        """Check that chunks which are scheduled leave room for the tokens of new decoding requests.
+
+        Args:
+            count: How many of these there will be.
+
+        Raises:
+            TokenCapacityError: They do not.
+        """
+        required, room = count * self._max_decode_tokens, self.token_room()
+        if self._rows.scheduled and required > room:
+            hint = "chunks are scheduled for it: fork before them, or when it is committed"
+            raise TokenCapacityError(required, max(0, room), hint)
 
     def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
         """Check that decoding requests have room for the token that they compute.

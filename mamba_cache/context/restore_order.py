@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -128,6 +128,14 @@ class SideStream:
         rows = [*plan.decodes.rows.tolist(), *(piece.row for piece in plan.prefills)]
         slots = [entry.slot for entry in plan.checkpoints]
         self._order.end_step(rows, slots + [entry.slot for entry in plan.boundaries])
+        self._record()
+
+    def use_rows(self, rows: Sequence[int]) -> None:
+        """Remember that something is enqueued on the current stream which uses these rows."""
+        if self._slots.transfers.num_calls != self._num_transfers:
+            self.end_all()  # the embedder has moved states itself
+            return
+        self._order.end_step(rows, ())
         self._record()
 
     def end_all(self) -> None:

@@ -77,10 +77,13 @@ class DecodeBatch:
         ends: [n] int64. Tokens of each sequence after the step.
         longest: The largest of ``ends``; 0 if there is none.
         token_ids: [total] integer tokens: of each the last sampled one and its drafts, packed.
-        places: [total] int64. Where the tokens' keys and values go; None: it is read off the block
-            tables.
-        query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: each
-            has one.
+        width: Tokens of each, where ``query_start_loc`` is None.
+        query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: all
+            have equally many.
+        place_shifts: [n] int64. What to add to the position of a token to have where its key and
+            value go; None: that is read off the block tables.
+        crossing: Which of them have tokens in more than one block, so that their shifts do not hold
+            for all of these.
     """
 
     rows: _IntArray
@@ -88,8 +91,10 @@ class DecodeBatch:
     ends: _IntArray
     longest: int
     token_ids: _IntArray
-    places: _IntArray | None = None
+    width: int = 1
     query_start_loc: _IntArray | None = None
+    place_shifts: _IntArray | None = None
+    crossing: Sequence[int] | _IntArray = ()
 
 
 _NO_ROWS: _IntArray = np.zeros(0, dtype=np.int64)
@@ -236,15 +241,14 @@ class StepBuffers:
         host.wait()
         decodes, prefills = plan.decodes, plan.prefills
         num_decodes, num_prefills = len(decodes.rows), len(prefills)
-        lengths = None if decodes.query_start_loc is None else decodes.ends - decodes.starts
         num_decode_tokens = len(decodes.token_ids)
-        max_decode_len = min(1, num_decodes)
-        if lengths is not None and num_decodes:
-            max_decode_len = int(np.maximum.reduce(lengths))
+        max_decode_len = decodes.width if num_decodes else 0
+        if decodes.query_start_loc is not None and num_decodes:
+            max_decode_len = int(np.maximum.reduce(decodes.ends - decodes.starts))
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
-        self._fill_decodes(host, decodes, lengths, is_same)
+        self._fill_decodes(host, decodes, is_same)
         if num_prefills:
             rows = np.concatenate((rows, [s.row for s in prefills]))
             num_tokens += self._fill_prefills(host, plan)
@@ -273,28 +277,36 @@ class StepBuffers:
             **self._tensors,
         )
 
-    def _fill_decodes(
-        self,
-        host: _HostSide,
-        decodes: DecodeBatch,
-        lengths: _IntArray | None,
-        is_same: bool,
-    ) -> None:
+    def _fill_decodes(self, host: _HostSide, decodes: DecodeBatch, is_same: bool) -> None:
         """Write what is packed of decoding requests, and how long they are."""
         arrays, count, total = host.arrays, len(decodes.rows), len(decodes.token_ids)
-        places, bounds = decodes.places, decodes.query_start_loc
-        if lengths is None or bounds is None:
-            positions = decodes.starts
-            if not is_same or host.has_drafts:
-                arrays["query_start_loc"][: count + 1] = np.arange(count + 1)
-            if places is None:
-                places = self._places(decodes.rows, positions)
+        rows, bounds, width = decodes.rows, decodes.query_start_loc, decodes.width
+        lengths: _IntArray | int = width
+        if bounds is None:
+            if not is_same or host.width != width:
+                arrays["query_start_loc"][: count + 1] = np.arange(0, total + 1, width)
+            host.width = width
+            first = np.arange(0, total, width)
         else:
-            positions = np.arange(total) - np.repeat(bounds[:-1] - decodes.starts, lengths)
             arrays["query_start_loc"][: count + 1] = bounds
-            if places is None:
-                places = self._places(np.repeat(decodes.rows, lengths), positions)
-        host.has_drafts = lengths is not None
+            host.width = -1
+            first, lengths = bounds[:-1], np.diff(bounds)
+        positions, shifts, which = decodes.starts, decodes.place_shifts, decodes.crossing
+        if total > count:
+            # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
+            positions = (positions - first).repeat(lengths)
+            positions += np.arange(total)
+            rows = rows if shifts is not None and not len(which) else rows.repeat(lengths)
+            shifts = None if shifts is None else shifts.repeat(lengths)
+        if shifts is None:
+            places = self._places(rows, positions)
+        else:
+            places = positions + shifts
+            if len(which):
+                is_crossing = np.zeros(count, dtype=bool)
+                is_crossing[which] = True
+                tokens = is_crossing.repeat(lengths).nonzero()[0]
+                places[tokens] = self._places(rows[tokens], positions[tokens])
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
         arrays["kv_slot_mapping"][:total] = places
@@ -473,7 +485,8 @@ class _HostSide:
         self.rows: _IntArray | None = None
         self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
-        self.has_drafts = self.has_chunks = self.has_checkpoints = True
+        self.width = -1  # of decodes: tokens of each, if all have equally many
+        self.has_chunks = self.has_checkpoints = True
         self.has_restores = self.has_boundaries = True
 
     def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:

@@ -256,7 +256,7 @@ def check_tokens(prompt, tokens):
 
 
 _SKIPPED = (
-    *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
+    *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
     # What was answered last, kept for the next time it is asked.
     *("_group", "_group_made_at", "_named", "_named_at"),
 )

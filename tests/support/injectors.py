@@ -122,7 +122,7 @@ class Broken(_Patching):
         yield self.context.step_buffers, "fill"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._planner._placement, "positions"
+        yield self.context._checkpoints._placement, "positions"
         yield self.context.kv_block_allocator, "on_blocks_deregistered"
 
 

@@ -102,7 +102,7 @@ class SpeculationMachine(ContextMachine):
         return [(t + (i >= right)) % VOCAB for i, t in enumerate(drafts)]
 
     def wanted(self, seen, index):
-        return int(self.uncached.logits(seen.prompt, len(seen.generated) + index).argmax())
+        return int(seen.logits(self.uncached, index).argmax())
 
     def cut(self, drafts):
         """On the host drafts must fit whatever the outcome of the last step is."""
@@ -140,7 +140,7 @@ class SpeculationMachine(ContextMachine):
     def verify(self, seen, drafted, rows):
         taken = []
         for index, row in enumerate(rows):
-            wanted = self.uncached.logits(seen.prompt, len(seen.generated) + index)
+            wanted = seen.logits(self.uncached, index)
             torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
             taken.append(self.wanted(seen, index))
             if index == len(drafted) or drafted[index] != taken[-1]:
@@ -200,6 +200,13 @@ class SpeculationMachine(ContextMachine):
             return
         with pytest.raises(StepOrderError, match="uncollected"):
             self.context.scrub()
+
+    def can_be_forked(self, request_id):
+        if request_id not in self.uncollected:
+            return True
+        with pytest.raises(StepOrderError, match="collect_step"), self.unchanged_by_an_error():
+            self.context.fork(request_id, [self.next_id])
+        return False
 
     def forget_uncollected(self, request_id):
         lost = self.uncollected.pop(request_id, [])

@@ -5,7 +5,6 @@ import torch
 from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.context import memory as memory_module
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.states import CHECKPOINT_FIELDS
 
@@ -72,7 +71,7 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
         calls.append(options["fields"])
         return lambda: None
 
-    monkeypatch.setattr(memory_module, "plan_extraction", plan)
+    monkeypatch.setattr("mamba_cache.context.context.plan_extraction", plan)
     states, inputs = torch.empty(metadata.num_chunks, 0), torch.empty(num_tokens, 0)
     context.extract_checkpoint_states(0, states, inputs, metadata)
     assert len(metadata.checkpoint_slots) > num_checkpoints == metadata.num_checkpoints

@@ -26,6 +26,7 @@ FRONT_DOOR = {
     "DynamicInferenceContext",
     "EveryNthBlock",
     "EvictionPolicy",
+    "Forks",
     "KVBlockAllocator",
     "KVCacheSpec",
     "LastBlock",
