@@ -67,7 +67,6 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     as_device,
-    extract_checkpoint_states,
     plan_extraction,
 )
 
@@ -673,16 +672,17 @@ class DynamicInferenceContext:
                 "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
                 f"the kinds {[*self._layers]} call extract_states"
             )
-        extract_checkpoint_states(
+        write = plan_extraction(
             slots.conv_states[layer],
             slots.ssm_states[layer],
             self.mamba_conv_states[layer],
             chunk_states,
             conv_input,
+            fields=extractions.fields,
             slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
             quantization=slots.quantization,
-            **extractions.fields,  # type: ignore[arg-type] # no tensor is a backend's name
         )
+        write()
         extractions.record(layer, chunk_states, conv_input)
 
     def extract_states(
@@ -750,9 +750,9 @@ class DynamicInferenceContext:
             None if window is None else live[window][layer],
             states,
             inputs,
+            fields=self._extractions.fields,
             slot_scales=None if scales is None else saved[scales][layer],
             quantization=quantization,
-            **self._extractions.fields,  # type: ignore[arg-type] # no tensor is a backend's name
         )
 
     def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:

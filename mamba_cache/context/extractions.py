@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ import torch
 from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.states import CHECKPOINT_FIELDS
 
 __all__ = ["CapturedExtractions", "StepExtractions"]
 
@@ -59,7 +60,7 @@ class StepExtractions:
 
     def __init__(self, labels: Sequence[int | str], buffers: StepBuffers) -> None:
         self.captured: CapturedExtractions | None = None
-        self._fields: Mapping[str, torch.Tensor] = {}
+        self._fields: tuple[torch.Tensor, ...] = ()
         self._labels = labels
         self._num_layers = len(labels)
         self._buffers = buffers
@@ -76,20 +77,24 @@ class StepExtractions:
         """End the step in flight, if there is one."""
         self._metadata = None
         self._missing = set()
-        self._fields = {}
+        self._fields = ()
 
     @property
-    def fields(self) -> Mapping[str, torch.Tensor]:
-        """The checkpoints to write, as ``states.extract_checkpoint_states`` takes them.
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """The checkpoints to write, as ``states.plan_extraction`` takes them.
 
         Those of the step in flight, none if it has none; in a capture all that there can be.
         """
         if self.captured is not None:
-            return self._buffers.checkpoint_fields(None)
+            return self._fields_of(None)
         if not self._fields and self._metadata is not None and self._metadata.num_checkpoints:
             # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._buffers.checkpoint_fields(self._metadata.num_checkpoints)
+            self._fields = self._fields_of(self._metadata.num_checkpoints)
         return self._fields
+
+    def _fields_of(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
+        fields = self._buffers.checkpoint_fields(num_checkpoints)
+        return tuple(fields[name] for name in CHECKPOINT_FIELDS)
 
     @property
     def missing_layers(self) -> list[int | str]:
@@ -112,7 +117,9 @@ class StepExtractions:
             InvalidArgumentError: There is no such layer, the metadata are another step's, or the
                 tensors are not as long as the step is.
         """
-        if not self.are_asked_for(metadata):
+        if metadata is not self._metadata:
+            self._refuse(metadata)
+        if not metadata.num_checkpoints:
             return
         self.check_layer(layer)
         self._check_lengths(layer, metadata, *_lengths(chunk_states, conv_input))

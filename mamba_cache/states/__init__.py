@@ -4,7 +4,11 @@ from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states._backend import CopyBackend
 from mamba_cache.states._rows import RowIndices
 from mamba_cache.states.copier import StateCopier
-from mamba_cache.states.extraction import extract_checkpoint_states, plan_extraction
+from mamba_cache.states.extraction import (
+    CHECKPOINT_FIELDS,
+    extract_checkpoint_states,
+    plan_extraction,
+)
 from mamba_cache.states.pool import StatePool, as_device
 from mamba_cache.states.quantization import (
     SlotQuantization,
@@ -24,6 +28,7 @@ from mamba_cache.states.spec import (
 )
 
 __all__ = [
+    "CHECKPOINT_FIELDS",
     "PAD_SLOT_ID",
     "ZERO_SOURCE",
     "CopyBackend",

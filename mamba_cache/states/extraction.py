@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,7 +12,16 @@ from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import check_are_tensors, check_devices
 from mamba_cache.states.quantization import SlotQuantization
 
-__all__ = ["extract_checkpoint_states", "plan_extraction"]
+__all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
+
+CHECKPOINT_FIELDS = (
+    "checkpoint_chunks",
+    "checkpoint_conv_ends",
+    "checkpoint_seq_starts",
+    "checkpoint_rows",
+    "checkpoint_slots",
+)
+"""The fields of ``StepMetadata`` that say what to extract, in the order that kernels take them."""
 
 # States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,21 +80,29 @@ def extract_checkpoint_states(
             ``quantization`` a state is never converted: rounded, it would be another state.
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
-    plan_extraction(
+    fields = (
+        checkpoint_chunks,
+        checkpoint_conv_ends,
+        checkpoint_seq_starts,
+        checkpoint_rows,
+        checkpoint_slots,
+    )
+    check_are_tensors("fields", fields)
+    write = plan_extraction(
         slot_conv,
         slot_ssm,
         live_conv,
         chunk_states,
         conv_input,
-        checkpoint_chunks=checkpoint_chunks,
-        checkpoint_conv_ends=checkpoint_conv_ends,
-        checkpoint_seq_starts=checkpoint_seq_starts,
-        checkpoint_rows=checkpoint_rows,
-        checkpoint_slots=checkpoint_slots,
+        fields=fields,
         slot_scales=slot_scales,
         quantization=quantization,
         backend=backend,
-    )()
+    )
+    written = slot_ssm if slot_conv is None else slot_conv
+    assert written is not None
+    _check_fields(fields, written.device)
+    write()
 
 
 def plan_extraction(
@@ -95,33 +112,35 @@ def plan_extraction(
     chunk_states: torch.Tensor | None,
     conv_input: torch.Tensor | None,
     *,
-    checkpoint_chunks: torch.Tensor,
-    checkpoint_conv_ends: torch.Tensor,
-    checkpoint_seq_starts: torch.Tensor,
-    checkpoint_rows: torch.Tensor,
-    checkpoint_slots: torch.Tensor,
+    fields: tuple[torch.Tensor, ...],
     slot_scales: torch.Tensor | None = None,
     quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
-    """Returns what does what ``extract_checkpoint_states`` says, of arguments that are checked.
+    """Returns what does what ``extract_checkpoint_states`` says, of states that are checked.
 
-    So a layer of several tensors can have all of them checked before the first is written.
+    So a layer of several tensors can have all of them checked before the first is written. The
+    fields are not checked: a context makes them itself.
+
+    Args:
+        slot_conv: As there, like all that follow.
+        slot_ssm: Likewise.
+        live_conv: Likewise.
+        chunk_states: Likewise.
+        conv_input: Likewise.
+        fields: Those named in ``CHECKPOINT_FIELDS``, in that order.
+        slot_scales: Likewise.
+        quantization: Likewise.
+        backend: Likewise.
 
     Raises:
         InvalidArgumentError: As there.
         MissingExtraError: As there.
     """
-    fields = (
-        checkpoint_chunks,
-        checkpoint_conv_ends,
-        checkpoint_seq_starts,
-        checkpoint_rows,
-        checkpoint_slots,
-    )
     given = (slot_conv, slot_ssm, live_conv, chunk_states, conv_input, slot_scales)
     tensors = [tensor for tensor in given if tensor is not None]
-    _check_tensors(fields, *tensors)
+    check_are_tensors("states", tensors)
+    check_devices(*tensors)
     _check_whole(slot_conv, slot_ssm, live_conv, chunk_states, conv_input)
     device = tensors[0].device
     conv = live = inputs = ssm = states = None
@@ -131,7 +150,6 @@ def plan_extraction(
         _check_conv(slot_conv, live_conv, conv_input)
         _check_layouts(slot_conv, live_conv)
         conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
-    _check_fields(fields, device)
     kernels = kernels_for(backend, device)
     scales, hash_seed = None, None
     if slot_ssm is not None and chunk_states is not None:
@@ -150,11 +168,6 @@ def plan_extraction(
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
-
-
-def _check_tensors(fields: Sequence[torch.Tensor], *states: torch.Tensor) -> None:
-    check_are_tensors("states and fields", (*states, *fields))
-    check_devices(*states)
 
 
 def _check_whole(

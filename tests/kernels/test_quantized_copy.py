@@ -229,6 +229,9 @@ def test_extraction_stores_what_a_copy_would(generator, device, backend, quantiz
         lambda live, slots: ([live[0], live[1].int()], slots),
         lambda live, slots: ([live[0], live[1].flatten(3)], slots),
         lambda live, slots: (live[:1], slots),
+        lambda live, slots: (live, slots[:1]),
+        lambda live, slots: (live, slots[:2]),
+        lambda live, slots: (live[:1], slots[:1]),  # nothing that is quantised
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(generator, device, wrong):

@@ -32,13 +32,15 @@ def convolve(weight, window, x):
 
 
 class Drawn:
-    """Random float64 weights."""
+    """Random float64 weights, the same on every device."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, device):
         self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
 
     def __call__(self, *shape, scale=0.5):
-        return torch.randn(*shape, generator=self._generator, dtype=F64) * scale
+        drawn = torch.randn(*shape, generator=self._generator, dtype=F64, device="cpu")
+        return (drawn * scale).to(self._device)
 
 
 class GatedDelta:
@@ -201,10 +203,11 @@ class KindsModel:
     """A language model of layers named by letters; it is its own ``config``."""
 
     vocab_size, ssm_chunk_size = VOCAB, CHUNK
-    dtype, device = F64, torch.device("cpu")
+    dtype = F64
 
-    def __init__(self, pattern, seed=3):
-        draw = Drawn(seed)
+    def __init__(self, pattern, seed=3, device="cpu"):
+        self.device = torch.device(device)
+        draw = Drawn(seed, self.device)
         self.embedding, self.head = draw(VOCAB, HIDDEN, scale=1.0), draw(VOCAB, HIDDEN)
         self.layers = [KINDS[letter](draw) for letter in pattern]
         self.places = [pattern[:place].count(letter) for place, letter in enumerate(pattern)]
@@ -290,7 +293,7 @@ class KindsModel:
         for request in range(metadata.num_requests):
             table = metadata.block_tables[request].long()
             for token in range(bounds[request], bounds[request + 1]):
-                seen = torch.arange(int(metadata.positions[token]) + 1)
+                seen = torch.arange(int(metadata.positions[token]) + 1, device=self.device)
                 where = table[seen // block_size] * block_size + seen % block_size
                 keys, values = places[:, where]
                 outputs[token] = layer(projected[token][0], keys, values)
@@ -302,7 +305,9 @@ class KindsModel:
         Returns the likeliest tokens, the logits of each, and the states after each token computed.
         """
         states = {
-            tensor.name: torch.zeros(tensor.num_layers, *tensor.shape, dtype=tensor.dtype)
+            tensor.name: torch.zeros(
+                tensor.num_layers, *tensor.shape, dtype=tensor.dtype, device=self.device
+            )
             for tensor in self.spec.tensors
         }
         seen = [[] for _ in range(self.num_attention)]
