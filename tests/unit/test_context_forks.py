@@ -328,6 +328,9 @@ def test_forks_survive_the_end_of_what_was_cached():
     context.kv_block_allocator.deregister_blocks(registered)
     context.slot_allocator.reset()
     check_continuation(context, ["parent", "a"])
+    # What the parent has published once, neither of them publishes again.
+    shared = blocks_of(context, "a")[:2]
+    assert (context.kv_block_allocator.block_hashes[shared] == -1).all()
 
 
 def test_scrubbing_leaves_forks_alone():
