@@ -30,7 +30,7 @@ from mamba_cache.errors import (
     TokenCapacityError,
     UnknownRequestError,
 )
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.slots import EveryNthBlock, LruSlotPolicy
 
 PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(2 * BLOCK + 3)]
 AT_BOUNDARY = PROMPT[: 2 * BLOCK]
@@ -261,6 +261,23 @@ def test_forks_publish_what_they_fill():
         found = add(context, name, [*ends[name], 1])
         assert (found.skip_tokens, found.miss_reason) == (3 * BLOCK, None)
     context.check_invariants()
+
+
+def test_a_state_of_a_fork_saves_what_one_of_its_parent_would():
+    """Policies hear how many tokens lie between a state and the one before it."""
+    heard = []
+
+    class Policy(LruSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            heard.extend(saved_tokens)
+            super().on_stored(slots, saved_tokens)
+
+    context = make_context(slot_policy=Policy())
+    parent_of(context)
+    assert heard == [2 * BLOCK]
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
+    assert heard == [2 * BLOCK] + [BLOCK] * 3
 
 
 def test_slots_that_the_parent_has_reserved_are_not_doubled():
