@@ -1,6 +1,7 @@
 """Forks: equal to requests of their own, all of them or none; what is shared is never written."""
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -357,6 +358,34 @@ def test_scrubbing_leaves_forks_alone():
     context.finish("parent")
     context.scrub()
     check_continuation(context, ["a", "b"])
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
+@pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
+def test_forks_in_and_out_of_inference_mode(first, second, drafts):
+    """What copies them is made at the first fork, and kept."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with first():
+        context.fork("parent", ["a"], last_tokens=[4])
+        run_step(context)
+    with second():
+        context.fork("a", ["b"], last_tokens=[5])
+        run_step(context)
+    with first():
+        context.fork("b", ["c"])
+    check_continuation(context, ["parent", "a", "b", "c"], steps=3)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_forks_lie_where_the_context_does(drafts):
+    """And not on PyTorch's default device, which holds no data here."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with torch.device("meta"):
+        context.fork("parent", ["a"], last_tokens=[4])
+    check_continuation(context, ["parent", "a"], steps=3)
 
 
 # What is shared is not written, and what is not shared is nobody else's.
