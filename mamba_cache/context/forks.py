@@ -105,10 +105,11 @@ class Forker:
         self._requests.check_forks_fit(len(ids))
         if not ids:
             return Forks((), active.row, (), None, ())
-        forks = active.forks(ids, tokens.tolist())
         copiers = self._make_copiers()
         rows, blocks = self._rows.fork(active.row, tokens, ids)
+        forks: list[ActiveRequest] = []
         try:
+            forks = active.forks(ids, tokens.tolist())
             for fork, row in zip(forks, rows, strict=True):
                 fork.row = row
             source_block = active.block_ids[forks[0].num_shared_blocks] if blocks else None

@@ -500,8 +500,6 @@ class ActiveRequest:
             fork = ActiveRequest(
                 request, self.prompt, chain.copy(), self._rows, is_cached=self._is_cached
             )
-            if self._is_cached:
-                fork._chain.append([token])
             fork._generated = array("i", [*generated, token])
             fork.checkpoint_positions = self.checkpoint_positions
             fork.state_position = self.state_position

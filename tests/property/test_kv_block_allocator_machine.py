@@ -154,16 +154,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.model.refs[block] = 1
         return taken
 
-    @rule(blocks=st.lists(BLOCKS, max_size=3))
-    def retain(self, blocks):
+    @rule(blocks=st.lists(BLOCKS, max_size=3), times=st.sampled_from([1, 1, 2, 5]))
+    def retain(self, blocks, times=1):
         if set(blocks) & {*self.model.free(), *self.model.in_flight}:
             with pytest.raises(UnknownBlockError):
-                self.pool.retain_memory_blocks(blocks)
+                self.pool.retain_memory_blocks(blocks, times)
             return
-        self.pool.retain_memory_blocks(blocks)
+        self.pool.retain_memory_blocks(blocks, times)
         self.model.touch(blocks)
         for block in blocks:
-            self.model.refs[block] += 1
+            self.model.refs[block] += times
 
     @rule(prefix=SEQUENCES, looks_first=st.booleans())
     def start_request(self, prefix, looks_first):

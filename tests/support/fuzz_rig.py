@@ -261,12 +261,15 @@ TARGETS = {
     "context.extract_states": Target(
         kinds_in_step, lambda it, **given: it.extract_states(**given), handed_over
     ),
+    "context.fork": method(
+        busy_context, "fork", request_id="decoding", new_ids=["fork"], last_tokens=[1]
+    ),
     "context.preempt": method(busy_context, "preempt", request_id="decoding"),
     "context.finish": method(busy_context, "finish", request_id="decoding"),
     "context.status": method(busy_context, "status", request_id="decoding"),
     "context.reset": method(busy_context, "reset", preserve_prefix_cache=True),
     "kv.allocate": method(kv_pool, "allocate_memory_blocks", num_blocks=3),
-    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1]),
+    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1], num_references=2),
     "kv.release": method(kv_pool, "release_memory_blocks", block_ids=[4]),
     "kv.register": method(
         kv_pool, "register_kv_block_hashes", block_ids=[4, 5], block_hashes=HASHES, parent_hash=5

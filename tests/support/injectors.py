@@ -120,6 +120,7 @@ class Broken(_Patching):
         for name in ("restore_slots", "copy_live_to_slots"):
             yield slots, name
         yield self.context.step_buffers, "fill"
+        yield self.context._forker, "_copy"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
         yield self.context._checkpoints._placement, "positions"

@@ -1,6 +1,7 @@
 """Forks: equal to requests of their own, all of them or none; what is shared is never written."""
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from mamba_cache.errors import (
     TokenCapacityError,
     UnknownRequestError,
 )
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.slots import EveryNthBlock, LruSlotPolicy
 
 PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(2 * BLOCK + 3)]
 AT_BOUNDARY = PROMPT[: 2 * BLOCK]
@@ -263,6 +264,23 @@ def test_forks_publish_what_they_fill():
     context.check_invariants()
 
 
+def test_a_state_of_a_fork_saves_what_one_of_its_parent_would():
+    """Policies hear how many tokens lie between a state and the one before it."""
+    heard = []
+
+    class Policy(LruSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            heard.extend(saved_tokens)
+            super().on_stored(slots, saved_tokens)
+
+    context = make_context(slot_policy=Policy())
+    parent_of(context)
+    assert heard == [2 * BLOCK]
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
+    assert heard == [2 * BLOCK] + [BLOCK] * 3
+
+
 def test_slots_that_the_parent_has_reserved_are_not_doubled():
     """Positions that the caller wants are wanted of every fork, for its tokens may be others."""
     context = make_context(make_config(save_decode_states=False, max_requests=8))
@@ -328,6 +346,9 @@ def test_forks_survive_the_end_of_what_was_cached():
     context.kv_block_allocator.deregister_blocks(registered)
     context.slot_allocator.reset()
     check_continuation(context, ["parent", "a"])
+    # What the parent has published once, neither of them publishes again.
+    shared = blocks_of(context, "a")[:2]
+    assert (context.kv_block_allocator.block_hashes[shared] == -1).all()
 
 
 def test_scrubbing_leaves_forks_alone():
@@ -337,6 +358,34 @@ def test_scrubbing_leaves_forks_alone():
     context.finish("parent")
     context.scrub()
     check_continuation(context, ["a", "b"])
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
+@pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
+def test_forks_in_and_out_of_inference_mode(first, second, drafts):
+    """What copies them is made at the first fork, and kept."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with first():
+        context.fork("parent", ["a"], last_tokens=[4])
+        run_step(context)
+    with second():
+        context.fork("a", ["b"], last_tokens=[5])
+        run_step(context)
+    with first():
+        context.fork("b", ["c"])
+    check_continuation(context, ["parent", "a", "b", "c"], steps=3)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_forks_lie_where_the_context_does(drafts):
+    """And not on PyTorch's default device, which holds no data here."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with torch.device("meta"):
+        context.fork("parent", ["a"], last_tokens=[4])
+    check_continuation(context, ["parent", "a"], steps=3)
 
 
 # What is shared is not written, and what is not shared is nobody else's.

@@ -212,6 +212,27 @@ def test_a_free_block_cannot_be_retained_or_registered(pool):
     assert snapshot(pool) == before
 
 
+def test_several_references_are_given_at_once(pool):
+    cache(pool, 1)
+    [cached], [used] = pool.match_prefix(prefix(1)), pool.allocate_memory_blocks(1)
+    pool.retain_memory_blocks([cached, used, used], 3)
+    assert (pool.block_ref_counts[cached], pool.block_ref_counts[used]) == (3, 7)
+    pool.check_invariants()
+    pool.release_memory_blocks([cached] * 3 + [used] * 7)
+    assert (pool.num_used_blocks, pool.num_cached_blocks) == (0, 1)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.0, "1", None, 2**20 + 1])
+def test_bad_numbers_of_references_are_refused(pool, bad):
+    given = pool.allocate_memory_blocks(1)
+    before = snapshot(pool)
+    with pytest.raises(
+        InvalidArgumentError, match=r"num_references must be an int in \[1, 1048576"
+    ):
+        pool.retain_memory_blocks(given, bad)
+    assert snapshot(pool) == before
+
+
 @pytest.mark.parametrize("bad", [-1, True, 1.0, "1", None])
 def test_bad_counts_are_refused(pool, bad):
     with pytest.raises(InvalidArgumentError, match="num_blocks must be an int >= 0"):
