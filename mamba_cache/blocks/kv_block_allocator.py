@@ -9,21 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import (
-    INT32_MAX,
-    INT64_MAX,
-    as_ints,
-    as_items,
-    check_choice,
-    check_int,
-    outside,
-)
+from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_items, check_choice, check_int
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.prefix_tree import NO_HASH, PrefixTree
+from mamba_cache.blocks.prefix_tree import NO_HASH, BlockArray, PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -32,7 +25,6 @@ from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
     InvariantError,
-    PoisonedError,
     UnknownBlockError,
 )
 
@@ -40,6 +32,9 @@ __all__ = ["DeregistrationObserver", "KVBlockAllocator"]
 
 DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
 """Called with the blocks that were deregistered and the hash id that each of them had."""
+
+
+_Call: TypeAlias = "tuple[Callable[..., object], tuple[object, ...]]"
 
 
 class _Registration(NamedTuple):
@@ -51,6 +46,8 @@ class _Registration(NamedTuple):
     parents: Sequence[int | None]
     tokens: npt.NDArray[np.int32] | None
 
+
+_ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
 
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
@@ -130,20 +127,17 @@ class KVBlockAllocator:
         self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
-        ref_counts = np.empty(self.pool_size, dtype=np.int32)
-        timestamps = np.empty(self.pool_size, dtype=np.int64)
+        self._ref_counts = np.empty(self.pool_size, dtype=np.int32)
+        self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
-        self.block_ref_counts = as_tensor(ref_counts)
-        self.block_timestamps = as_tensor(timestamps)
-        self.block_hashes = as_tensor(self._tree.hashes)
-        # Single elements are read and written several times faster through a memoryview.
-        self._ref_counts = ref_counts.data
-        self._timestamps = timestamps.data
-        self._hashes = self._tree.hashes.data
+        self._hashes = self._tree.hashes
+        self.block_ref_counts = as_tensor(self._ref_counts)
+        self.block_timestamps = as_tensor(self._timestamps)
+        self.block_hashes = as_tensor(self._hashes)
 
     def _clear(self) -> None:
-        np.asarray(self._ref_counts)[:] = 0
-        np.asarray(self._timestamps)[:] = 0
+        self._ref_counts.fill(0)
+        self._timestamps.fill(0)
         self._tree.clear()
         self._free = deque(range(self.dummy_block_id))
         # Exactly the cached blocks without cached children; those with used ones go last.
@@ -200,9 +194,9 @@ class KVBlockAllocator:
         """
         block_ids = self._take(check_int("num_blocks", num_blocks, minimum=0))
         self._clock += 1
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
-            self._timestamps[block_id] = self._clock
+        taken = np.array(block_ids, np.intp)
+        self._ref_counts[taken] = 1
+        self._timestamps[taken] = self._clock
         return block_ids
 
     @guarded(nests=True)
@@ -212,20 +206,18 @@ class KVBlockAllocator:
         Raises:
             UnknownBlockError: A block is free or out of range; nothing is changed.
         """
-        ids = self._held_or_cached(block_ids)
+        ids = self._checked_ids(block_ids)
+        named = np.array(ids, np.intp)
+        unused = self._held_or_cached(named)
         self._guard.is_changing = True
         self._clock += 1
-        reused = []
-        for block_id in ids:
-            if not self._ref_counts[block_id]:
-                reused.append(block_id)
-                self._leaves.discard(block_id)
-            self._ref_counts[block_id] += 1
-            self._timestamps[block_id] = self._clock
-        if reused:
+        np.add.at(self._ref_counts, named, _ONE)
+        self._timestamps[named] = self._clock
+        if len(unused):
+            reused = np.unique(unused)
             self._num_cached -= len(reused)
-            for parent in self._tree.count_cached(reused, -1):
-                self._offer_for_eviction(parent)
+            self._leaves.discard(reused.tolist())
+            self._offer_for_eviction(self._tree.count_cached(reused, -1))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -237,29 +229,26 @@ class KVBlockAllocator:
             UnknownBlockError: A block id is out of range; nothing is changed.
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
-        counts = Counter(self._checked_ids(block_ids))
-        for block_id, count in counts.items():
-            if self._ref_counts[block_id] < count:
-                raise DoubleFreeError(
-                    f"block {block_id} has {self._ref_counts[block_id]} references, "
-                    f"but {count} are given back"
-                )
+        ids = self._checked_ids(block_ids)
+        counts = None
+        if len(set(ids)) < len(ids):
+            counts = Counter(ids)
+            ids = list(counts)
+        named = np.array(ids, np.intp)
+        left = self._ref_counts[named]
+        left -= _ONE if counts is None else np.array([*counts.values()], np.int32)
+        if np.count_nonzero(left < 0):
+            block_id = ids[int(left.argmin())]
+            raise DoubleFreeError(
+                f"block {block_id} has {self._ref_counts[block_id]} references, "
+                f"but {1 if counts is None else counts[block_id]} are given back"
+            )
         self._guard.is_changing = True
         self._clock += 1
-        cached = []
-        for block_id, count in counts.items():
-            self._ref_counts[block_id] -= count
-            self._timestamps[block_id] = self._clock
-            if self._ref_counts[block_id]:
-                continue
-            if self._hashes[block_id] == NO_HASH:
-                self._free.append(block_id)
-            else:
-                cached.append(block_id)
-        if not cached:
-            return
-        self._cache(cached)
-        if self.eviction_policy is EvictionPolicy.REF_ZERO:
+        self._ref_counts[named] = left
+        self._timestamps[named] = self._clock
+        cached = self._free_or_cache(named[left == 0])
+        if len(cached) and self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
 
     @guarded(nests=True)
@@ -296,13 +285,15 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
-        ids = self._held_or_cached(block_ids)
+        ids = self._checked_ids(block_ids)
+        named = np.array(ids, np.intp)
+        self._held_or_cached(named)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
-        self._check_carried_hashes(ids, plan.hash_ids)
+        are_new = _check_carried_hashes(ids, self._hashes[named].tolist(), plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
         self._guard.is_changing = True
-        holders = self._register_all(plan)
+        holders = self._register_all(plan, are_new)
         self._guard.is_changing = False  # whatever an observer raises, these books are right
         self._tell()
         return holders
@@ -327,26 +318,25 @@ class KVBlockAllocator:
                 than one reference; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        for block_id in ids:
-            refs, is_registered = self._ref_counts[block_id], self._hashes[block_id] != NO_HASH
-            if refs != 1 and (refs or not is_registered):
+        refs, hash_ids = self._ref_counts[ids].tolist(), self._hashes[ids].tolist()
+        for block_id, count, hash_id in zip(ids, refs, hash_ids, strict=True):
+            if count != 1 and (count or hash_id == NO_HASH):
                 raise InvalidArgumentError(
                     "blocks that leave must be cached, or used with one reference, "
-                    f"but block {block_id} has {refs} references"
+                    f"but block {block_id} has {count} references"
                 )
         if len(set(ids)) < len(ids):
             raise InvalidArgumentError(f"blocks that leave must be different, got {ids}")
         self._guard.is_changing = True
         copy = self._copies.begin("leaving", ids)
-        self._forget([b for b in ids if self._hashes[b] != NO_HASH], free=False)
-        for block_id in ids:
-            self._ref_counts[block_id] = 0
+        left = np.array(ids, np.intp)
+        self._forget(left[self._hashes[left] != NO_HASH], free=False)
+        self._ref_counts[left] = 0
         try:
             self._tell()
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
-            self._copies.end(copy)
-            self._free.extend(ids)
+            self._free.extend(self._copies.end(copy))
             self._guard.is_changing = False
             raise
         return copy
@@ -363,8 +353,7 @@ class KVBlockAllocator:
         """
         if self._copies.is_held(copy, "leaving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._free.extend(copy.ids)
+            self._free.extend(self._copies.end(copy))
 
     @guarded(nests=True)
     def begin_arriving(self, num_blocks: int) -> CopyInFlight:
@@ -421,19 +410,13 @@ class KVBlockAllocator:
         self._copies.end(copy)
         holders: list[int | None] = [None] * len(ids)
         if self.enable_prefix_caching:
-            for block_id in ids:
-                self._ref_counts[block_id] = 1  # until they are cached: a parent waits for children
-            holders = self._register_all(plan)
+            self._ref_counts[ids] = 1  # until they are cached: a parent waits for its children
+            holders = self._register_all(plan, are_new=True)
         self._clock += 1
-        stored = []
-        for block_id, holder in zip(ids, holders, strict=True):
-            self._ref_counts[block_id] = 0
-            if block_id == holder:
-                stored.append(block_id)
-                self._timestamps[block_id] = self._clock
-            else:
-                self._free.append(block_id)
-        self._cache(stored)
+        arrived = np.array(ids, np.intp)
+        self._ref_counts[arrived] = 0
+        self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
+        self._free_or_cache(arrived)
         self._guard.is_changing = False
         self._tell()
         return holders
@@ -450,8 +433,7 @@ class KVBlockAllocator:
         """
         if self._copies.is_held(copy, "arriving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._free.extend(copy.ids)
+            self._free.extend(self._copies.end(copy))
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
@@ -494,7 +476,8 @@ class KVBlockAllocator:
             UnknownBlockError: A block id is out of range; nothing is changed.
         """
         ids = dict.fromkeys(self._checked_ids(block_ids))
-        self._deregister([block_id for block_id in ids if self._hashes[block_id] != NO_HASH])
+        named = np.array([*ids], np.intp)
+        self._deregister(named[self._hashes[named] != NO_HASH])
 
     def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
         """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
@@ -506,8 +489,7 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._deregistration_observers.append(observer)
 
     def add_observer(self, observer: BlockObserver) -> None:
@@ -519,8 +501,7 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._observers.append(observer)
 
     @guarded(nests=True, renews=True)
@@ -549,22 +530,23 @@ class KVBlockAllocator:
         self._tell()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
-        ids = as_ints("block_ids", block_ids)
-        for block_id in outside(ids, 0, self.dummy_block_id - 1):
-            raise UnknownBlockError(
-                f"block ids go from 0 to {self.dummy_block_id - 1} "
-                f"({self.dummy_block_id} is the dummy block), got {block_id}"
-            )
-        return ids
+        """Read block ids; the dummy block, which is the last one, is none of them."""
+        return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, block_ids: Iterable[int]) -> list[int]:
-        ids = self._checked_ids(block_ids)
-        for block_id in ids:
-            if not self._ref_counts[block_id] and self._hashes[block_id] == NO_HASH:
-                in_flight = block_id in self._copies.ids()
-                what = "held by a copy in flight" if in_flight else "free: allocate it first"
-                raise UnknownBlockError(f"block {block_id} is {what}")
-        return ids
+    def _held_or_cached(self, named: BlockArray) -> BlockArray:
+        """Check that each block is held or cached, and return those to which nobody refers.
+
+        Raises:
+            UnknownBlockError: A block is free or in flight.
+        """
+        unused: BlockArray = named[self._ref_counts[named] == 0]
+        neither = unused[self._hashes[unused] == NO_HASH]
+        if len(neither):
+            block_id = neither.item(0)
+            in_flight = block_id in self._copies.ids()
+            what = "held by a copy in flight" if in_flight else "free: allocate it first"
+            raise UnknownBlockError(f"block {block_id} is {what}")
+        return unused
 
     def _plan_registration(
         self,
@@ -575,7 +557,7 @@ class KVBlockAllocator:
         tokens: Any,
     ) -> _Registration:
         """Check what is to be registered; the arguments are those of the public calls."""
-        hash_ids = as_ints("block_hashes", block_hashes)
+        hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)
         given = _as_digests(block_hashes, digests, len(block_ids))
         if not len(block_ids) == len(hash_ids) == len(given):
             raise InvalidArgumentError(
@@ -584,8 +566,6 @@ class KVBlockAllocator:
             )
         if parent_hash is not None:
             parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
-        for hash_id in outside(hash_ids, 1, INT64_MAX):
-            check_int("a hash id", hash_id, minimum=1, maximum=INT64_MAX)
         parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
         if None in given:
             self._tree.check_ancestry(hash_ids, parents)
@@ -598,36 +578,32 @@ class KVBlockAllocator:
                 )
         return _Registration(block_ids, hash_ids, given, parents, tokens)
 
-    def _check_carried_hashes(self, block_ids: list[int], hash_ids: list[int]) -> None:
-        """Check that no block would get a second hash.
+    def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
+        """Make blocks findable; what is to be told of it is put into ``_untold``.
 
-        Raises:
-            HashConflictError: A block carries another hash already, or is named twice with two.
+        Args:
+            plan: The blocks.
+            are_new: Whether they are different blocks that have no hash.
         """
-        carried: dict[int, int] = {}
-        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
-            own = carried.setdefault(block_id, self._hashes[block_id])
-            if own not in (NO_HASH, hash_id):
-                raise HashConflictError(
-                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
-                )
-            carried[block_id] = hash_id
-
-    def _register_all(self, plan: _Registration) -> list[int | None]:
-        """Make blocks findable; what is to be told of it is put into ``_untold``."""
-        if not self._observers:
-            return list(map(self._register, *plan[:4]))
+        block_ids, parents = plan.block_ids, plan.parents
+        # One block by itself costs less than the arrays that many of them are worth.
+        if are_new and len(block_ids) > 1 and self._tree.add_chain(*plan[:3], parents[0]):
+            self._offer_parent(block_ids[0])
+            if self._observers:
+                self._untold.append(self._storage(plan, slice(0, len(block_ids))))
+            return list(block_ids)
         holders: list[int | None] = []
         runs: list[slice] = []
-        for index, block_id in enumerate(plan.block_ids):
-            is_new = self._hashes[block_id] == NO_HASH
-            entry = plan.hash_ids[index], plan.digests[index], plan.parents[index]
+        for index, block_id in enumerate(block_ids):
+            is_new = self._hashes.item(block_id) == NO_HASH
+            entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
                 follows = bool(runs) and runs[-1].stop == index
                 start = runs.pop().start if follows else index
                 runs.append(slice(start, index + 1))
-        self._untold += [self._storage(plan, run) for run in runs]
+        if self._observers:
+            self._untold += [self._storage(plan, run) for run in runs]
         return holders
 
     def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
@@ -652,13 +628,6 @@ class KVBlockAllocator:
             size,
         )
 
-    def _removal(self, block_ids: Sequence[int]) -> BlocksRemoved:
-        """Describe registered blocks that are about to be deregistered."""
-        hash_ids = tuple(map(self._hashes.__getitem__, block_ids))
-        return BlocksRemoved(
-            tuple(block_ids), hash_ids, tuple(map(self._tree.digest_of, block_ids))
-        )
-
     def _register(
         self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None
     ) -> int | None:
@@ -669,23 +638,29 @@ class KVBlockAllocator:
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
             self._tree.add(block_id, hash_id, digest, parent)
-            self._offer_for_eviction(parent)
+            self._offer_parent(block_id)
             return block_id
         if self._tree.digest_of(holder) != digest:
             self.hash_collisions_total += 1
             return None
         return holder
 
-    def _cache(self, block_ids: Sequence[int]) -> None:
-        """Count registered blocks as cached, to which nobody refers any more."""
-        if not block_ids:
-            return
-        self._num_cached += len(block_ids)
-        for parent in self._tree.count_cached(block_ids, 1):
-            if (block_id := self._tree.find(parent)) is not None:
-                self._leaves.discard(block_id)
-        for block_id in block_ids:
-            self._offer_for_eviction(self._hashes[block_id])
+    def _free_or_cache(self, blocks: BlockArray) -> BlockArray:
+        """Free blocks to which nobody refers any more, or keep them if they are registered.
+
+        Returns:
+            Those that are cached now.
+        """
+        is_registered = self._hashes[blocks] != NO_HASH
+        cached: BlockArray = blocks[is_registered]
+        if len(cached) < len(blocks):
+            self._free.extend(blocks[~is_registered].tolist())
+        if len(cached):
+            self._num_cached += len(cached)
+            parents = self._tree.count_cached(cached, 1)
+            self._leaves.discard(parents.tolist())
+            self._offer_for_eviction(cached)
+        return cached
 
     def _take(self, num_blocks: int) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
@@ -694,7 +669,7 @@ class KVBlockAllocator:
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
-            self._deregister(victims)
+            self._deregister(np.array(victims, np.intp))
         self._guard.is_changing = True
         return [self._free.popleft() for _ in range(num_blocks)]
 
@@ -705,77 +680,91 @@ class KVBlockAllocator:
         the queue ends as it was: whoever was a leaf then is put back.
         """
         victims: list[int] = []
-        chosen_children: Counter[int] = Counter()
-        while len(self._free) + len(victims) < num_blocks:
-            if not self._leaves:
-                for block_id in victims:
-                    self._offer_for_eviction(self._hashes[block_id])
+        chosen_children: dict[int, int] = {}
+        leaves, parent_of = self._leaves, self._tree.parent_of
+        new_leaf: tuple[int, int] | None = None
+        num_wanted = num_blocks - len(self._free)
+        while len(victims) < num_wanted:
+            if new_leaf is None and not leaves:
+                self._offer_for_eviction(np.array(victims, np.intp))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
-            block_id, _ = self._leaves.pop()
+            block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
-            parent = self._tree.parent_of(block_id)
+            new_leaf, parent = None, parent_of(block_id)
             if parent is not None:
-                chosen_children[parent] += 1
-                self._offer_for_eviction(parent, chosen_children[parent])
+                chosen_children[parent] = num_chosen = chosen_children.get(parent, 0) + 1
+                new_leaf = self._as_leaf(parent, num_chosen)
+        if new_leaf is not None:
+            leaves.push(*new_leaf)
         return victims
 
-    def _offer_for_eviction(self, hash_id: int | None, num_chosen_children: int = 0) -> None:
-        """Queue the block behind ``hash_id`` if it and none but chosen children are cached."""
-        block_id = self._tree.find(hash_id)
-        if hash_id is None or block_id is None or self._ref_counts[block_id]:
-            return
-        num_cached = self._tree.num_cached_children(hash_id)
-        if num_cached == num_chosen_children:
-            delay = _LAST_RESORT if self._tree.num_children(hash_id) > num_cached else 0
-            self._leaves.push(block_id, self._timestamps[block_id] + delay)
+    def _as_leaf(self, block_id: int, num_chosen_children: int = 0) -> tuple[int, int] | None:
+        """Return a registered block and its place in the order of eviction.
 
-    def _deregister(self, block_ids: list[int]) -> None:
+        Returns:
+            None if somebody refers to it, or not all of its cached children are among those chosen.
+        """
+        num_cached = self._tree.num_cached_children.item(block_id)
+        if num_cached != num_chosen_children or self._ref_counts.item(block_id):
+            return None
+        has_used_children = self._tree.num_children.item(block_id) > num_cached
+        delay = _LAST_RESORT if has_used_children else 0
+        return block_id, self._timestamps.item(block_id) + delay
+
+    def _offer_for_eviction(self, blocks: BlockArray) -> None:
+        """Queue those of many blocks that are cached, and none of whose children are."""
+        is_leaf = self._ref_counts[blocks] + self._tree.num_cached_children[blocks] == 0
+        is_leaf &= self._hashes[blocks] != NO_HASH
+        for block_id in blocks[is_leaf].tolist():
+            if leaf := self._as_leaf(block_id):
+                self._leaves.push(*leaf)
+
+    def _offer_parent(self, block_id: int) -> None:
+        """Queue a registered block's parent, if it is cached and none of its children are."""
+        parent = self._tree.parent_of(block_id)
+        if parent is not None and (leaf := self._as_leaf(parent)):
+            self._leaves.push(*leaf)
+
+    def _deregister(self, blocks: BlockArray) -> None:
         """Make registered blocks unfindable and tell observers; cached ones become free."""
         self._guard.is_changing = True
-        self._forget(block_ids, free=True)
+        self._forget(blocks, free=True)
         self._guard.is_changing = False  # whatever an observer raises, these books are right
         self._tell()
 
-    def _forget(self, block_ids: list[int], *, free: bool) -> None:
+    def _forget(self, blocks: BlockArray, *, free: bool) -> None:
         """Make registered blocks unfindable; cached ones become free, or are the caller's."""
-        if not block_ids:
+        if not len(blocks):
             return
+        block_ids = blocks.tolist()
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            self._untold.append(self._removal(block_ids))
-        for block_id in block_ids:
-            self._leaves.discard(block_id)
-            is_cached = not self._ref_counts[block_id]
-            parent = self._tree.remove(block_id, is_cached=is_cached)
-            if is_cached:
-                self._num_cached -= 1
-                if free:
-                    self._free.append(block_id)
-            self._offer_for_eviction(parent)
+            hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
+            self._untold.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
+        cached = blocks[self._ref_counts[blocks] == 0]
+        self._leaves.discard(block_ids)
+        self._num_cached -= len(cached)
+        if free:
+            self._free.extend(cached.tolist())
+        self._offer_for_eviction(self._tree.remove(blocks, cached))
 
     def _tell(self) -> None:
         """Call the observers with what happened; whatever one raises, the others are called."""
         if not self._untold:
             return
-        failure: Exception | None = None
-        for event in self._untold:
-            for observer, *arguments in self._calls(event):
-                try:
-                    observer(*arguments)
-                except Exception as error:  # noqa: PERF203 - the others must run
-                    # One that is poisoned finds nothing any more, until its reset.
-                    failure = failure or (None if isinstance(error, PoisonedError) else error)
+        calls = (call for event in self._untold for call in self._calls(event))
+        failure = call_all(calls)
         self._untold = []
         if failure is not None:
             raise failure
 
-    def _calls(self, event: BlockEvent) -> Iterator[tuple[Any, ...]]:
+    def _calls(self, event: BlockEvent) -> Iterator[_Call]:
         """Yield who is to be called, and with what: lists are each observer's own."""
         if isinstance(event, BlocksRemoved) and event.block_ids:
             first = self.on_blocks_deregistered
             for observer in [*([first] if first else []), *self._deregistration_observers]:
-                yield observer, list(event.block_ids), list(event.hash_ids)
-        for block_observer in self._observers:
-            yield block_observer, event
+                yield observer, (list(event.block_ids), list(event.hash_ids))
+        for listener in self._observers:
+            yield listener, (event,)
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -783,10 +772,10 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        refs, tree = np.asarray(self._ref_counts), self._tree
+        refs, tree = self._ref_counts, self._tree
         used = set(np.flatnonzero(refs).tolist())
         cached = set(tree.blocks()) - used
-        evictable = {b for b in cached if not tree.num_cached_children(self._hashes[b])}
+        evictable = {b for b in cached if not tree.num_cached_children[b]}
         free = set(self._free)
         in_flight = self._copies.ids()
         statements = {
@@ -815,6 +804,33 @@ class KVBlockAllocator:
         self.check_invariants()
         if self._untold:
             raise InvariantError(f"not everybody was told of {self._untold[0]}")
+
+
+def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
+    """Check that no block would get a second hash.
+
+    Args:
+        block_ids: The blocks.
+        own: The hash id that each has already, ``NO_HASH`` for none.
+        hash_ids: Those that they are to be registered under.
+
+    Returns:
+        Whether they are different blocks, and none of them has a hash.
+
+    Raises:
+        HashConflictError: A block carries another hash already, or is named twice with two.
+    """
+    if own.count(NO_HASH) == len(own) == len(set(block_ids)):
+        return True
+    carried: dict[int, int] = {}
+    for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
+        before = carried.setdefault(block_id, own_hash)
+        if before not in (NO_HASH, hash_id):
+            raise HashConflictError(
+                f"block {block_id} carries hash {before}, and cannot be registered as {hash_id}"
+            )
+        carried[block_id] = hash_id
+    return False
 
 
 def _as_digests(

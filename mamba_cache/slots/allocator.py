@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import as_ids, as_ints, check_int
 from mamba_cache._guard import guarded
 from mamba_cache._lasting import lasting
 from mamba_cache.errors import (
@@ -27,7 +27,7 @@ from mamba_cache.slots.megatron_scratch import (
 )
 from mamba_cache.slots.placement import CheckpointPlacement, check_placement
 from mamba_cache.slots.policies import SlotEvictionPolicy, as_host_array, policy_named
-from mamba_cache.slots.pool import SlotPool, as_slots, check_same_length
+from mamba_cache.slots.pool import SlotPool, check_same_length
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
@@ -199,7 +199,7 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: The lists differ in length, a slot is outside the pool, or a
                 request has no live state.
         """
-        targets = as_slots(slots, self.max_slots)
+        targets = as_ids("slots", slots, self.max_slots)
         requests = as_ints("request_indices", request_indices)
         check_same_length(slots=targets, request_indices=requests)
         if targets:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ints, as_items, check_int, outside
+from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache._observers import call_all, check_observer
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -34,7 +35,7 @@ from mamba_cache.slots.policies import (
     hand_over,
 )
 
-__all__ = ["SlotLease", "SlotPool", "as_slots", "check_same_length"]
+__all__ = ["SlotLease", "SlotPool", "check_same_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,8 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self._arriving: dict[int, int] = {}  # as reserved, but a copy writes the slot
-        self._awaited: set[int] = set()  # the blocks of both
         self._copies = CopiesInFlight()
+        self._awaited: set[int] = set()  # blocks with a slot that is reserved or arriving
         self._observers: list[StateObserver] = []
         # Slot, block and hash of what became findable or ceased to be, until that was told.
         self._untold: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
@@ -152,7 +152,7 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        for books in (self.reserved, self._arriving, self._awaited, self._copies):
+        for books in (self.reserved, self._awaited, self._copies):
             books.clear()
         self.hash_to_block_id.clear()
         self._hash_of.clear()
@@ -201,7 +201,7 @@ class SlotPool:
         Raises:
             UnknownBlockError: An id is outside the KV pool.
         """
-        return self._slots_of(_as_block_ids(block_ids, self.num_blocks))
+        return self._slots_of(self._block_ids(block_ids))
 
     def has_state(self, block_id: int) -> bool:
         """Say whether a block's state is cached.
@@ -233,7 +233,7 @@ class SlotPool:
         Raises:
             InvalidArgumentError: The slot is outside the pool.
         """
-        [slot] = as_slots([slot], self.max_slots)
+        [slot] = as_ids("slots", [slot], self.max_slots)
         return bool(self._slot_to_block[slot] >= 0 and self.pin_counts[slot])
 
     @query
@@ -245,7 +245,7 @@ class SlotPool:
         """
         if not isinstance(lease, SlotLease):
             raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")
-        [slot] = as_slots([lease.slot], self.max_slots)
+        [slot] = as_ids("slots", [lease.slot], self.max_slots)
         return bool(
             self._slot_to_block[slot] == lease.block_id
             and self.generations[slot] == lease.generation
@@ -265,7 +265,7 @@ class SlotPool:
             MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
                 of the blocks named here are not evictable.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         slots = dict(zip(ids, self._slots_of(ids), strict=True))
         new = [block_id for block_id, slot in slots.items() if slot < 0]
         if new:
@@ -294,7 +294,7 @@ class SlotPool:
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was reserved.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         own = dict(zip(ids, self._slots_of(ids), strict=True))
         new = [b for b, slot in own.items() if slot < 0 and b not in self._awaited]
         if not new:
@@ -339,7 +339,7 @@ class SlotPool:
             InvalidArgumentError: The lists differ in length, a number of tokens is no int from 0
                 to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         if self._is_over(epoch):
             return self._slots_of(ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
@@ -384,7 +384,7 @@ class SlotPool:
             InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
                 registered.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         hash_ids = _as_hash_ids(hashes)
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
@@ -416,8 +416,7 @@ class SlotPool:
             self._tell(hands_out=True)
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
-            self._copies.end(copy)
-            self._push(leaving)
+            self._push(self._copies.end(copy))
             self._guard.is_changing = False
             raise
         return copy
@@ -434,8 +433,7 @@ class SlotPool:
         """
         if self._copies.is_held(copy, "leaving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._push(copy.ids)
+            self._push(self._copies.end(copy))
 
     @guarded(nests=True)
     def begin_arriving(self, block_ids: Iterable[int]) -> CopyInFlight:
@@ -455,7 +453,7 @@ class SlotPool:
             MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
                 of the blocks named here are not evictable.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         served = [b for b in ids if b in self._awaited or self._block_to_slot[b] >= 0]
         if served or len(set(ids)) < len(ids):
             raise InvalidArgumentError(
@@ -467,8 +465,7 @@ class SlotPool:
             raise MambaSlotCapacityError(len(ids), self.free_count + len(victims))
         taken = self._take(len(ids), victims)
         self._awaited.update(ids)
-        self._arriving.update(zip(taken, ids, strict=True))
-        return self._copies.begin("arriving", taken)
+        return self._copies.begin("arriving", taken, ids)
 
     @guarded(nests=True)
     def complete_arriving(
@@ -497,7 +494,7 @@ class SlotPool:
                 still arriving.
             DoubleFreeError: It was ended already, or is another pool's.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         if not self._copies.is_held(copy, "arriving"):
             return self._slots_of(ids)
         hash_ids = _as_hash_ids(hashes)
@@ -505,7 +502,8 @@ class SlotPool:
         saved = [1] * len(slots) if saved_tokens is None else _as_saved_tokens(saved_tokens)
         check_same_length(slots=slots, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
         self._guard.is_changing = True
-        self._end_arrival(copy)
+        self._copies.end(copy)
+        self._awaited.difference_update(copy.block_ids)
         return self._publish(slots, ids, hash_ids, saved)
 
     @guarded(nests=True)
@@ -520,8 +518,8 @@ class SlotPool:
         """
         if self._copies.is_held(copy, "arriving"):
             self._guard.is_changing = True
-            self._end_arrival(copy)
-            self._push(copy.ids)
+            self._awaited.difference_update(copy.block_ids)
+            self._push(self._copies.end(copy))
 
     def add_observer(self, observer: StateObserver) -> None:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
@@ -533,8 +531,7 @@ class SlotPool:
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._observers.append(observer)
 
     @guarded(nests=True)
@@ -549,7 +546,7 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
             MissingStateError: A slot is not cached. Nothing was pinned.
         """
-        read = as_slots(slots, self.max_slots)
+        read = as_ids("slots", slots, self.max_slots)
         empty = [slot for slot in read if self._slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
@@ -587,7 +584,7 @@ class SlotPool:
         Raises:
             InvalidArgumentError: A slot is outside the pool.
         """
-        self.policy.on_consumed(as_slots(slots, self.max_slots))
+        self.policy.on_consumed(as_ids("slots", slots, self.max_slots))
 
     @guarded(nests=True)
     def change_policy(self, policy: SlotEvictionPolicy) -> None:
@@ -618,7 +615,7 @@ class SlotPool:
 
     @guarded(nests=True)
     def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         self._guard.is_changing = True
         self._free_blocks(ids)
         self._tell()
@@ -640,7 +637,7 @@ class SlotPool:
         # The blocks have lost their content already, so from here on this must end well.
         self._guard.is_changing = True
         try:
-            ids = _as_block_ids(block_ids, self.num_blocks)
+            ids = self._block_ids(block_ids)
             hashes = _as_hash_ids(hashes_to_delete)
         except MambaCacheError:
             self._guard.is_changing = False
@@ -715,7 +712,7 @@ class SlotPool:
             self.pin_counts[cached],
             self._free_slots[: self.free_count],
             _by_key(self.reserved),
-            _by_key(self._arriving),
+            _by_key(self._copies.block_of_slot()),
             self._copies.ids("leaving"),
             _by_key(self.hash_to_block_id),
             self.policy.state(),
@@ -748,17 +745,13 @@ class SlotPool:
         _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
         free = self._free_slots[: self.free_count].tolist()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        leaving = self._copies.ids("leaving")
-        together = sorted([*free, *self.reserved, *cached, *leaving, *self._arriving])
+        leaving, arriving = self._copies.ids("leaving"), self._copies.ids("arriving")
+        together = sorted([*free, *self.reserved, *cached, *leaving, *arriving])
         _require(
             together == list(range(self.max_slots)),
             f"{len(free)} free, {len(self.reserved)} reserved, {len(cached)} cached, "
-            f"{len(leaving)} leaving and {len(self._arriving)} arriving slots are not each of "
+            f"{len(leaving)} leaving and {len(arriving)} arriving slots are not each of "
             f"{self.max_slots} slots once",
-        )
-        _require(
-            sorted(self._copies.ids("arriving")) == sorted(self._arriving),
-            "the arriving slots are not those of copies",
         )
 
     def _check_ties(self) -> None:
@@ -767,7 +760,7 @@ class SlotPool:
         _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
         _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = [*self.reserved.values(), *self._arriving.values()]
+        blocks = [*self.reserved.values(), *self._copies.block_of_slot().values()]
         _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
         _require(self._awaited == set(blocks), "the blocks awaited are not those of slots to be")
         _require(bool((self.pin_counts >= 0).all()), "a slot has less than no readers")
@@ -789,6 +782,9 @@ class SlotPool:
 
     # Behind the door: arguments are checked, and the guard knows that something changes.
 
+    def _block_ids(self, block_ids: Iterable[Any]) -> list[int]:
+        return as_ids("block ids", block_ids, self.num_blocks, error=UnknownBlockError)
+
     def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
         slot_of = self._block_to_slot.item
         return [slot_of(block_id) for block_id in block_ids]
@@ -797,7 +793,7 @@ class SlotPool:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
-        taken = as_slots(slots, self.max_slots)
+        taken = as_ids("slots", slots, self.max_slots)
         if not self.reserved.keys() >= set(taken) or len(set(taken)) < len(taken):
             raise error(f"slots must be different and reserved, got {taken}")
         return taken
@@ -850,7 +846,7 @@ class SlotPool:
             InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
                 they are not as many as are wanted.
         """
-        given = as_slots(slots, self.max_slots)
+        given = as_ids("slots", slots, self.max_slots)
         kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
         wanted = len(given) if num_wanted is None else num_wanted
         if kept or len(set(given)) < len(given) or len(given) != wanted:
@@ -913,11 +909,6 @@ class SlotPool:
         self._tell()
         return self._slots_of(block_ids)
 
-    def _end_arrival(self, copy: CopyInFlight) -> None:
-        self._copies.end(copy)
-        for slot in copy.ids:
-            self._awaited.discard(self._arriving.pop(slot))
-
     def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
             if hash_id <= 0 or (
@@ -972,29 +963,10 @@ class SlotPool:
 
     def _call_observers(self, events: Sequence[StateEvent]) -> None:
         """Call each observer with each event; whatever one raises, the others are called."""
-        failure: Exception | None = None
-        for event in events:
-            for observer in self._observers:
-                try:
-                    observer(event)
-                except Exception as error:  # noqa: PERF203 - the others must run
-                    failure = failure or error
+        failure = call_all((observer, (e,)) for e in events for observer in self._observers)
         self._untold = []
         if failure is not None:
             raise failure
-
-
-def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
-    """Read slots, as ``as_ints`` does.
-
-    Raises:
-        InvalidArgumentError: One of them is no int, or outside [0, max_slots).
-    """
-    slots = as_ints("slots", values)
-    wrong = outside(slots, 0, max_slots - 1)
-    if wrong:
-        raise InvalidArgumentError(f"slots must be in [0, {max_slots}), got {wrong}")
-    return slots
 
 
 def check_same_length(**lists: list[int]) -> None:
@@ -1008,20 +980,9 @@ def check_same_length(**lists: list[int]) -> None:
         raise InvalidArgumentError(f"these must be equally long: {lengths}")
 
 
-def _as_block_ids(values: Iterable[Any], num_blocks: int) -> list[int]:
-    ids = as_ints("block ids", values)
-    wrong = outside(ids, 0, num_blocks - 1)
-    if wrong:
-        raise UnknownBlockError(f"block ids must be in [0, {num_blocks}), got {wrong}")
-    return ids
-
-
 def _as_hash_ids(values: Iterable[Any]) -> list[int]:
     """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
-    hash_ids = as_ints("hashes", values)
-    if hash_ids and max(hash_ids) > INT64_MAX:
-        raise InvalidArgumentError(f"a hash id must be at most {INT64_MAX}, got {max(hash_ids)}")
-    return hash_ids
+    return as_ids("hashes", values, INT64_MAX + 1, start=-INT64_MAX - 1)
 
 
 def _as_saved_tokens(values: Sequence[int]) -> list[int]:

@@ -266,9 +266,9 @@ def test_a_block_may_have_a_hash_before_it_has_a_slot(pool):
 
 def test_registering_is_all_or_nothing(pool):
     for too_large in (2**63, 2**70):
-        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+        with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
             pool.register_block_hashes_batch([7, 8], [1, too_large])
-        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+        with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
             pool.commit_reserved([2], [9], [too_large])
     with pytest.raises(UnknownBlockError):
         pool.register_block_hashes_batch([7, 10], [1, 2])
