@@ -16,7 +16,7 @@ from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.prefix_tree import NO_HASH, BlockArray, PrefixTree
+from mamba_cache.blocks.prefix_tree import FEW, NO_HASH, BlockArray, PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -131,6 +131,8 @@ class KVBlockAllocator:
         self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
         self._hashes = self._tree.hashes
+        # Single elements are read and written several times faster through memoryviews.
+        self._refs_at, self._used_at = self._ref_counts.data, self._timestamps.data
         self.block_ref_counts = as_tensor(self._ref_counts)
         self.block_timestamps = as_tensor(self._timestamps)
         self.block_hashes = as_tensor(self._hashes)
@@ -207,17 +209,22 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        named = np.array(ids, np.intp)
-        unused = self._held_or_cached(named)
+        blocks = np.array(ids, np.intp)
+        unused = self._held_or_cached(ids, blocks)
         self._guard.is_changing = True
         self._clock += 1
-        np.add.at(self._ref_counts, named, _ONE)
-        self._timestamps[named] = self._clock
-        if len(unused):
-            reused = np.unique(unused)
+        self._timestamps[blocks] = self._clock
+        reused = list(dict.fromkeys(unused))
+        if len(reused) == len(ids):
+            self._ref_counts[blocks] = 1
+        else:
+            np.add.at(self._ref_counts, blocks, _ONE)
+        if reused:
             self._num_cached -= len(reused)
-            self._leaves.discard(reused.tolist())
-            self._offer_for_eviction(self._tree.count_cached(reused, -1))
+            self._leaves.discard(reused)
+            blocks = blocks if len(reused) == len(ids) else np.array(reused, np.intp)
+            parents = self._tree.count_cached(blocks, -1)
+            self._offer_for_eviction(parents.tolist(), parents)
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -230,26 +237,30 @@ class KVBlockAllocator:
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        counts = None
-        if len(set(ids)) < len(ids):
-            counts = Counter(ids)
-            ids = list(counts)
-        named = np.array(ids, np.intp)
-        left = self._ref_counts[named]
-        left -= _ONE if counts is None else np.array([*counts.values()], np.int32)
-        if np.count_nonzero(left < 0):
-            block_id = ids[int(left.argmin())]
-            raise DoubleFreeError(
-                f"block {block_id} has {self._ref_counts[block_id]} references, "
-                f"but {1 if counts is None else counts[block_id]} are given back"
-            )
+        blocks = np.array(ids, np.intp)
+        ref_counts = self._ref_counts[blocks].tolist()
+        left: list[int] = []
+        if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
+            given = Counter(ids)
+            ids, blocks = list(given), np.array([*given], np.intp)
+            ref_counts = self._ref_counts[blocks].tolist()
+            left = [refs - given[block_id] for block_id, refs in zip(ids, ref_counts, strict=True)]
+            if min(left) < 0:
+                block_id = ids[left.index(min(left))]
+                raise DoubleFreeError(
+                    f"block {block_id} has {self._ref_counts[block_id]} references, "
+                    f"but {given[block_id]} are given back"
+                )
         self._guard.is_changing = True
         self._clock += 1
-        self._ref_counts[named] = left
-        self._timestamps[named] = self._clock
-        cached = self._free_or_cache(named[left == 0])
+        self._ref_counts[blocks] = left or 0
+        self._timestamps[blocks] = self._clock
+        if any(left):
+            ids = [block_id for block_id, refs in zip(ids, left, strict=True) if not refs]
+            blocks = np.array(ids, np.intp)
+        cached = self._free_or_cache(ids, blocks)
         if len(cached) and self.eviction_policy is EvictionPolicy.REF_ZERO:
-            self._deregister(cached)
+            self._deregister(cached, cached)
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -286,10 +297,10 @@ class KVBlockAllocator:
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
-        named = np.array(ids, np.intp)
-        self._held_or_cached(named)
+        blocks = np.array(ids, np.intp)
+        self._held_or_cached(ids, blocks)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
-        are_new = _check_carried_hashes(ids, self._hashes[named].tolist(), plan.hash_ids)
+        are_new = _check_carried_hashes(ids, self._hashes[blocks].tolist(), plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
         self._guard.is_changing = True
@@ -329,9 +340,10 @@ class KVBlockAllocator:
             raise InvalidArgumentError(f"blocks that leave must be different, got {ids}")
         self._guard.is_changing = True
         copy = self._copies.begin("leaving", ids)
-        left = np.array(ids, np.intp)
-        self._forget(left[self._hashes[left] != NO_HASH], free=False)
-        self._ref_counts[left] = 0
+        blocks = np.array(ids, np.intp)
+        registered = blocks[self._hashes[blocks] != NO_HASH]
+        self._forget(registered, registered[self._ref_counts[registered] == 0])
+        self._ref_counts[blocks] = 0
         try:
             self._tell()
         except Exception:
@@ -416,7 +428,7 @@ class KVBlockAllocator:
         arrived = np.array(ids, np.intp)
         self._ref_counts[arrived] = 0
         self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
-        self._free_or_cache(arrived)
+        self._free_or_cache(ids, arrived)
         self._guard.is_changing = False
         self._tell()
         return holders
@@ -476,8 +488,9 @@ class KVBlockAllocator:
             UnknownBlockError: A block id is out of range; nothing is changed.
         """
         ids = dict.fromkeys(self._checked_ids(block_ids))
-        named = np.array([*ids], np.intp)
-        self._deregister(named[self._hashes[named] != NO_HASH])
+        blocks = np.array([*ids], np.intp)
+        blocks = blocks[self._hashes[blocks] != NO_HASH]
+        self._deregister(blocks, blocks[self._ref_counts[blocks] == 0])
 
     def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
         """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
@@ -533,20 +546,23 @@ class KVBlockAllocator:
         """Read block ids; the dummy block, which is the last one, is none of them."""
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, named: BlockArray) -> BlockArray:
+    def _held_or_cached(self, ids: list[int], blocks: BlockArray) -> list[int]:
         """Check that each block is held or cached, and return those to which nobody refers.
 
         Raises:
             UnknownBlockError: A block is free or in flight.
         """
-        unused: BlockArray = named[self._ref_counts[named] == 0]
-        neither = unused[self._hashes[unused] == NO_HASH]
-        if len(neither):
-            block_id = neither.item(0)
-            in_flight = block_id in self._copies.ids()
-            what = "held by a copy in flight" if in_flight else "free: allocate it first"
-            raise UnknownBlockError(f"block {block_id} is {what}")
-        return unused
+        ref_counts = self._ref_counts[blocks].tolist()
+        if 0 not in ref_counts:
+            return []
+        hash_ids = self._hashes[blocks].tolist()
+        if NO_HASH in hash_ids:
+            for block_id, refs, hash_id in zip(ids, ref_counts, hash_ids, strict=True):
+                if not refs and hash_id == NO_HASH:
+                    in_flight = block_id in self._copies.ids()
+                    what = "held by a copy in flight" if in_flight else "free: allocate it first"
+                    raise UnknownBlockError(f"block {block_id} is {what}")
+        return [block_id for block_id, refs in zip(ids, ref_counts, strict=True) if not refs]
 
     def _plan_registration(
         self,
@@ -557,8 +573,7 @@ class KVBlockAllocator:
         tokens: Any,
     ) -> _Registration:
         """Check what is to be registered; the arguments are those of the public calls."""
-        hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)
-        given = _as_digests(block_hashes, digests, len(block_ids))
+        hash_ids, given = _read_hashes(block_hashes, digests)
         if not len(block_ids) == len(hash_ids) == len(given):
             raise InvalidArgumentError(
                 "block_ids, block_hashes and digests must be of one length, "
@@ -567,7 +582,7 @@ class KVBlockAllocator:
         if parent_hash is not None:
             parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
         parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
-        if None in given:
+        if hash_ids and given[0] is None:
             self._tree.check_ancestry(hash_ids, parents)
         if tokens is not None:
             tokens = as_token_array(tokens)
@@ -586,7 +601,6 @@ class KVBlockAllocator:
             are_new: Whether they are different blocks that have no hash.
         """
         block_ids, parents = plan.block_ids, plan.parents
-        # One block by itself costs less than the arrays that many of them are worth.
         if are_new and len(block_ids) > 1 and self._tree.add_chain(*plan[:3], parents[0]):
             self._offer_parent(block_ids[0])
             if self._observers:
@@ -595,7 +609,7 @@ class KVBlockAllocator:
         holders: list[int | None] = []
         runs: list[slice] = []
         for index, block_id in enumerate(block_ids):
-            is_new = self._hashes.item(block_id) == NO_HASH
+            is_new = self._tree.hash_at[block_id] == NO_HASH
             entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
@@ -645,22 +659,23 @@ class KVBlockAllocator:
             return None
         return holder
 
-    def _free_or_cache(self, blocks: BlockArray) -> BlockArray:
+    def _free_or_cache(self, ids: list[int], blocks: BlockArray) -> BlockArray:
         """Free blocks to which nobody refers any more, or keep them if they are registered.
 
         Returns:
             Those that are cached now.
         """
-        is_registered = self._hashes[blocks] != NO_HASH
-        cached: BlockArray = blocks[is_registered]
-        if len(cached) < len(blocks):
-            self._free.extend(blocks[~is_registered].tolist())
-        if len(cached):
-            self._num_cached += len(cached)
-            parents = self._tree.count_cached(cached, 1)
-            self._leaves.discard(parents.tolist())
-            self._offer_for_eviction(cached)
-        return cached
+        hash_ids = self._hashes[blocks].tolist()
+        if NO_HASH in hash_ids:
+            pairs = list(zip(ids, hash_ids, strict=True))
+            self._free.extend(block_id for block_id, hash_id in pairs if hash_id == NO_HASH)
+            ids = [block_id for block_id, hash_id in pairs if hash_id != NO_HASH]
+            blocks = np.array(ids, np.intp)
+        if ids:
+            self._num_cached += len(ids)
+            self._leaves.discard(self._tree.count_cached(blocks, 1).tolist())
+            self._offer_for_eviction(ids, blocks)
+        return blocks
 
     def _take(self, num_blocks: int) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
@@ -669,7 +684,8 @@ class KVBlockAllocator:
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
-            self._deregister(np.array(victims, np.intp))
+            blocks = np.array(victims, np.intp)
+            self._deregister(blocks, blocks)
         self._guard.is_changing = True
         return [self._free.popleft() for _ in range(num_blocks)]
 
@@ -686,7 +702,7 @@ class KVBlockAllocator:
         num_wanted = num_blocks - len(self._free)
         while len(victims) < num_wanted:
             if new_leaf is None and not leaves:
-                self._offer_for_eviction(np.array(victims, np.intp))
+                self._offer_for_eviction(victims, np.array(victims, np.intp))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
             block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
@@ -704,48 +720,59 @@ class KVBlockAllocator:
         Returns:
             None if somebody refers to it, or not all of its cached children are among those chosen.
         """
-        num_cached = self._tree.num_cached_children.item(block_id)
-        if num_cached != num_chosen_children or self._ref_counts.item(block_id):
+        tree = self._tree
+        num_cached = tree.cached_children_at[block_id]
+        if num_cached != num_chosen_children or self._refs_at[block_id]:
             return None
-        has_used_children = self._tree.num_children.item(block_id) > num_cached
-        delay = _LAST_RESORT if has_used_children else 0
-        return block_id, self._timestamps.item(block_id) + delay
+        delay = _LAST_RESORT if tree.children_at[block_id] > num_cached else 0
+        return block_id, self._used_at[block_id] + delay
 
-    def _offer_for_eviction(self, blocks: BlockArray) -> None:
+    def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:
         """Queue those of many blocks that are cached, and none of whose children are."""
-        is_leaf = self._ref_counts[blocks] + self._tree.num_cached_children[blocks] == 0
-        is_leaf &= self._hashes[blocks] != NO_HASH
-        for block_id in blocks[is_leaf].tolist():
-            if leaf := self._as_leaf(block_id):
-                self._leaves.push(*leaf)
+        if len(ids) > FEW:
+            is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
+            ids = blocks[is_leaf].tolist()
+        for block_id in ids:
+            if self._tree.hash_at[block_id] != NO_HASH:
+                self._offer(block_id)
+
+    def _offer(self, block_id: int) -> None:
+        """Queue a registered block if it is cached, and none of its children are."""
+        leaf = self._as_leaf(block_id)
+        if leaf is not None:
+            self._leaves.push(*leaf)
 
     def _offer_parent(self, block_id: int) -> None:
         """Queue a registered block's parent, if it is cached and none of its children are."""
         parent = self._tree.parent_of(block_id)
-        if parent is not None and (leaf := self._as_leaf(parent)):
-            self._leaves.push(*leaf)
+        if parent is not None:
+            self._offer(parent)
 
-    def _deregister(self, blocks: BlockArray) -> None:
-        """Make registered blocks unfindable and tell observers; cached ones become free."""
+    def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
+        """Make registered blocks unfindable and tell observers.
+
+        Args:
+            blocks: The blocks.
+            cached: Those of them to which nobody refers; they become free.
+        """
         self._guard.is_changing = True
-        self._forget(blocks, free=True)
+        self._forget(blocks, cached)
+        self._free.extend(cached.tolist())
         self._guard.is_changing = False  # whatever an observer raises, these books are right
         self._tell()
 
-    def _forget(self, blocks: BlockArray, *, free: bool) -> None:
-        """Make registered blocks unfindable; cached ones become free, or are the caller's."""
-        if not len(blocks):
-            return
+    def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
+        """Make registered blocks unfindable; those that were cached are the caller's now."""
         block_ids = blocks.tolist()
+        if not block_ids:
+            return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
             hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
             self._untold.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
-        cached = blocks[self._ref_counts[blocks] == 0]
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)
-        if free:
-            self._free.extend(cached.tolist())
-        self._offer_for_eviction(self._tree.remove(blocks, cached))
+        for parent in self._tree.remove(blocks, cached):
+            self._offer(parent)
 
     def _tell(self) -> None:
         """Call the observers with what happened; whatever one raises, the others are called."""
@@ -833,20 +860,21 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
     return False
 
 
-def _as_digests(
-    block_hashes: Sequence[int], digests: Sequence[bytes] | None, num_blocks: int
-) -> Sequence[bytes | None]:
-    """Return the digests that are given with hash ids, or None for each block if there are none.
+def _read_hashes(
+    block_hashes: Sequence[int], digests: Sequence[bytes] | None
+) -> tuple[list[int], Sequence[bytes | None]]:
+    """Return hash ids and the digest of each, all of them None if none are given.
 
     Raises:
-        InvalidArgumentError: One of them is not ``bytes``.
+        InvalidArgumentError: A hash id is no int or out of range, or a digest is not ``bytes``.
     """
+    if digests is None and isinstance(block_hashes, BlockHashes):
+        return list(block_hashes), block_hashes.digests
+    hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)
     if digests is None:
-        if isinstance(block_hashes, BlockHashes):
-            return block_hashes.digests
-        return [None] * num_blocks
-    given: list[bytes | None] = as_items("digests", digests, "bytes")
+        return hash_ids, [None] * len(hash_ids)
+    given = as_items("digests", digests, "bytes")
     for digest in given:
         if not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-    return given
+    return hash_ids, given

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["NO_HASH", "BlockArray", "PrefixTree"]
+__all__ = ["FEW", "NO_HASH", "BlockArray", "PrefixTree"]
 
 BlockArray: TypeAlias = "npt.NDArray[np.intp]"
 """[n] block ids, to index other arrays with."""
@@ -20,7 +20,11 @@ BlockArray: TypeAlias = "npt.NDArray[np.intp]"
 NO_HASH: Final = -1
 """What stands in ``hashes`` for a block that is not registered, and for a parent that is none."""
 
-_ONE: Final = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower otherwise
+FEW: Final = 8
+"""Up to so many blocks, a loop over them costs less than operations on whole arrays."""
+
+# Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
+_STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
 
 
 class PrefixTree:
@@ -39,8 +43,12 @@ class PrefixTree:
 
     Attributes:
         hashes: [pool_size] int64. The hash id of each block, ``NO_HASH`` for none.
-        num_children: [pool_size] int32. Registered blocks that have each one as their parent.
+        num_children: [pool_size] int32. For each registered block, those whose parent it is.
         num_cached_children: [pool_size] int32. How many of them nobody refers to.
+        hash_at: Memoryview of ``hashes``, as are the next two of the counts: single elements are
+            read and written several times faster so.
+        children_at: Of ``num_children``.
+        cached_children_at: Of ``num_cached_children``.
     """
 
     __slots__ = (
@@ -48,8 +56,13 @@ class PrefixTree:
         "_digests",
         "_no_block",
         "_orphans",
+        "_parent_at",
+        "_parent_block_at",
         "_parent_blocks",
         "_parents",
+        "cached_children_at",
+        "children_at",
+        "hash_at",
         "hashes",
         "num_cached_children",
         "num_children",
@@ -62,6 +75,10 @@ class PrefixTree:
         self._parent_blocks = np.empty(pool_size, np.intp)
         self.num_children = np.empty(pool_size, np.int32)
         self.num_cached_children = np.empty(pool_size, np.int32)
+        self.hash_at = self.hashes.data
+        self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
+        self.children_at = self.num_children.data
+        self.cached_children_at = self.num_cached_children.data
         self.clear()
 
     def clear(self) -> None:
@@ -107,8 +124,8 @@ class PrefixTree:
 
     def parent_of(self, block_id: int) -> int | None:
         """Return the block that is a registered block's parent; None if it is not registered."""
-        parent, block = self._parents.item(block_id), self._parent_blocks.item(block_id)
-        if self.hashes.item(block) != parent:
+        parent, block = self._parent_at[block_id], self._parent_block_at[block_id]
+        if self.hash_at[block] != parent:
             return self._block_of.get(parent)
         return None if block == self._no_block else block
 
@@ -122,7 +139,7 @@ class PrefixTree:
         """Register consecutive blocks of one sequence if their hash ids are all new.
 
         Args:
-            block_ids: One block or more, none of them registered.
+            block_ids: One block or more, none of them registered. For few, ``add`` costs less.
             hash_ids: The hash id of each.
             digests: The full digest of each.
             parent: The hash id of the first one's parent.
@@ -146,33 +163,34 @@ class PrefixTree:
         self.hashes[blocks] = hash_ids
         before, after = blocks[:-1], blocks[1:]
         self._parents[after], self._parent_blocks[after] = self.hashes[before], before
-        self.num_children[before] = _ONE
+        self.num_children[before] = 1
+        self.num_children[block_ids[-1]] = 0
+        self.num_cached_children[blocks] = 0
         self._join(block_ids[0], parent)
         return True
 
     def add(self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None) -> None:
         """Register a block under a hash id that nobody holds."""
         self._block_of[hash_id] = block_id
-        self.hashes[block_id] = hash_id
+        self.hash_at[block_id] = hash_id
         self._digests[block_id] = digest
-        if hash_id in self._orphans:
-            children = self._orphans.pop(hash_id)
-            self.num_children[block_id], self.num_cached_children[block_id] = children
+        children = self._orphans.pop(hash_id, (0, 0)) if self._orphans else (0, 0)
+        self.children_at[block_id], self.cached_children_at[block_id] = children
         self._join(block_id, parent)
 
     def _join(self, block_id: int, parent: int | None) -> None:
         """Make a block the child of the one with a hash id."""
+        parent_block = self._no_block
         if parent is None:
-            return
-        self._parents[block_id] = parent
-        block = self._block_of.get(parent)
-        if block is None:
-            self._orphans.setdefault(parent, [0, 0])[0] += 1
+            parent = NO_HASH
+        elif parent in self._block_of:
+            parent_block = self._block_of[parent]
+            self.children_at[parent_block] += 1
         else:
-            self._parent_blocks[block_id] = block
-            self.num_children[block] += _ONE
+            self._orphans.setdefault(parent, [0, 0])[0] += 1
+        self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
-    def remove(self, blocks: BlockArray, cached: BlockArray) -> BlockArray:
+    def remove(self, blocks: BlockArray, cached: BlockArray) -> list[int]:
         """Deregister registered blocks.
 
         Args:
@@ -180,21 +198,20 @@ class PrefixTree:
             cached: Those of them that are counted as cached.
 
         Returns:
-            [n] The parent of each. What is not registered stands for one that is not.
+            Their parents that are still registered.
         """
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
         hash_ids = self.hashes[blocks].tolist()
-        for block_id, hash_id in zip(blocks.tolist(), hash_ids, strict=True):
+        self.hashes[blocks] = NO_HASH
+        block_ids, num_children = blocks.tolist(), self.num_children[blocks].tolist()
+        for block_id, hash_id, count in zip(block_ids, hash_ids, num_children, strict=True):
             del self._block_of[hash_id]
             self._digests[block_id] = None
-        for index in self.num_children[blocks].nonzero()[0].tolist():
-            children = self.num_children[blocks[index]], self.num_cached_children[blocks[index]]
-            self._orphans[hash_ids[index]] = [int(number) for number in children]
-        self.hashes[blocks] = self._parents[blocks] = NO_HASH
-        self._parent_blocks[blocks] = self._no_block
-        self.num_children[blocks] = self.num_cached_children[blocks] = 0
-        return parents
+            if count:
+                self._orphans[hash_id] = [count, self.cached_children_at[block_id]]
+        left = zip(parents.tolist(), self.hashes[parents].tolist(), strict=True)
+        return [parent for parent, hash_id in left if hash_id != NO_HASH]
 
     def count_cached(self, blocks: BlockArray, step: int) -> BlockArray:
         """Count registered blocks as cached from now on, or as cached no longer.
@@ -212,18 +229,28 @@ class PrefixTree:
         self, counts: npt.NDArray[np.int32], kind: int, blocks: BlockArray, step: int
     ) -> BlockArray:
         """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
-        parents = self._parent_blocks[blocks]
-        hash_ids = self._parents[blocks]
-        for index in (self.hashes[parents] != hash_ids).nonzero()[0].tolist():
-            hash_id = hash_ids.item(index)
-            found = self._block_of.get(hash_id)
-            if found is None:
-                self._orphans[hash_id][kind] += step
-                if not self._orphans[hash_id][0]:
-                    del self._orphans[hash_id]
-            parents[index] = self._no_block if found is None else found
-        np.add.at(counts, parents, _ONE * np.int32(step))
+        parents, hash_ids = self._parent_blocks[blocks], self._parents[blocks]
+        now = self.hashes[parents]
+        if now.tobytes() != hash_ids.tobytes():  # for few of them the quickest comparison
+            for index in (now != hash_ids).nonzero()[0].tolist():
+                parents[index] = self._count_moved(hash_ids.item(index), kind, step)
+        if len(parents) > FEW:
+            np.add.at(counts, parents, _STEPS[step])
+        else:
+            count_at = counts.data
+            for parent in parents.tolist():
+                count_at[parent] += step
         return parents
+
+    def _count_moved(self, parent: int, kind: int, step: int) -> int:
+        """Return the block of a parent that had another; if there is none, count at its hash id."""
+        block_id = self._block_of.get(parent)
+        if block_id is not None:
+            return block_id
+        self._orphans[parent][kind] += step
+        if not self._orphans[parent][0]:
+            del self._orphans[parent]
+        return self._no_block
 
     def closes_ring(self, hash_id: int, parent: int | None) -> bool:
         """Say whether a block's ancestors would lead back to it: none of them could be evicted.
@@ -245,7 +272,7 @@ class PrefixTree:
     def _parent_hash(self, hash_id: int) -> int | None:
         """Return the hash id of a block's parent; None if it has none, or is not registered."""
         block_id = self.find(hash_id)
-        parent = NO_HASH if block_id is None else self._parents.item(block_id)
+        parent = NO_HASH if block_id is None else self._parent_at[block_id]
         return None if parent == NO_HASH else parent
 
     def check_ancestry(self, hash_ids: Sequence[int], parents: Sequence[int | None]) -> None:
@@ -279,7 +306,7 @@ class PrefixTree:
 
     def counts_children_right(self, cached: Collection[int]) -> bool:
         """Say whether the counts of children are what the blocks' parents add up to."""
-        parents = {b: p for b in self.blocks() if (p := self._parents.item(b)) != NO_HASH}
+        parents = {b: p for b in self.blocks() if (p := self._parent_at[b]) != NO_HASH}
         children = Counter(parents.values())
         cached_children = Counter(parents[b] for b in parents if b in cached)
         orphans = {p: [n, cached_children[p]] for p, n in children.items() if self.find(p) is None}

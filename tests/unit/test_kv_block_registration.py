@@ -53,7 +53,7 @@ def test_another_hash_for_a_registered_block_is_refused(pool):
 @pytest.mark.parametrize(
     ("hashes", "options", "message"),
     [
-        ([1], {}, "one length, got 2, 1 and 2"),
+        ([1], {}, "one length, got 2, 1 and 1"),
         ([1, 2], {"digests": [b"x"]}, "one length, got 2, 2 and 1"),
         ([1, 2], {"digests": [b"x", "y"]}, "digest must be bytes, got 'y'"),
         ([1, 0], {}, r"in \[1, .*got \[0\]"),
