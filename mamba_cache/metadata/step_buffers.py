@@ -184,6 +184,7 @@ class StepBuffers:
         self._block_tables = block_tables
         self._table_stamps = table_stamps
         self._block_size = block_size_tokens
+        self._offsets = np.arange(block_size_tokens)
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
         max_requests, max_blocks = block_tables.shape
@@ -244,7 +245,8 @@ class StepBuffers:
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
-        self._fill_decodes(host, decodes, lengths, is_same)
+        if num_decodes or host.has_decodes:
+            self._fill_decodes(host, decodes, lengths, is_same)
         if num_prefills:
             rows = np.concatenate((rows, [s.row for s in prefills]))
             num_tokens += self._fill_prefills(host, plan)
@@ -294,7 +296,7 @@ class StepBuffers:
             arrays["query_start_loc"][: count + 1] = bounds
             if places is None:
                 places = self._places(np.repeat(decodes.rows, lengths), positions)
-        host.has_drafts = lengths is not None
+        host.has_drafts, host.has_decodes = lengths is not None, bool(count)
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
         arrays["kv_slot_mapping"][:total] = places
@@ -310,6 +312,13 @@ class StepBuffers:
         places += positions
         return places
 
+    def _consecutive_places(self, row: int, start: int, length: int) -> _IntArray:
+        """Return the same of consecutive tokens of one request, block by block."""
+        first, offset = divmod(start, self._block_size)
+        blocks = self._block_tables[row, first : first + -(-(offset + length) // self._block_size)]
+        places = np.add.outer(blocks.astype(np.int64) * self._block_size, self._offsets)
+        return places.reshape(-1)[offset : offset + length]
+
     def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> int:
         """Write what is packed of prompts, and how long they are; return their tokens."""
         arrays = host.arrays
@@ -318,11 +327,10 @@ class StepBuffers:
         for piece in plan.prefills:
             start, length = piece.start, len(piece.token_ids)
             first, end = end, end + length
-            positions = np.arange(start, start + length)
             arrays["token_ids"][first:end] = piece.token_ids
-            arrays["positions"][first:end] = positions
+            arrays["positions"][first:end] = np.arange(start, start + length)
             places = arrays["kv_slot_mapping"][first:end]
-            places[:] = self._places(piece.row, positions)
+            places[:] = self._consecutive_places(piece.row, start, length)
             places[: max(0, piece.first_writable - start)] = PAD_SLOT_ID
             arrays["num_computed_tokens"][index] = start
             arrays["seq_lens"][index] = start + length
@@ -350,33 +358,35 @@ class StepBuffers:
             host.table_stamps[:count] = stamps
 
     def _fill_chunks(self, host: _HostSide, plan: StepPlan) -> int:
-        lengths = np.array([len(s.token_ids) for s in plan.prefills], dtype=np.int64)
-        starts = np.array([s.start for s in plan.prefills], dtype=np.int64)
-        query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
+        """Write the chunks of prompts, and where states are saved inside them; return how many."""
+        size, pieces = self._chunk_size, plan.prefills
+        bounds = [0, *itertools.accumulate(len(piece.token_ids) for piece in pieces)]
+        phases = [piece.start % size for piece in pieces]
         cu_chunks, seq_idx, last = cut_into_chunks(
-            query_start_loc, starts % self._chunk_size, self._chunk_size
+            np.array(bounds), np.array(phases, dtype=np.int64), size
         )
-        host.fill("cu_chunk_seqlens", cu_chunks, int(query_start_loc[-1]), pads_all=True)
+        host.fill("cu_chunk_seqlens", cu_chunks, bounds[-1], pads_all=True)
         host.fill("chunk_seq_idx", seq_idx, -1)
         host.fill("last_chunk_indices", last, -1)
-        host.has_chunks = bool(plan.prefills)
+        host.has_chunks = bool(pieces)
         entries = plan.checkpoints
         if not entries and not host.has_checkpoints:
             return len(seq_idx)
         host.has_checkpoints = bool(entries)
 
-        first_grid_chunk = starts // self._chunk_size
-        num_chunks = -(-(starts + lengths) // self._chunk_size) - first_grid_chunk
-        first_chunk = np.cumsum(num_chunks) - num_chunks
-        which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
-        positions = np.array([entry.position for entry in entries], dtype=np.int64)
-        rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
-        chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
-        seq_starts = query_start_loc[which]
+        chunks, conv_ends, seq_starts, rows = [], [], [], []
+        for entry in entries:
+            piece, first = pieces[entry.prefill_index], bounds[entry.prefill_index]
+            end = piece.start + len(piece.token_ids)
+            chunks_after = -(-end // size) - entry.position // size
+            chunks.append(last.item(entry.prefill_index) - chunks_after)
+            conv_ends.append(first + entry.position - piece.start)
+            seq_starts.append(first)
+            rows.append(piece.row * self._live_rows)
         host.fill("checkpoint_chunks", chunks, -1)
-        host.fill("checkpoint_conv_ends", seq_starts + positions - starts[which], -1)
+        host.fill("checkpoint_conv_ends", conv_ends, -1)
         host.fill("checkpoint_seq_starts", seq_starts, -1)
-        host.fill("checkpoint_rows", rows[which] * self._live_rows, PAD_SLOT_ID)
+        host.fill("checkpoint_rows", rows, PAD_SLOT_ID)
         host.fill("checkpoint_slots", [entry.slot for entry in entries], PAD_SLOT_ID)
         return len(seq_idx)
 
@@ -473,7 +483,7 @@ class _HostSide:
         self.rows: _IntArray | None = None
         self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
-        self.has_drafts = self.has_chunks = self.has_checkpoints = True
+        self.has_decodes = self.has_drafts = self.has_chunks = self.has_checkpoints = True
         self.has_restores = self.has_boundaries = True
 
     def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:
