@@ -117,7 +117,7 @@ class BlockHasher:
     Processes that are to find each other's blocks need the same algorithm and the same secret.
 
     Args:
-        algorithm: "xxh3_128" (fast), or "sha256" where tenants do not trust each other.
+        algorithm: "xxh3_128" (fast), or "sha256" where users do not trust each other.
         secret: Key of any length. Default: one drawn at random when the process starts.
 
     Attributes:

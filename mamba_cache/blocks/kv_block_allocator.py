@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds them, which are cached under which hash, which go first."""
+"""The pool of KV blocks: which are used, which are cached under which hash, which go first."""
 
 from __future__ import annotations
 
@@ -56,20 +56,19 @@ _LAST_RESORT = 1 << 62
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
 
-    A block is *free*, *used* (its reference count is positive), *cached* (nobody refers to it,
-    but it is registered under a hash, so that a later request can take it up), *leaving* or
-    *arriving* (held by a copy out of it or into it, and neither free nor findable). Room is made by
-    evicting cached blocks, the least recently used first, but no parent before its children: a
-    child without its parent could never be matched. Only when nothing else is left does a parent go
-    whose last children are used: by a request that computed the parent's tokens too, and keeps a
-    block of its own for them.
+    A block is *free*, *used* (its reference count is positive), *cached* (without references, but
+    registered under a hash, so that a later request can take it up), *leaving* or *arriving* (held
+    by a copy out of it or into it, neither free nor findable). Cached blocks are evicted to make
+    room, the least recently used first, but no parent before its children: a child without its
+    parent could never be matched. Only when nothing else is left does a parent go whose children
+    are used: by a request that computed the parent's tokens too, into a block of its own.
 
     "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
     costs as much as the blocks it names, times the logarithm of the number of cached blocks.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, by an interrupt or a foreign
+    exception, every later one raises ``PoisonedError`` until ``reset``. Within a context, the
+    bookkeeping of all of it decides that.
 
     Args:
         pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
@@ -89,8 +88,8 @@ class KVBlockAllocator:
         block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
             for none. Read only.
         on_blocks_deregistered: The first observer; see ``add_deregistration_observer``.
-        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising.
-            None: nobody is asked.
+        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
+            or None.
         evicted_blocks_total: Cached blocks given up to make room.
         hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
@@ -116,14 +115,14 @@ class KVBlockAllocator:
         self._deregistration_observers: list[DeregistrationObserver] = []
         self._observers: list[BlockObserver] = []
         self._guard = CallGuard(self.check_between_calls, proves_changes=False)
-        # What happened, until every observer was called.
-        self._untold: list[BlockEvent] = []
+        # What happened, until every observer was called with it.
+        self._unsent: list[BlockEvent] = []
         self._copies = CopiesInFlight()
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
         self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
@@ -157,12 +156,12 @@ class KVBlockAllocator:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody refers to but that are registered under a hash."""
+        """Blocks without references that are registered under a hash."""
         return self._num_cached
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody refers to."""
+        """Blocks with references."""
         in_flight = self.num_leaving_blocks + self.num_arriving_blocks
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks - in_flight
 
@@ -183,7 +182,7 @@ class KVBlockAllocator:
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody hears of what is stored, so that its tokens are worth telling."""
+        """Whether an observer is called with what is stored, so that tokens are of use."""
         return bool(self._observers)
 
     @guarded(nests=True)
@@ -305,16 +304,15 @@ class KVBlockAllocator:
             return [None] * len(ids)
         self._guard.is_changing = True
         holders = self._register_all(plan, are_new)
-        self._guard.is_changing = False  # whatever an observer raises, these books are right
-        self._tell()
+        self._guard.is_changing = False  # an observer that raises changes nothing here
+        self._notify()
         return holders
 
     @guarded(nests=True)
     def begin_leaving(self, block_ids: Iterable[int]) -> CopyInFlight:
         """Give up blocks whose bytes are still to be read: they are free when ``end_leaving`` says.
 
-        Call it before the copy is enqueued. The blocks are not findable any more, and observers are
-        told so.
+        Call it before the copy is enqueued. The blocks are not findable any more.
 
         Args:
             block_ids: Different blocks, each cached, or used with one reference, which is the
@@ -345,7 +343,7 @@ class KVBlockAllocator:
         self._forget(registered, registered[self._ref_counts[registered] == 0])
         self._ref_counts[blocks] = 0
         try:
-            self._tell()
+            self._notify()
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
             self._free.extend(self._copies.end(copy))
@@ -371,8 +369,7 @@ class KVBlockAllocator:
     def begin_arriving(self, num_blocks: int) -> CopyInFlight:
         """Take blocks that a copy is to write: free ones first, then evicted ones.
 
-        Nobody refers to them, nobody finds them, and nobody is given them, until
-        ``complete_arriving`` or ``cancel_arriving`` is called.
+        They are neither findable nor free until ``complete_arriving`` or ``cancel_arriving``.
 
         Returns:
             What those take; its ``ids`` are the blocks.
@@ -394,7 +391,7 @@ class KVBlockAllocator:
         parent_hash: int | None = None,
         tokens: Any = None,
     ) -> list[int | None]:
-        """Make blocks findable whose copy is done: consecutive blocks of one sequence.
+        """Make the blocks of a copy that is done findable: consecutive blocks of one sequence.
 
         They are cached then. Those whose content has been registered meanwhile become free.
 
@@ -430,7 +427,7 @@ class KVBlockAllocator:
         self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
         self._free_or_cache(ids, arrived)
         self._guard.is_changing = False
-        self._tell()
+        self._notify()
         return holders
 
     @guarded(nests=True)
@@ -451,8 +448,8 @@ class KVBlockAllocator:
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
         """Return the longest run of registered blocks from the start of ``hashes``.
 
-        Full digests are compared, so a block that merely shares an id does not match. A query:
-        nothing changes, and a match is only safe from eviction once it is retained.
+        Full digests are compared, so a block that merely shares an id does not match. A match is
+        only safe from eviction once it is retained.
 
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
@@ -496,8 +493,8 @@ class KVBlockAllocator:
         """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
 
         By then the allocator's own bookkeeping is done: the blocks are not findable, and those
-        that nobody refers to are free. An observer must not call back into the allocator's
-        commands. If one raises, the others still run and the error goes on to the caller.
+        without references are free. An observer must not call commands of the allocator. If one
+        raises, the others still run and the error goes on to the caller.
 
         Raises:
             InvalidArgumentError: It cannot be called.
@@ -508,8 +505,7 @@ class KVBlockAllocator:
     def add_observer(self, observer: BlockObserver) -> None:
         """Have ``observer(event)`` called for all that is stored and removed from now on, in order.
 
-        It is called when the bookkeeping of a call is done, after those who only hear of
-        deregistrations. What holds for these holds for it.
+        It is called after the observers of deregistrations, and as they are.
 
         Raises:
             InvalidArgumentError: It cannot be called.
@@ -521,14 +517,14 @@ class KVBlockAllocator:
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
-        Observers stay, and are told of the blocks that were registered. In a context it is refused
-        with ``StepOrderError`` while requests hold blocks.
+        Observers stay, and are called with the blocks that were registered. In a context it is
+        refused with ``StepOrderError`` while requests hold blocks.
         """
         if self.before_reset is not None:
             self.before_reset()
         gone = {
             block_id: (hash_id, digest)
-            for event in self._untold  # of a call that was interrupted
+            for event in self._unsent  # of a call that was interrupted
             if isinstance(event, BlocksRemoved)
             for block_id, hash_id, digest in zip(
                 event.block_ids, event.hash_ids, event.digests, strict=True
@@ -538,16 +534,16 @@ class KVBlockAllocator:
             gone[block_id] = hash_id, self._tree.digest_of(block_id)
         hash_ids = tuple(hash_id for hash_id, _ in gone.values())
         digests = tuple(digest for _, digest in gone.values())
-        self._untold = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
+        self._unsent = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
         self._clear()
-        self._tell()
+        self._notify()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         """Read block ids; the dummy block, which is the last one, is none of them."""
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
     def _held_or_cached(self, ids: list[int], blocks: BlockArray) -> list[int]:
-        """Check that each block is held or cached, and return those to which nobody refers.
+        """Check that each block is used or cached, and return those without references.
 
         Raises:
             UnknownBlockError: A block is free or in flight.
@@ -594,7 +590,7 @@ class KVBlockAllocator:
         return _Registration(block_ids, hash_ids, given, parents, tokens)
 
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
-        """Make blocks findable; what is to be told of it is put into ``_untold``.
+        """Make blocks findable, and put what observers are to be called with into ``_unsent``.
 
         Args:
             plan: The blocks.
@@ -604,7 +600,7 @@ class KVBlockAllocator:
         if are_new and len(block_ids) > 1 and self._tree.add_chain(*plan[:3], parents[0]):
             self._offer_parent(block_ids[0])
             if self._observers:
-                self._untold.append(self._storage(plan, slice(0, len(block_ids))))
+                self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
             return list(block_ids)
         holders: list[int | None] = []
         runs: list[slice] = []
@@ -617,7 +613,7 @@ class KVBlockAllocator:
                 start = runs.pop().start if follows else index
                 runs.append(slice(start, index + 1))
         if self._observers:
-            self._untold += [self._storage(plan, run) for run in runs]
+            self._unsent += [self._storage(plan, run) for run in runs]
         return holders
 
     def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
@@ -660,7 +656,7 @@ class KVBlockAllocator:
         return holder
 
     def _free_or_cache(self, ids: list[int], blocks: BlockArray) -> BlockArray:
-        """Free blocks to which nobody refers any more, or keep them if they are registered.
+        """Free blocks without references, or keep them cached if they are registered.
 
         Returns:
             Those that are cached now.
@@ -718,7 +714,7 @@ class KVBlockAllocator:
         """Return a registered block and its place in the order of eviction.
 
         Returns:
-            None if somebody refers to it, or not all of its cached children are among those chosen.
+            None if it is used, or not all of its cached children are among those chosen.
         """
         tree = self._tree
         num_cached = tree.cached_children_at[block_id]
@@ -749,17 +745,17 @@ class KVBlockAllocator:
             self._offer(parent)
 
     def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
-        """Make registered blocks unfindable and tell observers.
+        """Make registered blocks unfindable and call observers.
 
         Args:
             blocks: The blocks.
-            cached: Those of them to which nobody refers; they become free.
+            cached: Those of them without references; they become free.
         """
         self._guard.is_changing = True
         self._forget(blocks, cached)
         self._free.extend(cached.tolist())
-        self._guard.is_changing = False  # whatever an observer raises, these books are right
-        self._tell()
+        self._guard.is_changing = False  # an observer that raises changes nothing here
+        self._notify()
 
     def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
         """Make registered blocks unfindable; those that were cached are the caller's now."""
@@ -768,19 +764,19 @@ class KVBlockAllocator:
             return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
             hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
-            self._untold.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
+            self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)
         for parent in self._tree.remove(blocks, cached):
             self._offer(parent)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Call the observers with what happened; whatever one raises, the others are called."""
-        if not self._untold:
+        if not self._unsent:
             return
-        calls = (call for event in self._untold for call in self._calls(event))
+        calls = (call for event in self._unsent for call in self._calls(event))
         failure = call_all(calls)
-        self._untold = []
+        self._unsent = []
         if failure is not None:
             raise failure
 
@@ -823,14 +819,14 @@ class KVBlockAllocator:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
 
     def check_between_calls(self) -> None:
-        """Check the bookkeeping, and that observers were told of all that was deregistered.
+        """Check the bookkeeping, and that observers were called with all that happened.
 
         Raises:
-            InvariantError: As in ``check_invariants``; or a call broke off before it told them.
+            InvariantError: As in ``check_invariants``; or a call broke off before it called them.
         """
         self.check_invariants()
-        if self._untold:
-            raise InvariantError(f"not everybody was told of {self._untold[0]}")
+        if self._unsent:
+            raise InvariantError(f"observers were not called with {self._unsent[0]}")
 
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Fills the tensors of a step on the host and brings them to the device in one copy."""
+"""The step's tensors: filled on the host, brought to the device in one copy."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ class StepBuffers:
         return end - len(plan.decodes.token_ids)
 
     def _fill_rows(self, host: _HostSide, rows: _IntArray, num_decodes: int) -> None:
-        """Write whose live states are read and written."""
+        """Write the rows of the live states that are read and written."""
         live_rows, count = rows * self._live_rows, len(rows)
         host.arrays["request_rows"][:count] = rows
         host.arrays["state_rows"][:count] = live_rows

@@ -43,9 +43,8 @@ class MambaSlotAllocator(SlotPool):
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
     ``cancel_reserved`` after it; until then nobody can find those states.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, every later one raises
+    ``PoisonedError`` until ``reset``, as in ``SlotPool``.
 
     Args:
         context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
@@ -68,7 +67,7 @@ class MambaSlotAllocator(SlotPool):
         free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
         slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
-            are the books themselves, and may be written by index.
+            are the tables themselves, and may be written by index.
         conv_states: [num_mamba_layers, max_slots, *conv] on the device.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
@@ -403,7 +402,7 @@ class MambaSlotAllocator(SlotPool):
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copy a batch into its slots, then makes it findable."""
+        """Copy a batch into its slots, then make it findable."""
         num_intermediates = len(batch.src_offsets)
         self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
@@ -422,7 +421,7 @@ class MambaSlotAllocator(SlotPool):
         metadata = self.context.mamba_metadata
         written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
         blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
-        written_blocks = blocks[: self.max_intermediate_count]  # nobody could write the others
+        written_blocks = blocks[: self.max_intermediate_count]  # no other could be written
         self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
         blocks = written_blocks
         if not blocks and not eos_blocks:

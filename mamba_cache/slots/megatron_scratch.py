@@ -1,4 +1,4 @@
-"""What Megatron Core's scratch protocol needs: where a forward saves states, and what of it fits.
+"""Megatron Core's scratch protocol: where a forward saves states, and which of them fit.
 
 Its kernels write checkpoint states into a scratch, at offsets that are planned before the forward;
 after it, those states and the live ones at prompts' ends are copied into slots.
@@ -72,7 +72,7 @@ def plan_checkpoints(
     Args:
         placement: Which positions are worth a state. Of more than three the last are kept, because
             they save the most.
-        request: Whose prompt it is.
+        request: The request.
         skip_tokens: Tokens of the chunk that are not computed.
         prefill_chunk_length: Tokens of the chunk, the skipped ones included.
         num_matched_blocks: Blocks of the prompt found cached.

@@ -378,7 +378,7 @@ def test_reset_forgets_everything_but_old_leases_stay_old(pool):
         (lambda p: p.free_slots.__setitem__(0, 1), "are not each of 5 slots once"),
         (lambda p: p.block_to_slot.__setitem__(7, 3), "disagree"),
         (lambda p: p.block_to_slot.__setitem__(1, 3), "3 blocks share 2 cached slots"),
-        (lambda p: p.pin_counts.__setitem__(4, -1), "less than no readers"),
+        (lambda p: p.pin_counts.__setitem__(4, -1), "negative number of readers"),
         (lambda p: p.pin_counts.__setitem__(0, 1), "holds no state has readers"),
         (lambda p: p.hash_to_block_id.__setitem__(5, 1), "hash 5 finds block 1, which lost its"),
         (
