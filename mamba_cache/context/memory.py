@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
@@ -105,7 +105,7 @@ class CacheMemory:
         InvalidArgumentError: The settings do not fit each other.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         config: CacheConfig,

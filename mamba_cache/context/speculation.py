@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
@@ -63,7 +63,7 @@ class Speculation:
         device: Where steps are computed.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
         self._device = device

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.metadata.chunks import cut_into_chunks
 from mamba_cache.metadata.step import StepMetadata
 
@@ -167,7 +167,7 @@ class StepBuffers:
             that a table need not be copied again. None: every table is, in each step.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],

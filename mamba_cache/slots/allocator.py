@@ -9,7 +9,7 @@ import torch
 
 from mamba_cache._checks import as_ids, as_ints, check_int
 from mamba_cache._guard import guarded
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
@@ -81,7 +81,7 @@ class MambaSlotAllocator(SlotPool):
             kind that is not supported.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(  # noqa: PLR0917 (embedders pass them so)
         self,
         context: SlotContext,

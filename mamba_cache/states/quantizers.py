@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import RowMover, check_devices, check_side, check_tensors
@@ -37,7 +37,7 @@ class StateQuantizer(RowMover):
         MissingExtraError: Likewise.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         live: Sequence[torch.Tensor],
@@ -66,7 +66,7 @@ class StateDequantizer(RowMover):
         MissingExtraError: Likewise.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         slots: Sequence[torch.Tensor],
