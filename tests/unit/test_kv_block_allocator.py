@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kv_rig import cache, prefix, snapshot
+from work import lines_executed
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import EvictionPolicy
@@ -285,6 +286,23 @@ def test_reset_frees_everything_and_says_so(pool):
     assert snapshot(pool) == fresh
     assert told == [(cached, list(prefix(1)))]
     assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+def test_many_blocks_cost_few_lines_each():
+    """A prompt of 32,768 tokens has 2,048 blocks of 16: what is done for each is done in C."""
+
+    def life(pool, num_blocks, hashes):
+        block_ids = pool.allocate_memory_blocks(num_blocks)
+        pool.register_kv_block_hashes(block_ids, hashes)
+        pool.release_memory_blocks(block_ids)
+        pool.retain_memory_blocks(block_ids)
+        pool.release_memory_blocks(block_ids)
+
+    def lines(num_blocks):
+        pool, hashes = KVBlockAllocator(num_blocks + 1), prefix(*range(num_blocks))
+        return lines_executed(lambda: life(pool, num_blocks, hashes))
+
+    assert lines(900) - lines(100) <= 6 * 800
 
 
 def test_the_same_calls_give_the_same_blocks():
