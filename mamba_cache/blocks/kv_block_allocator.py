@@ -338,10 +338,8 @@ class KVBlockAllocator:
             raise InvalidArgumentError(f"blocks that leave must be different, got {ids}")
         self._guard.is_changing = True
         copy = self._copies.begin("leaving", ids)
-        blocks = np.array(ids, np.intp)
-        registered = blocks[self._hashes[blocks] != NO_HASH]
-        self._forget(registered, registered[self._ref_counts[registered] == 0])
-        self._ref_counts[blocks] = 0
+        self._forget(*self._registered(ids))
+        self._ref_counts[ids] = 0
         try:
             self._notify()
         except Exception:
@@ -484,10 +482,7 @@ class KVBlockAllocator:
         Raises:
             UnknownBlockError: A block id is out of range; nothing is changed.
         """
-        ids = dict.fromkeys(self._checked_ids(block_ids))
-        blocks = np.array([*ids], np.intp)
-        blocks = blocks[self._hashes[blocks] != NO_HASH]
-        self._deregister(blocks, blocks[self._ref_counts[blocks] == 0])
+        self._deregister(*self._registered(dict.fromkeys(self._checked_ids(block_ids))))
 
     def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
         """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
@@ -597,7 +592,8 @@ class KVBlockAllocator:
             are_new: Whether they are different blocks that have no hash.
         """
         block_ids, parents = plan.block_ids, plan.parents
-        if are_new and len(block_ids) > 1 and self._tree.add_chain(*plan[:3], parents[0]):
+        # Two by themselves cost less than the operations on arrays that many of them are worth.
+        if are_new and len(block_ids) > 2 and self._tree.add_chain(*plan[:3], parents[0]):
             self._offer_parent(block_ids[0])
             if self._observers:
                 self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
@@ -743,6 +739,12 @@ class KVBlockAllocator:
         parent = self._tree.parent_of(block_id)
         if parent is not None:
             self._offer(parent)
+
+    def _registered(self, ids: Iterable[int]) -> tuple[BlockArray, BlockArray]:
+        """Return those blocks that are registered, and those of them that are cached."""
+        registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NO_HASH]
+        cached = [block_id for block_id in registered if not self._refs_at[block_id]]
+        return np.array(registered, np.intp), np.array(cached, np.intp)
 
     def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
         """Make registered blocks unfindable and call observers.

@@ -75,6 +75,7 @@ class PrefixTree:
         self._parent_blocks = np.empty(pool_size, np.intp)
         self.num_children = np.empty(pool_size, np.int32)
         self.num_cached_children = np.empty(pool_size, np.int32)
+        self._digests = np.empty(pool_size, object)
         self.hash_at = self.hashes.data
         self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
         self.children_at = self.num_children.data
@@ -89,7 +90,7 @@ class PrefixTree:
         self.num_children.fill(0)
         self.num_cached_children.fill(0)
         self._block_of: dict[int, int] = {}
-        self._digests: list[bytes | None] = [None] * len(self.hashes)
+        self._digests.fill(None)
         # By the hash id of a parent that is not registered: its children, and the cached ones.
         self._orphans: dict[int, list[int]] = {}
 
@@ -120,7 +121,8 @@ class PrefixTree:
 
     def digest_of(self, block_id: int) -> bytes | None:
         """Return a block's full digest; None if it was registered by id alone, or is not."""
-        return self._digests[block_id]
+        digest: bytes | None = self._digests[block_id]
+        return digest
 
     def parent_of(self, block_id: int) -> int | None:
         """Return the block that is a registered block's parent; None if it is not registered."""
@@ -131,15 +133,15 @@ class PrefixTree:
 
     def add_chain(
         self,
-        block_ids: Sequence[int],
-        hash_ids: Sequence[int],
+        block_ids: list[int],
+        hash_ids: list[int],
         digests: Sequence[bytes | None],
         parent: int | None,
     ) -> bool:
         """Register consecutive blocks of one sequence if their hash ids are all new.
 
         Args:
-            block_ids: One block or more, none of them registered. For few, ``add`` costs less.
+            block_ids: One block or more, different and not registered.
             hash_ids: The hash id of each.
             digests: The full digest of each.
             parent: The hash id of the first one's parent.
@@ -148,19 +150,18 @@ class PrefixTree:
             Whether they are registered now. Otherwise an id is another block's or the parent of
             one, or comes twice, and nothing was done.
         """
-        new = set(hash_ids)
-        if (
-            len(new) < len(hash_ids)
-            or parent in new
-            or not self._block_of.keys().isdisjoint(new)
-            or not self._orphans.keys().isdisjoint(new)
-        ):
+        # One look at each id tells whose it is, and makes it the block's where it is nobody's.
+        holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
+        parent_block = self._block_of.get(NO_HASH if parent is None else parent)
+        is_own_parent = parent_block is not None and self.hash_at[parent_block] == NO_HASH
+        if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):
+            for hash_id, holder, block_id in zip(hash_ids, holders, block_ids, strict=True):
+                if holder == block_id:
+                    del self._block_of[hash_id]
             return False
-        self._block_of.update(zip(hash_ids, block_ids, strict=True))
-        for block_id, digest in zip(block_ids, digests, strict=True):
-            self._digests[block_id] = digest
         blocks = np.array(block_ids, np.intp)
         self.hashes[blocks] = hash_ids
+        self._digests[blocks] = digests
         before, after = blocks[:-1], blocks[1:]
         self._parents[after], self._parent_blocks[after] = self.hashes[before], before
         self.num_children[before] = 1
@@ -203,11 +204,10 @@ class PrefixTree:
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
         hash_ids = self.hashes[blocks].tolist()
-        self.hashes[blocks] = NO_HASH
+        self.hashes[blocks], self._digests[blocks] = NO_HASH, None
         block_ids, num_children = blocks.tolist(), self.num_children[blocks].tolist()
         for block_id, hash_id, count in zip(block_ids, hash_ids, num_children, strict=True):
             del self._block_of[hash_id]
-            self._digests[block_id] = None
             if count:
                 self._orphans[hash_id] = [count, self.cached_children_at[block_id]]
         left = zip(parents.tolist(), self.hashes[parents].tolist(), strict=True)
