@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from numbers import Real
 from typing import Any, Final
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
 __all__ = [
     "INT32_MAX",
     "INT64_MAX",
+    "as_ids",
     "as_ints",
     "as_items",
     "check_choice",
@@ -20,7 +21,6 @@ __all__ = [
     "check_names",
     "check_number",
     "is_unreadable",
-    "outside",
 ]
 
 INT32_MAX: Final = 2**31 - 1
@@ -163,25 +163,41 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
                 f"{name} must be ints in one dimension, got {values!r}"
             ) from error
         raise
+    if {int}.issuperset(map(type, ints)):
+        return ints
     for position, item in enumerate(ints):
-        if type(item) is not int:
-            number = ints[position] = _as_int(item)
-            if number is None:
-                raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
+        number = _as_int(item)
+        if number is None:
+            raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
+        ints[position] = number
     return ints
 
 
-def outside(ints: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """Return those of many ints that are not in [minimum, maximum]; what to raise is the caller's.
+def as_ids(
+    name: str,
+    values: Iterable[Any],
+    stop: int,
+    *,
+    start: int = 0,
+    error: type[MambaCacheError] = InvalidArgumentError,
+) -> list[int]:
+    """Return ints of any kind as a list of plain ints, each in [start, stop).
 
     Args:
-        ints: Plain ints, as ``as_ints`` returns them.
-        minimum: The least that is allowed.
-        maximum: The most.
+        name: What the values are, for the message.
+        values: As for ``as_ints``.
+        stop: The first int that is too large.
+        start: The least that is allowed.
+        error: What to raise for one that is out of range.
+
+    Raises:
+        InvalidArgumentError: As in ``as_ints``.
     """
-    if not ints or (min(ints) >= minimum and max(ints) <= maximum):
-        return []
-    return [number for number in ints if not minimum <= number <= maximum]
+    ids = as_ints(name, values)
+    if ids and (min(ids) < start or max(ids) >= stop):
+        wrong = [number for number in ids if not start <= number < stop]
+        raise error(f"{name} must be in [{start}, {stop}), got {wrong}")
+    return ids
 
 
 def is_unreadable(error: Exception) -> bool:

@@ -9,7 +9,15 @@ from typing import Literal
 from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
+__all__ = [
+    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "CacheConfig",
+    "EvictionPolicy",
+    "HashAlgorithm",
+]
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Checkpoints inside one prefill chunk of one request."""
 
 _MAX_GB = 2.0**33
 """GiB that an address of 63 bits reaches."""
@@ -105,7 +113,8 @@ class CacheConfig:
         if self.ssm_chunk_alignment is None:
             object.__setattr__(self, "ssm_chunk_alignment", self.ssm_chunk_size)
         if self.max_checkpoints_per_step is None:
-            object.__setattr__(self, "max_checkpoints_per_step", 3 * self.max_requests)
+            limit = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * self.max_requests
+            object.__setattr__(self, "max_checkpoints_per_step", limit)
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()

@@ -12,7 +12,7 @@ import torch
 
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache._guard import CallGuard, exclusive, guarded, query
-from mamba_cache._lasting import lasting as outside_inference_mode
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
-from mamba_cache._lasting import lasting as outside_inference_mode
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mamba_cache._checks import as_ints, check_int, check_kind
+from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
@@ -28,7 +28,7 @@ from mamba_cache.slots.megatron_scratch import (
 )
 from mamba_cache.slots.placement import CheckpointPlacement, check_placement
 from mamba_cache.slots.policies import SlotEvictionPolicy, as_host_array, policy_named
-from mamba_cache.slots.pool import SlotPool, as_slots, check_same_length
+from mamba_cache.slots.pool import SlotPool, check_same_length
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
@@ -44,9 +44,8 @@ class MambaSlotAllocator(SlotPool):
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
     ``cancel_reserved`` after it; until then nobody can find those states.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, every later one raises
+    ``PoisonedError`` until ``reset``, as in ``SlotPool``.
 
     Args:
         context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
@@ -69,7 +68,7 @@ class MambaSlotAllocator(SlotPool):
         free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
         slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
-            are the books themselves, and may be written by index.
+            are the tables themselves, and may be written by index.
         states: The saved states, [num_layers, max_slots, *shape] by name, whatever their kinds.
         conv_states: [num_mamba_layers, max_slots, *conv] on the device. This and the next, as
             those of the scratch, are None where states are of other kinds.
@@ -85,7 +84,7 @@ class MambaSlotAllocator(SlotPool):
             kind that is not supported.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(  # noqa: PLR0917 (embedders pass them so)
         self,
         context: SlotContext,
@@ -105,7 +104,7 @@ class MambaSlotAllocator(SlotPool):
         self._set_up(context, max_slots, spec, policy, placement, quantization)
 
     @classmethod
-    @lasting
+    @outside_inference_mode
     def from_spec(
         cls,
         context: SlotContext,
@@ -230,7 +229,7 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: The lists differ in length, a slot is outside the pool, or a
                 request has no live state.
         """
-        targets = as_slots(slots, self.max_slots)
+        targets = as_ids("slots", slots, self.max_slots)
         requests = as_ints("request_indices", request_indices)
         check_same_length(slots=targets, request_indices=requests)
         if targets:
@@ -434,7 +433,7 @@ class MambaSlotAllocator(SlotPool):
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copy a batch into its slots, then makes it findable."""
+        """Copy a batch into its slots, then make it findable."""
         num_intermediates = len(batch.src_offsets)
         self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
@@ -453,7 +452,7 @@ class MambaSlotAllocator(SlotPool):
         metadata = self.context.mamba_metadata
         written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
         blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
-        written_blocks = blocks[: self.max_intermediate_count]  # nobody could write the others
+        written_blocks = blocks[: self.max_intermediate_count]  # no other could be written
         self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
         blocks = written_blocks
         if not blocks and not eos_blocks:

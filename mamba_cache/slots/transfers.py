@@ -1,4 +1,4 @@
-"""Where control meets data: states moved between live rows, slots and the scratch."""
+"""Copies of states between live rows, slots and the scratch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StateTransfers:
         """Fill the first rows of the scratch with what is no state: NaN, or 0 for integers.
 
         Args:
-            num_rows: Rows whose states are saved.
+            num_rows: Rows of which the states are saved.
         """
         for tensor in self._scratch:
             if num_rows:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import (
@@ -46,7 +46,7 @@ class StateQuantizer(RowMover):
         MissingExtraError: As in ``StateCopier``.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         live: Sequence[torch.Tensor],
@@ -78,7 +78,7 @@ class StateDequantizer(RowMover):
         MissingExtraError: Likewise.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         slots: Sequence[torch.Tensor],

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
 
 _GIB = 2**30
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_CHECKPOINTS_PER_REQUEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class KVCacheSpec:
         token_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return token_values * block_size_tokens * self.dtype.itemsize
 
-    @lasting
+    @outside_inference_mode
     def allocate(
         self, num_blocks: int, block_size_tokens: int, device: torch.device | str
     ) -> torch.Tensor:
@@ -295,7 +295,9 @@ def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) ->
     max_tokens = check_int("max_tokens", max_tokens, minimum=1)
     block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
     max_requests = check_int("max_requests", max_requests, minimum=1)
-    return min(-(-max_tokens // block_size_tokens), _CHECKPOINTS_PER_REQUEST * max_requests)
+    return min(
+        -(-max_tokens // block_size_tokens), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * max_requests
+    )
 
 
 def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0) -> int:
