@@ -18,6 +18,7 @@ from mamba_cache.context import (
     CapturedExtractions,
     DeviceTokens,
     DynamicInferenceContext,
+    Forks,
     MissReason,
     PrefixMatch,
     PreparedRequest,
@@ -72,7 +73,7 @@ from mamba_cache.slots import (
     ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
-from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -94,12 +95,14 @@ __all__ = [
     "DynamicInferenceContext",
     "EveryNthBlock",
     "EvictionPolicy",
+    "Forks",
     "HashConflictError",
     "InvalidArgumentError",
     "InvariantError",
     "KVBlockAllocator",
     "KVCacheSpec",
     "LastBlock",
+    "LayerKind",
     "LruSlotPolicy",
     "Mamba2AttentionBackend",
     "Mamba2AttentionMetadata",

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from numbers import Real
 from typing import Any, Final
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
 __all__ = [
     "INT32_MAX",
     "INT64_MAX",
+    "as_ids",
     "as_ints",
     "as_items",
     "check_choice",
     "check_int",
     "check_kind",
+    "check_names",
     "check_number",
     "is_unreadable",
-    "outside",
 ]
 
 INT32_MAX: Final = 2**31 - 1
@@ -87,6 +88,27 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
+def check_names(name: str, values: Any) -> tuple[str, ...]:
+    """Check that ``values`` are different names.
+
+    Args:
+        name: What the caller calls the argument.
+        values: A collection of strings, if it is right.
+
+    Returns:
+        The names.
+
+    Raises:
+        InvalidArgumentError: It is none, is empty, or one is no name or comes twice.
+    """
+    names = [] if isinstance(values, (str, bytes)) else as_items(name, values, "names")
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise InvalidArgumentError(f"{name} must be one or more names, got {values!r}")
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError(f"{name} must be different names, got {values!r}")
+    return tuple(names)
+
+
 def check_kind(name: str, value: object, kind: type) -> None:
     """Check that ``value`` is of a class.
 
@@ -141,25 +163,41 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
                 f"{name} must be ints in one dimension, got {values!r}"
             ) from error
         raise
+    if {int}.issuperset(map(type, ints)):
+        return ints
     for position, item in enumerate(ints):
-        if type(item) is not int:
-            number = ints[position] = _as_int(item)
-            if number is None:
-                raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
+        number = _as_int(item)
+        if number is None:
+            raise InvalidArgumentError(f"{name} must be ints, got {item!r}")
+        ints[position] = number
     return ints
 
 
-def outside(ints: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """Return those of many ints that are not in [minimum, maximum]; what to raise is the caller's.
+def as_ids(
+    name: str,
+    values: Iterable[Any],
+    stop: int,
+    *,
+    start: int = 0,
+    error: type[MambaCacheError] = InvalidArgumentError,
+) -> list[int]:
+    """Return ints of any kind as a list of plain ints, each in [start, stop).
 
     Args:
-        ints: Plain ints, as ``as_ints`` returns them.
-        minimum: The least that is allowed.
-        maximum: The most.
+        name: What the values are, for the message.
+        values: As for ``as_ints``.
+        stop: The first int that is too large.
+        start: The least that is allowed.
+        error: What to raise for one that is out of range.
+
+    Raises:
+        InvalidArgumentError: As in ``as_ints``.
     """
-    if not ints or (min(ints) >= minimum and max(ints) <= maximum):
-        return []
-    return [number for number in ints if not minimum <= number <= maximum]
+    ids = as_ints(name, values)
+    if ids and (min(ids) < start or max(ids) >= stop):
+        wrong = [number for number in ids if not start <= number < stop]
+        raise error(f"{name} must be in [{start}, {stop}), got {wrong}")
+    return ids
 
 
 def is_unreadable(error: Exception) -> bool:

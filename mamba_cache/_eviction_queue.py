@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
 __all__ = ["EvictionQueue"]
 
@@ -37,9 +38,17 @@ class EvictionQueue:
         if len(self._heap) > 2 * len(self._priorities) + 16:
             self._rebuild()
 
-    def discard(self, item: int) -> None:
-        """Remove ``item`` if it is there."""
-        self._priorities.pop(item, None)
+    def discard(self, items: Collection[int]) -> None:
+        """Remove each of ``items`` that is there."""
+        for item in self._priorities.keys() & items:
+            del self._priorities[item]
+
+    def push_pop(self, item: int, priority: float) -> tuple[int, float]:
+        """Add an item that is not there, then ``pop``: in O(1) if it is the lowest itself."""
+        if not self._heap or (priority, item) < self._heap[0]:
+            return item, priority
+        self.push(item, priority)
+        return self.pop()
 
     def pop(self) -> tuple[int, float]:
         """Remove and return the item of lowest priority, as (item, priority).

@@ -1,7 +1,7 @@
-"""One call at a time, and none after one that broke off and left what cannot be proved right.
+"""The guard of an object's calls: one at a time, and none after one that broke off half-way.
 
 Every object that owns slots, blocks or rows has one ``CallGuard``; what belongs to such an object
-shares its guard, so that their books are proved together.
+shares its guard, so that their bookkeeping is proved together.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class CallGuard:
     strikes.
 
     Args:
-        check: A bound method of the object that proves its books, by raising if they contradict
-            each other. Only a weak reference is kept.
-        proves_changes: Whether consistent books are proof enough after a change that broke off.
-            They are for an object that also knows what should be held; for one that hands out
+        check: A bound method of the object that proves its bookkeeping, by raising if it
+            contradicts itself. Only a weak reference is kept.
+        proves_changes: Whether consistent bookkeeping is proof enough after a change that broke
+            off. It is for an object that also knows what should be held; for one that hands out
             blocks or slots and cannot know who has them, a change must end well.
 
     Attributes:
         is_changing: Set by the running call before its first change, and cleared when it has taken
-            everything back; read only where consistent books are not proof enough.
+            everything back; read only where consistent bookkeeping is not proof enough.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class CallGuard:
         self.is_changing = False
 
     def belongs_to(self, thing: object) -> bool:
-        """Say whether the guard proves the books of ``thing``."""
+        """Say whether the guard proves the bookkeeping of ``thing``."""
         check = self._check()
         return getattr(check, "__self__", None) is thing
 
@@ -104,12 +104,12 @@ class CallGuard:
         self._unproved, self._reason = call[1], ""
 
     def succeed(self, call: _Call) -> None:
-        """Take note that the running call has done all of its work."""
+        """Record that the running call has done all of its work."""
         self._done = call
         self._unproved = ""
 
     def lose(self, call: _Call) -> None:
-        """Take note that nobody gets what a call returned, if it had come to its end.
+        """Record that what a call returned is lost, if it had come to its end.
 
         Who cannot know what was handed out must have it back, and only a reset does that.
         """
@@ -189,8 +189,8 @@ def guarded(
     """Make a method run alone, and not after a call of the object that broke off.
 
     The object has a ``CallGuard`` as ``_guard``. An exception that is not trusted is followed by a
-    proof of the object's books. If that fails, or is interrupted itself, every later call raises
-    ``PoisonedError``.
+    proof of the object's bookkeeping. If that fails, or is interrupted itself, every later call
+    raises ``PoisonedError``.
 
     Args:
         trusts: Errors of the package that the method raises only before it changes anything, or

@@ -22,18 +22,20 @@ class CopyInFlight:
         way: "leaving" or "arriving".
         ids: The blocks or slots, in order.
         number: Which copy of its pool it is; no two have the same, resets or not.
+        block_ids: Of arriving slots, the block that each was taken for; else empty.
     """
 
     way: Way
     ids: tuple[int, ...]
     number: int
+    block_ids: tuple[int, ...] = ()
 
 
 class CopiesInFlight:
     """The copies out of one pool and into it.
 
-    A copy that was begun before a reset is known as such when it comes to its end at last, so it
-    cannot end another one that holds the same blocks or slots by then.
+    A copy that was begun before a reset is known as such when it ends at last, so it cannot end
+    another one that holds the same blocks or slots by then.
 
     Attributes:
         num_leaving: Blocks or slots that are held by copies out of the pool.
@@ -53,9 +55,17 @@ class CopiesInFlight:
             item for copy in self._held.values() if way in (None, copy.way) for item in copy.ids
         ]
 
-    def begin(self, way: Way, ids: Iterable[int]) -> CopyInFlight:
+    def block_of_slot(self) -> dict[int, int]:
+        """Return the block that each arriving slot was taken for."""
+        return {
+            slot: block_id
+            for copy in self._held.values()
+            for slot, block_id in zip(copy.ids, copy.block_ids, strict=False)
+        }
+
+    def begin(self, way: Way, ids: Iterable[int], block_ids: Iterable[int] = ()) -> CopyInFlight:
         """Hold blocks or slots for a copy, and return what ends it."""
-        copy = CopyInFlight(way, tuple(ids), self._next)
+        copy = CopyInFlight(way, tuple(ids), self._next, tuple(block_ids))
         self._next += 1
         self._held[copy.number] = copy
         self._count(way, len(copy.ids))
@@ -79,10 +89,11 @@ class CopiesInFlight:
             raise DoubleFreeError(f"{copy} was ended already, or is another pool's")
         return True
 
-    def end(self, copy: CopyInFlight) -> None:
-        """End a copy that holds something."""
+    def end(self, copy: CopyInFlight) -> tuple[int, ...]:
+        """End a copy that holds something, and return what it held."""
         del self._held[copy.number]
         self._count(copy.way, -len(copy.ids))
+        return copy.ids
 
     def clear(self) -> None:
         """End all copies, as a reset does."""

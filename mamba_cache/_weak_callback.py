@@ -1,4 +1,4 @@
-"""Callbacks from below upwards that keep nobody alive."""
+"""Callbacks to upper layers that hold their object by a weak reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeakCallback:
     so does the device memory of their tensors.
 
     Args:
-        method: A bound method of an object that somebody else keeps alive.
+        method: A bound method of an object that something else keeps alive.
     """
 
     __slots__ = ("_method",)

@@ -6,10 +6,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_number
+from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["CacheConfig", "EvictionPolicy", "HashAlgorithm"]
+__all__ = [
+    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "CacheConfig",
+    "EvictionPolicy",
+    "HashAlgorithm",
+]
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Checkpoints inside one prefill chunk of one request."""
 
 _MAX_GB = 2.0**33
 """GiB that an address of 63 bits reaches."""
@@ -64,6 +72,8 @@ class CacheConfig:
             row, not for later ones. If False, it waits for all that is enqueued.
         slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
+        quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
+            is floating-point, [heads, head_dim, state_dim] in a layer.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
         slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
@@ -93,6 +103,7 @@ class CacheConfig:
     num_speculative_tokens: int = 0
     restore_on_side_stream: bool = False
     slot_quantization: Literal["int8"] | None = None
+    quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
     hash_algorithm: HashAlgorithm = "xxh3_128"
@@ -102,7 +113,8 @@ class CacheConfig:
         if self.ssm_chunk_alignment is None:
             object.__setattr__(self, "ssm_chunk_alignment", self.ssm_chunk_size)
         if self.max_checkpoints_per_step is None:
-            object.__setattr__(self, "max_checkpoints_per_step", 3 * self.max_requests)
+            limit = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * self.max_requests
+            object.__setattr__(self, "max_checkpoints_per_step", limit)
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
@@ -195,6 +207,8 @@ class CacheConfig:
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
         if self.slot_quantization is not None:
             check_choice("slot_quantization", self.slot_quantization, ("int8",))
+        names = check_names("quantized_tensors", self.quantized_tensors)
+        object.__setattr__(self, "quantized_tensors", names)
         check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
         check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0, maximum=2**31 - 1)
         check_choice("hash_algorithm", self.hash_algorithm, ("xxh3_128", "sha256"))

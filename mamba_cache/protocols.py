@@ -93,6 +93,9 @@ class SlotContext(Protocol):
     """Live conv states, [num_mamba_layers, max_requests, *conv], on the device."""
     mamba_ssm_states: Any
     """Live SSM states, [num_mamba_layers, max_requests, *ssm], on the device."""
+    live_states: Any
+    """Live states of other kinds than these two, by name: a ``StatePool``, or a mapping of tensors
+    [num_layers, max_requests, *shape] on the device."""
 
     @property
     def batch_dimensions(self) -> BatchDimensions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mamba_cache._checks import INT32_MAX
-from mamba_cache.context import CacheMemory, CapturedExtractions
+from mamba_cache.context import CapturedExtractions, DynamicInferenceContext
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -51,7 +51,7 @@ class NoModel:
         """No layer."""
         return KVCacheSpec(0, 1, 1, dtype)
 
-    def forward(self, metadata: StepMetadata, caches: CacheMemory) -> torch.Tensor:
+    def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
         """Return random logits [num_requests, 64], and count the states as handed over.
 
         Raises:

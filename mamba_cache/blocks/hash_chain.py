@@ -39,9 +39,9 @@ class BlockHashChain:
     """
 
     __slots__ = (
+        "_all_keys",
         "_block_bytes",
         "_digests",
-        "_has_keys",
         "_hasher",
         "_keys",
         "_parent",
@@ -64,8 +64,8 @@ class BlockHashChain:
         self._hasher = BlockHasher() if hasher is None else hasher
         self._root = self._hasher.root(block_size_tokens, cache_salt, lora_id)
         self._parent = self._root
-        self._keys = _keys_by_block(multimodal_keys, block_size_tokens)
-        self._has_keys = bool(self._keys)
+        self._all_keys = _keys_by_block(multimodal_keys, block_size_tokens)
+        self._keys = list(self._all_keys)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._digests: list[bytes] = []
         self._tail = bytearray()
@@ -80,13 +80,28 @@ class BlockHashChain:
         """Tokens appended so far, those of the incomplete last block included."""
         return (len(self._digests) * self._block_bytes + len(self._tail)) // _TOKEN_BYTES
 
-    def copy(self) -> BlockHashChain:
-        """Return a chain of the same tokens that grows on its own, in O(blocks)."""
+    def copy(self, num_blocks: int | None = None) -> BlockHashChain:
+        """Return a chain that grows on its own, in O(blocks).
+
+        Args:
+            num_blocks: How many complete blocks it has; what comes after them is not in it.
+                Default: it has all tokens.
+
+        Raises:
+            InvalidArgumentError: There are not so many complete blocks.
+        """
         chain: BlockHashChain = object.__new__(BlockHashChain)
         chain._hasher, chain._parent, chain._root = self._hasher, self._parent, self._root
-        chain._has_keys = self._has_keys
-        chain._keys, chain._block_bytes = list(self._keys), self._block_bytes
-        chain._digests, chain._tail = list(self._digests), bytearray(self._tail)
+        chain._all_keys, chain._block_bytes = self._all_keys, self._block_bytes
+        if num_blocks is None:
+            chain._keys = list(self._keys)
+            chain._digests, chain._tail = list(self._digests), bytearray(self._tail)
+            return chain
+        end = check_int("num_blocks", num_blocks, minimum=0, maximum=len(self._digests))
+        chain._parent = self.parent_digest(end)
+        # Keys of a block are mixed in when it is hashed, and then forgotten.
+        chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
+        chain._digests, chain._tail = self._digests[:end], bytearray()
         return chain
 
     def parent_digest(self, index: int) -> bytes:
@@ -116,11 +131,11 @@ class BlockHashChain:
         """
         index = check_int("index", index, minimum=0, maximum=len(self._digests))
         data = as_token_array(tokens).tobytes()
-        if not 0 < len(data) < self._block_bytes or self._has_keys:
+        if not 0 < len(data) < self._block_bytes or self._all_keys:
             raise InvalidArgumentError(
                 f"a part must have 1 to {self._block_bytes // _TOKEN_BYTES - 1} tokens and no "
                 f"multimodal keys, got {len(data) // _TOKEN_BYTES} tokens"
-                f"{' of a sequence with such keys' if self._has_keys else ''}"
+                f"{' of a sequence with such keys' if self._all_keys else ''}"
             )
         return BlockHashes([self._hasher.digest(self.parent_digest(index) + data)])
 

@@ -90,10 +90,10 @@ class BlockHashes(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
-        positions = range(self._length)[index]
-        if isinstance(positions, range):
-            return BlockHashes._snapshot([self._digests[position] for position in positions])
-        return max(int.from_bytes(self._digests[positions][:8], "little") & _ID_MASK, 1)
+        if isinstance(index, slice):
+            return BlockHashes._snapshot(self._digests[: self._length][index])
+        position = range(self._length)[index]
+        return max(int.from_bytes(self._digests[position][:8], "little") & _ID_MASK, 1)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -117,7 +117,7 @@ class BlockHasher:
     Processes that are to find each other's blocks need the same algorithm and the same secret.
 
     Args:
-        algorithm: "xxh3_128" (fast), or "sha256" where tenants do not trust each other.
+        algorithm: "xxh3_128" (fast), or "sha256" where users do not trust each other.
         secret: Key of any length. Default: one drawn at random when the process starts.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds them, which are cached under which hash, which go first."""
+"""The pool of KV blocks: which are used, which are cached under which hash, which go first."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import (
-    INT32_MAX,
-    INT64_MAX,
-    as_ints,
-    as_items,
-    check_choice,
-    check_int,
-    outside,
-)
+from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_items, check_choice, check_int
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.prefix_tree import NO_HASH, PrefixTree
+from mamba_cache.blocks.prefix_tree import FEW, NO_HASH, BlockArray, PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -32,7 +25,6 @@ from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
     InvariantError,
-    PoisonedError,
     UnknownBlockError,
 )
 
@@ -40,6 +32,9 @@ __all__ = ["DeregistrationObserver", "KVBlockAllocator"]
 
 DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
 """Called with the blocks that were deregistered and the hash id that each of them had."""
+
+
+_Call: TypeAlias = "tuple[Callable[..., object], tuple[object, ...]]"
 
 
 class _Registration(NamedTuple):
@@ -52,6 +47,11 @@ class _Registration(NamedTuple):
     tokens: npt.NDArray[np.int32] | None
 
 
+_MOST_REFERENCES = 1 << 20
+"""Given in one call: counts are int32."""
+
+_ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
+
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
 
@@ -59,20 +59,19 @@ _LAST_RESORT = 1 << 62
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
 
-    A block is *free*, *used* (its reference count is positive), *cached* (nobody refers to it,
-    but it is registered under a hash, so that a later request can take it up), *leaving* or
-    *arriving* (held by a copy out of it or into it, and neither free nor findable). Room is made by
-    evicting cached blocks, the least recently used first, but no parent before its children: a
-    child without its parent could never be matched. Only when nothing else is left does a parent go
-    whose last children are used: by a request that computed the parent's tokens too, and keeps a
-    block of its own for them.
+    A block is *free*, *used* (its reference count is positive), *cached* (without references, but
+    registered under a hash, so that a later request can take it up), *leaving* or *arriving* (held
+    by a copy out of it or into it, neither free nor findable). Cached blocks are evicted to make
+    room, the least recently used first, but no parent before its children: a child without its
+    parent could never be matched. Only when nothing else is left does a parent go whose children
+    are used: by a request that computed the parent's tokens too, into a block of its own.
 
     "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
     costs as much as the blocks it names, times the logarithm of the number of cached blocks.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, by an interrupt or a foreign
+    exception, every later one raises ``PoisonedError`` until ``reset``. Within a context, the
+    bookkeeping of all of it decides that.
 
     Args:
         pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
@@ -92,8 +91,8 @@ class KVBlockAllocator:
         block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
             for none. Read only.
         on_blocks_deregistered: The first observer; see ``add_deregistration_observer``.
-        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising.
-            None: nobody is asked.
+        before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
+            or None.
         evicted_blocks_total: Cached blocks given up to make room.
         hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
@@ -119,31 +118,30 @@ class KVBlockAllocator:
         self._deregistration_observers: list[DeregistrationObserver] = []
         self._observers: list[BlockObserver] = []
         self._guard = CallGuard(self.check_between_calls, proves_changes=False)
-        # What happened, until every observer was called.
-        self._untold: list[BlockEvent] = []
+        # What happened, until every observer was called with it.
+        self._unsent: list[BlockEvent] = []
         self._copies = CopiesInFlight()
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
         self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
-        ref_counts = np.empty(self.pool_size, dtype=np.int32)
-        timestamps = np.empty(self.pool_size, dtype=np.int64)
+        self._ref_counts = np.empty(self.pool_size, dtype=np.int32)
+        self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
-        self.block_ref_counts = as_tensor(ref_counts)
-        self.block_timestamps = as_tensor(timestamps)
-        self.block_hashes = as_tensor(self._tree.hashes)
-        # Single elements are read and written several times faster through a memoryview.
-        self._ref_counts = ref_counts.data
-        self._timestamps = timestamps.data
-        self._hashes = self._tree.hashes.data
+        self._hashes = self._tree.hashes
+        # Single elements are read and written several times faster through memoryviews.
+        self._refs_at, self._used_at = self._ref_counts.data, self._timestamps.data
+        self.block_ref_counts = as_tensor(self._ref_counts)
+        self.block_timestamps = as_tensor(self._timestamps)
+        self.block_hashes = as_tensor(self._hashes)
 
     def _clear(self) -> None:
-        np.asarray(self._ref_counts)[:] = 0
-        np.asarray(self._timestamps)[:] = 0
+        self._ref_counts.fill(0)
+        self._timestamps.fill(0)
         self._tree.clear()
         self._free = deque(range(self.dummy_block_id))
         # Exactly the cached blocks without cached children; those with used ones go last.
@@ -161,12 +159,12 @@ class KVBlockAllocator:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody refers to but that are registered under a hash."""
+        """Blocks without references that are registered under a hash."""
         return self._num_cached
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody refers to."""
+        """Blocks with references."""
         in_flight = self.num_leaving_blocks + self.num_arriving_blocks
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks - in_flight
 
@@ -187,7 +185,7 @@ class KVBlockAllocator:
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody hears of what is stored, so that its tokens are worth telling."""
+        """Whether an observer is called with what is stored, so that tokens are of use."""
         return bool(self._observers)
 
     @guarded(nests=True)
@@ -200,32 +198,41 @@ class KVBlockAllocator:
         """
         block_ids = self._take(check_int("num_blocks", num_blocks, minimum=0))
         self._clock += 1
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
-            self._timestamps[block_id] = self._clock
+        taken = np.array(block_ids, np.intp)
+        self._ref_counts[taken] = 1
+        self._timestamps[taken] = self._clock
         return block_ids
 
     @guarded(nests=True)
-    def retain_memory_blocks(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block, used or cached; a block named twice gets two.
+    def retain_memory_blocks(self, block_ids: Iterable[int], num_references: int = 1) -> None:
+        """Add references to each block, used or cached; a block named twice gets twice as many.
+
+        Args:
+            block_ids: The blocks.
+            num_references: How many references each gets, from 1 to 2**20.
 
         Raises:
             UnknownBlockError: A block is free or out of range; nothing is changed.
+            InvalidArgumentError: ``num_references`` is no such int; nothing is changed.
         """
-        ids = self._held_or_cached(block_ids)
+        count = check_int("num_references", num_references, minimum=1, maximum=_MOST_REFERENCES)
+        ids = self._checked_ids(block_ids)
+        blocks = np.array(ids, np.intp)
+        unused = self._held_or_cached(ids, blocks)
         self._guard.is_changing = True
         self._clock += 1
-        reused = []
-        for block_id in ids:
-            if not self._ref_counts[block_id]:
-                reused.append(block_id)
-                self._leaves.discard(block_id)
-            self._ref_counts[block_id] += 1
-            self._timestamps[block_id] = self._clock
+        self._timestamps[blocks] = self._clock
+        reused = list(dict.fromkeys(unused))
+        if len(reused) == len(ids):
+            self._ref_counts[blocks] = count
+        else:
+            np.add.at(self._ref_counts, blocks, np.int32(count))
         if reused:
             self._num_cached -= len(reused)
-            for parent in self._tree.count_cached(reused, -1):
-                self._offer_for_eviction(parent)
+            self._leaves.discard(reused)
+            blocks = blocks if len(reused) == len(ids) else np.array(reused, np.intp)
+            parents = self._tree.count_cached(blocks, -1)
+            self._offer_for_eviction(parents.tolist(), parents)
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -237,30 +244,31 @@ class KVBlockAllocator:
             UnknownBlockError: A block id is out of range; nothing is changed.
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
-        counts = Counter(self._checked_ids(block_ids))
-        for block_id, count in counts.items():
-            if self._ref_counts[block_id] < count:
+        ids = self._checked_ids(block_ids)
+        blocks = np.array(ids, np.intp)
+        ref_counts = self._ref_counts[blocks].tolist()
+        left: list[int] = []
+        if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
+            given = Counter(ids)
+            ids, blocks = list(given), np.array([*given], np.intp)
+            ref_counts = self._ref_counts[blocks].tolist()
+            left = [refs - given[block_id] for block_id, refs in zip(ids, ref_counts, strict=True)]
+            if min(left) < 0:
+                block_id = ids[left.index(min(left))]
                 raise DoubleFreeError(
                     f"block {block_id} has {self._ref_counts[block_id]} references, "
-                    f"but {count} are given back"
+                    f"but {given[block_id]} are given back"
                 )
         self._guard.is_changing = True
         self._clock += 1
-        cached = []
-        for block_id, count in counts.items():
-            self._ref_counts[block_id] -= count
-            self._timestamps[block_id] = self._clock
-            if self._ref_counts[block_id]:
-                continue
-            if self._hashes[block_id] == NO_HASH:
-                self._free.append(block_id)
-            else:
-                cached.append(block_id)
-        if not cached:
-            return
-        self._cache(cached)
-        if self.eviction_policy is EvictionPolicy.REF_ZERO:
-            self._deregister(cached)
+        self._ref_counts[blocks] = left or 0
+        self._timestamps[blocks] = self._clock
+        if any(left):
+            ids = [block_id for block_id, refs in zip(ids, left, strict=True) if not refs]
+            blocks = np.array(ids, np.intp)
+        cached = self._free_or_cache(ids, blocks)
+        if len(cached) and self.eviction_policy is EvictionPolicy.REF_ZERO:
+            self._deregister(cached, cached)
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -296,23 +304,24 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
-        ids = self._held_or_cached(block_ids)
+        ids = self._checked_ids(block_ids)
+        blocks = np.array(ids, np.intp)
+        self._held_or_cached(ids, blocks)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
-        self._check_carried_hashes(ids, plan.hash_ids)
+        are_new = _check_carried_hashes(ids, self._hashes[blocks].tolist(), plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
         self._guard.is_changing = True
-        holders = self._register_all(plan)
-        self._guard.is_changing = False  # whatever an observer raises, these books are right
-        self._tell()
+        holders = self._register_all(plan, are_new)
+        self._guard.is_changing = False  # an observer that raises changes nothing here
+        self._notify()
         return holders
 
     @guarded(nests=True)
     def begin_leaving(self, block_ids: Iterable[int]) -> CopyInFlight:
         """Give up blocks whose bytes are still to be read: they are free when ``end_leaving`` says.
 
-        Call it before the copy is enqueued. The blocks are not findable any more, and observers are
-        told so.
+        Call it before the copy is enqueued. The blocks are not findable any more.
 
         Args:
             block_ids: Different blocks, each cached, or used with one reference, which is the
@@ -327,26 +336,24 @@ class KVBlockAllocator:
                 than one reference; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        for block_id in ids:
-            refs, is_registered = self._ref_counts[block_id], self._hashes[block_id] != NO_HASH
-            if refs != 1 and (refs or not is_registered):
+        refs, hash_ids = self._ref_counts[ids].tolist(), self._hashes[ids].tolist()
+        for block_id, count, hash_id in zip(ids, refs, hash_ids, strict=True):
+            if count != 1 and (count or hash_id == NO_HASH):
                 raise InvalidArgumentError(
                     "blocks that leave must be cached, or used with one reference, "
-                    f"but block {block_id} has {refs} references"
+                    f"but block {block_id} has {count} references"
                 )
         if len(set(ids)) < len(ids):
             raise InvalidArgumentError(f"blocks that leave must be different, got {ids}")
         self._guard.is_changing = True
         copy = self._copies.begin("leaving", ids)
-        self._forget([b for b in ids if self._hashes[b] != NO_HASH], free=False)
-        for block_id in ids:
-            self._ref_counts[block_id] = 0
+        self._forget(*self._registered(ids))
+        self._ref_counts[ids] = 0
         try:
-            self._tell()
+            self._notify()
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
-            self._copies.end(copy)
-            self._free.extend(ids)
+            self._free.extend(self._copies.end(copy))
             self._guard.is_changing = False
             raise
         return copy
@@ -363,15 +370,13 @@ class KVBlockAllocator:
         """
         if self._copies.is_held(copy, "leaving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._free.extend(copy.ids)
+            self._free.extend(self._copies.end(copy))
 
     @guarded(nests=True)
     def begin_arriving(self, num_blocks: int) -> CopyInFlight:
         """Take blocks that a copy is to write: free ones first, then evicted ones.
 
-        Nobody refers to them, nobody finds them, and nobody is given them, until
-        ``complete_arriving`` or ``cancel_arriving`` is called.
+        They are neither findable nor free until ``complete_arriving`` or ``cancel_arriving``.
 
         Returns:
             What those take; its ``ids`` are the blocks.
@@ -393,7 +398,7 @@ class KVBlockAllocator:
         parent_hash: int | None = None,
         tokens: Any = None,
     ) -> list[int | None]:
-        """Make blocks findable whose copy is done: consecutive blocks of one sequence.
+        """Make the blocks of a copy that is done findable: consecutive blocks of one sequence.
 
         They are cached then. Those whose content has been registered meanwhile become free.
 
@@ -421,21 +426,15 @@ class KVBlockAllocator:
         self._copies.end(copy)
         holders: list[int | None] = [None] * len(ids)
         if self.enable_prefix_caching:
-            for block_id in ids:
-                self._ref_counts[block_id] = 1  # until they are cached: a parent waits for children
-            holders = self._register_all(plan)
+            self._ref_counts[ids] = 1  # until they are cached: a parent waits for its children
+            holders = self._register_all(plan, are_new=True)
         self._clock += 1
-        stored = []
-        for block_id, holder in zip(ids, holders, strict=True):
-            self._ref_counts[block_id] = 0
-            if block_id == holder:
-                stored.append(block_id)
-                self._timestamps[block_id] = self._clock
-            else:
-                self._free.append(block_id)
-        self._cache(stored)
+        arrived = np.array(ids, np.intp)
+        self._ref_counts[arrived] = 0
+        self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
+        self._free_or_cache(ids, arrived)
         self._guard.is_changing = False
-        self._tell()
+        self._notify()
         return holders
 
     @guarded(nests=True)
@@ -450,15 +449,14 @@ class KVBlockAllocator:
         """
         if self._copies.is_held(copy, "arriving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._free.extend(copy.ids)
+            self._free.extend(self._copies.end(copy))
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
         """Return the longest run of registered blocks from the start of ``hashes``.
 
-        Full digests are compared, so a block that merely shares an id does not match. A query:
-        nothing changes, and a match is only safe from eviction once it is retained.
+        Full digests are compared, so a block that merely shares an id does not match. A match is
+        only safe from eviction once it is retained.
 
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
@@ -493,48 +491,44 @@ class KVBlockAllocator:
         Raises:
             UnknownBlockError: A block id is out of range; nothing is changed.
         """
-        ids = dict.fromkeys(self._checked_ids(block_ids))
-        self._deregister([block_id for block_id in ids if self._hashes[block_id] != NO_HASH])
+        self._deregister(*self._registered(dict.fromkeys(self._checked_ids(block_ids))))
 
     def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
         """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
 
         By then the allocator's own bookkeeping is done: the blocks are not findable, and those
-        that nobody refers to are free. An observer must not call back into the allocator's
-        commands. If one raises, the others still run and the error goes on to the caller.
+        without references are free. An observer must not call commands of the allocator. If one
+        raises, the others still run and the error goes on to the caller.
 
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._deregistration_observers.append(observer)
 
     def add_observer(self, observer: BlockObserver) -> None:
         """Have ``observer(event)`` called for all that is stored and removed from now on, in order.
 
-        It is called when the bookkeeping of a call is done, after those who only hear of
-        deregistrations. What holds for these holds for it.
+        It is called after the observers of deregistrations, and as they are.
 
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._observers.append(observer)
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
-        Observers stay, and are told of the blocks that were registered. In a context it is refused
-        with ``StepOrderError`` while requests hold blocks.
+        Observers stay, and are called with the blocks that were registered. In a context it is
+        refused with ``StepOrderError`` while requests hold blocks.
         """
         if self.before_reset is not None:
             self.before_reset()
         gone = {
             block_id: (hash_id, digest)
-            for event in self._untold  # of a call that was interrupted
+            for event in self._unsent  # of a call that was interrupted
             if isinstance(event, BlocksRemoved)
             for block_id, hash_id, digest in zip(
                 event.block_ids, event.hash_ids, event.digests, strict=True
@@ -544,27 +538,31 @@ class KVBlockAllocator:
             gone[block_id] = hash_id, self._tree.digest_of(block_id)
         hash_ids = tuple(hash_id for hash_id, _ in gone.values())
         digests = tuple(digest for _, digest in gone.values())
-        self._untold = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
+        self._unsent = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
         self._clear()
-        self._tell()
+        self._notify()
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
-        ids = as_ints("block_ids", block_ids)
-        for block_id in outside(ids, 0, self.dummy_block_id - 1):
-            raise UnknownBlockError(
-                f"block ids go from 0 to {self.dummy_block_id - 1} "
-                f"({self.dummy_block_id} is the dummy block), got {block_id}"
-            )
-        return ids
+        """Read block ids; the dummy block, which is the last one, is none of them."""
+        return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, block_ids: Iterable[int]) -> list[int]:
-        ids = self._checked_ids(block_ids)
-        for block_id in ids:
-            if not self._ref_counts[block_id] and self._hashes[block_id] == NO_HASH:
-                in_flight = block_id in self._copies.ids()
-                what = "held by a copy in flight" if in_flight else "free: allocate it first"
-                raise UnknownBlockError(f"block {block_id} is {what}")
-        return ids
+    def _held_or_cached(self, ids: list[int], blocks: BlockArray) -> list[int]:
+        """Check that each block is used or cached, and return those without references.
+
+        Raises:
+            UnknownBlockError: A block is free or in flight.
+        """
+        ref_counts = self._ref_counts[blocks].tolist()
+        if 0 not in ref_counts:
+            return []
+        hash_ids = self._hashes[blocks].tolist()
+        if NO_HASH in hash_ids:
+            for block_id, refs, hash_id in zip(ids, ref_counts, hash_ids, strict=True):
+                if not refs and hash_id == NO_HASH:
+                    in_flight = block_id in self._copies.ids()
+                    what = "held by a copy in flight" if in_flight else "free: allocate it first"
+                    raise UnknownBlockError(f"block {block_id} is {what}")
+        return [block_id for block_id, refs in zip(ids, ref_counts, strict=True) if not refs]
 
     def _plan_registration(
         self,
@@ -575,8 +573,7 @@ class KVBlockAllocator:
         tokens: Any,
     ) -> _Registration:
         """Check what is to be registered; the arguments are those of the public calls."""
-        hash_ids = as_ints("block_hashes", block_hashes)
-        given = _as_digests(block_hashes, digests, len(block_ids))
+        hash_ids, given = _read_hashes(block_hashes, digests)
         if not len(block_ids) == len(hash_ids) == len(given):
             raise InvalidArgumentError(
                 "block_ids, block_hashes and digests must be of one length, "
@@ -584,10 +581,8 @@ class KVBlockAllocator:
             )
         if parent_hash is not None:
             parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
-        for hash_id in outside(hash_ids, 1, INT64_MAX):
-            check_int("a hash id", hash_id, minimum=1, maximum=INT64_MAX)
         parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
-        if None in given:
+        if hash_ids and given[0] is None:
             self._tree.check_ancestry(hash_ids, parents)
         if tokens is not None:
             tokens = as_token_array(tokens)
@@ -598,36 +593,32 @@ class KVBlockAllocator:
                 )
         return _Registration(block_ids, hash_ids, given, parents, tokens)
 
-    def _check_carried_hashes(self, block_ids: list[int], hash_ids: list[int]) -> None:
-        """Check that no block would get a second hash.
+    def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
+        """Make blocks findable, and put what observers are to be called with into ``_unsent``.
 
-        Raises:
-            HashConflictError: A block carries another hash already, or is named twice with two.
+        Args:
+            plan: The blocks.
+            are_new: Whether they are different blocks that have no hash.
         """
-        carried: dict[int, int] = {}
-        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
-            own = carried.setdefault(block_id, self._hashes[block_id])
-            if own not in (NO_HASH, hash_id):
-                raise HashConflictError(
-                    f"block {block_id} carries hash {own}, and cannot be registered as {hash_id}"
-                )
-            carried[block_id] = hash_id
-
-    def _register_all(self, plan: _Registration) -> list[int | None]:
-        """Make blocks findable; what is to be told of it is put into ``_untold``."""
-        if not self._observers:
-            return list(map(self._register, *plan[:4]))
+        block_ids, parents = plan.block_ids, plan.parents
+        # Two by themselves cost less than the operations on arrays that many of them are worth.
+        if are_new and len(block_ids) > 2 and self._tree.add_chain(*plan[:3], parents[0]):
+            self._offer_parent(block_ids[0])
+            if self._observers:
+                self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
+            return list(block_ids)
         holders: list[int | None] = []
         runs: list[slice] = []
-        for index, block_id in enumerate(plan.block_ids):
-            is_new = self._hashes[block_id] == NO_HASH
-            entry = plan.hash_ids[index], plan.digests[index], plan.parents[index]
+        for index, block_id in enumerate(block_ids):
+            is_new = self._tree.hash_at[block_id] == NO_HASH
+            entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
                 follows = bool(runs) and runs[-1].stop == index
                 start = runs.pop().start if follows else index
                 runs.append(slice(start, index + 1))
-        self._untold += [self._storage(plan, run) for run in runs]
+        if self._observers:
+            self._unsent += [self._storage(plan, run) for run in runs]
         return holders
 
     def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
@@ -652,13 +643,6 @@ class KVBlockAllocator:
             size,
         )
 
-    def _removal(self, block_ids: Sequence[int]) -> BlocksRemoved:
-        """Describe registered blocks that are about to be deregistered."""
-        hash_ids = tuple(map(self._hashes.__getitem__, block_ids))
-        return BlocksRemoved(
-            tuple(block_ids), hash_ids, tuple(map(self._tree.digest_of, block_ids))
-        )
-
     def _register(
         self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None
     ) -> int | None:
@@ -669,23 +653,30 @@ class KVBlockAllocator:
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
             self._tree.add(block_id, hash_id, digest, parent)
-            self._offer_for_eviction(parent)
+            self._offer_parent(block_id)
             return block_id
         if self._tree.digest_of(holder) != digest:
             self.hash_collisions_total += 1
             return None
         return holder
 
-    def _cache(self, block_ids: Sequence[int]) -> None:
-        """Count registered blocks as cached, to which nobody refers any more."""
-        if not block_ids:
-            return
-        self._num_cached += len(block_ids)
-        for parent in self._tree.count_cached(block_ids, 1):
-            if (block_id := self._tree.find(parent)) is not None:
-                self._leaves.discard(block_id)
-        for block_id in block_ids:
-            self._offer_for_eviction(self._hashes[block_id])
+    def _free_or_cache(self, ids: list[int], blocks: BlockArray) -> BlockArray:
+        """Free blocks without references, or keep them cached if they are registered.
+
+        Returns:
+            Those that are cached now.
+        """
+        hash_ids = self._hashes[blocks].tolist()
+        if NO_HASH in hash_ids:
+            pairs = list(zip(ids, hash_ids, strict=True))
+            self._free.extend(block_id for block_id, hash_id in pairs if hash_id == NO_HASH)
+            ids = [block_id for block_id, hash_id in pairs if hash_id != NO_HASH]
+            blocks = np.array(ids, np.intp)
+        if ids:
+            self._num_cached += len(ids)
+            self._leaves.discard(self._tree.count_cached(blocks, 1).tolist())
+            self._offer_for_eviction(ids, blocks)
+        return blocks
 
     def _take(self, num_blocks: int) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
@@ -694,7 +685,8 @@ class KVBlockAllocator:
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
-            self._deregister(victims)
+            blocks = np.array(victims, np.intp)
+            self._deregister(blocks, blocks)
         self._guard.is_changing = True
         return [self._free.popleft() for _ in range(num_blocks)]
 
@@ -705,77 +697,108 @@ class KVBlockAllocator:
         the queue ends as it was: whoever was a leaf then is put back.
         """
         victims: list[int] = []
-        chosen_children: Counter[int] = Counter()
-        while len(self._free) + len(victims) < num_blocks:
-            if not self._leaves:
-                for block_id in victims:
-                    self._offer_for_eviction(self._hashes[block_id])
+        chosen_children: dict[int, int] = {}
+        leaves, parent_of = self._leaves, self._tree.parent_of
+        new_leaf: tuple[int, int] | None = None
+        num_wanted = num_blocks - len(self._free)
+        while len(victims) < num_wanted:
+            if new_leaf is None and not leaves:
+                self._offer_for_eviction(victims, np.array(victims, np.intp))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
-            block_id, _ = self._leaves.pop()
+            block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
-            parent = self._tree.parent_of(block_id)
+            new_leaf, parent = None, parent_of(block_id)
             if parent is not None:
-                chosen_children[parent] += 1
-                self._offer_for_eviction(parent, chosen_children[parent])
+                chosen_children[parent] = num_chosen = chosen_children.get(parent, 0) + 1
+                new_leaf = self._as_leaf(parent, num_chosen)
+        if new_leaf is not None:
+            leaves.push(*new_leaf)
         return victims
 
-    def _offer_for_eviction(self, hash_id: int | None, num_chosen_children: int = 0) -> None:
-        """Queue the block behind ``hash_id`` if it and none but chosen children are cached."""
-        block_id = self._tree.find(hash_id)
-        if hash_id is None or block_id is None or self._ref_counts[block_id]:
-            return
-        num_cached = self._tree.num_cached_children(hash_id)
-        if num_cached == num_chosen_children:
-            delay = _LAST_RESORT if self._tree.num_children(hash_id) > num_cached else 0
-            self._leaves.push(block_id, self._timestamps[block_id] + delay)
+    def _as_leaf(self, block_id: int, num_chosen_children: int = 0) -> tuple[int, int] | None:
+        """Return a registered block and its place in the order of eviction.
 
-    def _deregister(self, block_ids: list[int]) -> None:
-        """Make registered blocks unfindable and tell observers; cached ones become free."""
+        Returns:
+            None if it is used, or not all of its cached children are among those chosen.
+        """
+        tree = self._tree
+        num_cached = tree.cached_children_at[block_id]
+        if num_cached != num_chosen_children or self._refs_at[block_id]:
+            return None
+        delay = _LAST_RESORT if tree.children_at[block_id] > num_cached else 0
+        return block_id, self._used_at[block_id] + delay
+
+    def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:
+        """Queue those of many blocks that are cached, and none of whose children are."""
+        if len(ids) > FEW:
+            is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
+            ids = blocks[is_leaf].tolist()
+        for block_id in ids:
+            if self._tree.hash_at[block_id] != NO_HASH:
+                self._offer(block_id)
+
+    def _offer(self, block_id: int) -> None:
+        """Queue a registered block if it is cached, and none of its children are."""
+        leaf = self._as_leaf(block_id)
+        if leaf is not None:
+            self._leaves.push(*leaf)
+
+    def _offer_parent(self, block_id: int) -> None:
+        """Queue a registered block's parent, if it is cached and none of its children are."""
+        parent = self._tree.parent_of(block_id)
+        if parent is not None:
+            self._offer(parent)
+
+    def _registered(self, ids: Iterable[int]) -> tuple[BlockArray, BlockArray]:
+        """Return those blocks that are registered, and those of them that are cached."""
+        registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NO_HASH]
+        cached = [block_id for block_id in registered if not self._refs_at[block_id]]
+        return np.array(registered, np.intp), np.array(cached, np.intp)
+
+    def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
+        """Make registered blocks unfindable and call observers.
+
+        Args:
+            blocks: The blocks.
+            cached: Those of them without references; they become free.
+        """
         self._guard.is_changing = True
-        self._forget(block_ids, free=True)
-        self._guard.is_changing = False  # whatever an observer raises, these books are right
-        self._tell()
+        self._forget(blocks, cached)
+        self._free.extend(cached.tolist())
+        self._guard.is_changing = False  # an observer that raises changes nothing here
+        self._notify()
 
-    def _forget(self, block_ids: list[int], *, free: bool) -> None:
-        """Make registered blocks unfindable; cached ones become free, or are the caller's."""
+    def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
+        """Make registered blocks unfindable; those that were cached are the caller's now."""
+        block_ids = blocks.tolist()
         if not block_ids:
             return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            self._untold.append(self._removal(block_ids))
-        for block_id in block_ids:
-            self._leaves.discard(block_id)
-            is_cached = not self._ref_counts[block_id]
-            parent = self._tree.remove(block_id, is_cached=is_cached)
-            if is_cached:
-                self._num_cached -= 1
-                if free:
-                    self._free.append(block_id)
-            self._offer_for_eviction(parent)
+            hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
+            self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
+        self._leaves.discard(block_ids)
+        self._num_cached -= len(cached)
+        for parent in self._tree.remove(blocks, cached):
+            self._offer(parent)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Call the observers with what happened; whatever one raises, the others are called."""
-        if not self._untold:
+        if not self._unsent:
             return
-        failure: Exception | None = None
-        for event in self._untold:
-            for observer, *arguments in self._calls(event):
-                try:
-                    observer(*arguments)
-                except Exception as error:  # noqa: PERF203 - the others must run
-                    # One that is poisoned finds nothing any more, until its reset.
-                    failure = failure or (None if isinstance(error, PoisonedError) else error)
-        self._untold = []
+        calls = (call for event in self._unsent for call in self._calls(event))
+        failure = call_all(calls)
+        self._unsent = []
         if failure is not None:
             raise failure
 
-    def _calls(self, event: BlockEvent) -> Iterator[tuple[Any, ...]]:
+    def _calls(self, event: BlockEvent) -> Iterator[_Call]:
         """Yield who is to be called, and with what: lists are each observer's own."""
         if isinstance(event, BlocksRemoved) and event.block_ids:
             first = self.on_blocks_deregistered
             for observer in [*([first] if first else []), *self._deregistration_observers]:
-                yield observer, list(event.block_ids), list(event.hash_ids)
-        for block_observer in self._observers:
-            yield block_observer, event
+                yield observer, (list(event.block_ids), list(event.hash_ids))
+        for listener in self._observers:
+            yield listener, (event,)
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -783,10 +806,10 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        refs, tree = np.asarray(self._ref_counts), self._tree
+        refs, tree = self._ref_counts, self._tree
         used = set(np.flatnonzero(refs).tolist())
         cached = set(tree.blocks()) - used
-        evictable = {b for b in cached if not tree.num_cached_children(self._hashes[b])}
+        evictable = {b for b in cached if not tree.num_cached_children[b]}
         free = set(self._free)
         in_flight = self._copies.ids()
         statements = {
@@ -807,30 +830,58 @@ class KVBlockAllocator:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
 
     def check_between_calls(self) -> None:
-        """Check the bookkeeping, and that observers were told of all that was deregistered.
+        """Check the bookkeeping, and that observers were called with all that happened.
 
         Raises:
-            InvariantError: As in ``check_invariants``; or a call broke off before it told them.
+            InvariantError: As in ``check_invariants``; or a call broke off before it called them.
         """
         self.check_invariants()
-        if self._untold:
-            raise InvariantError(f"not everybody was told of {self._untold[0]}")
+        if self._unsent:
+            raise InvariantError(f"observers were not called with {self._unsent[0]}")
 
 
-def _as_digests(
-    block_hashes: Sequence[int], digests: Sequence[bytes] | None, num_blocks: int
-) -> Sequence[bytes | None]:
-    """Return the digests that are given with hash ids, or None for each block if there are none.
+def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
+    """Check that no block would get a second hash.
+
+    Args:
+        block_ids: The blocks.
+        own: The hash id that each has already, ``NO_HASH`` for none.
+        hash_ids: Those that they are to be registered under.
+
+    Returns:
+        Whether they are different blocks, and none of them has a hash.
 
     Raises:
-        InvalidArgumentError: One of them is not ``bytes``.
+        HashConflictError: A block carries another hash already, or is named twice with two.
     """
+    if own.count(NO_HASH) == len(own) == len(set(block_ids)):
+        return True
+    carried: dict[int, int] = {}
+    for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
+        before = carried.setdefault(block_id, own_hash)
+        if before not in (NO_HASH, hash_id):
+            raise HashConflictError(
+                f"block {block_id} carries hash {before}, and cannot be registered as {hash_id}"
+            )
+        carried[block_id] = hash_id
+    return False
+
+
+def _read_hashes(
+    block_hashes: Sequence[int], digests: Sequence[bytes] | None
+) -> tuple[list[int], Sequence[bytes | None]]:
+    """Return hash ids and the digest of each, all of them None if none are given.
+
+    Raises:
+        InvalidArgumentError: A hash id is no int or out of range, or a digest is not ``bytes``.
+    """
+    if digests is None and isinstance(block_hashes, BlockHashes):
+        return list(block_hashes), block_hashes.digests
+    hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)
     if digests is None:
-        if isinstance(block_hashes, BlockHashes):
-            return block_hashes.digests
-        return [None] * num_blocks
-    given: list[bytes | None] = as_items("digests", digests, "bytes")
+        return hash_ids, [None] * len(hash_ids)
+    given = as_items("digests", digests, "bytes")
     for digest in given:
         if not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-    return given
+    return hash_ids, given

@@ -4,59 +4,95 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["NO_HASH", "PrefixTree"]
+__all__ = ["FEW", "NO_HASH", "BlockArray", "PrefixTree"]
+
+BlockArray: TypeAlias = "npt.NDArray[np.intp]"
+"""[n] block ids, to index other arrays with."""
 
 NO_HASH: Final = -1
-"""What stands in ``hashes`` for a block that is not registered."""
+"""What stands in ``hashes`` for a block that is not registered, and for a parent that is none."""
+
+FEW: Final = 8
+"""Up to so many blocks, a loop over them costs less than operations on whole arrays."""
+
+# Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
+_STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
 
 
 class PrefixTree:
-    """What blocks hold: the hash and digest of each registered block, and its parent's hash.
+    """What blocks hold: the hash and digest of each registered block, and its parent.
 
-    Children are counted by their parent's hash id, not its block: the count outlives a parent that
-    is deregistered before its children, and holds again when another block takes its hash. Those
-    of them that are cached, so that nobody refers to them, are counted as well.
+    A parent is known by its hash id, so children may outlive it, and have a parent again when
+    another block takes its hash. Children are counted at their parent's block; those whose parent
+    is not registered, by its hash id. Where a parent's block was is kept beside its hash id, and
+    believed as long as that block has this hash: so many blocks are counted by whole arrays.
 
-    It trusts its owner: block ids are in range, and hash ids are what the owner checked.
+    It trusts its owner: block ids are in range and different, hash ids are what the owner checked.
 
     Args:
-        pool_size: Blocks that can be registered.
+        pool_size: Blocks. The last one is never registered: it stands for all parents that are
+            not, those of first blocks included.
 
     Attributes:
         hashes: [pool_size] int64. The hash id of each block, ``NO_HASH`` for none.
+        num_children: [pool_size] int32. For each registered block, those whose parent it is.
+        num_cached_children: [pool_size] int32. How many of them nobody refers to.
+        hash_at: Memoryview of ``hashes``, as are the next two of the counts: single elements are
+            read and written several times faster so.
+        children_at: Of ``num_children``.
+        cached_children_at: Of ``num_cached_children``.
     """
 
     __slots__ = (
         "_block_of",
         "_digests",
-        "_hash_of",
-        "_num_cached_children",
-        "_num_children",
+        "_no_block",
+        "_orphans",
+        "_parent_at",
+        "_parent_block_at",
+        "_parent_blocks",
         "_parents",
+        "cached_children_at",
+        "children_at",
+        "hash_at",
         "hashes",
+        "num_cached_children",
+        "num_children",
     )
 
     def __init__(self, pool_size: int) -> None:
-        self.hashes = np.empty(pool_size, dtype=np.int64)
-        # Single elements are read and written several times faster through a memoryview.
-        self._hash_of = self.hashes.data
+        self._no_block = pool_size - 1
+        self.hashes = np.empty(pool_size, np.int64)
+        self._parents = np.empty(pool_size, np.int64)
+        self._parent_blocks = np.empty(pool_size, np.intp)
+        self.num_children = np.empty(pool_size, np.int32)
+        self.num_cached_children = np.empty(pool_size, np.int32)
+        self._digests = np.empty(pool_size, object)
+        self.hash_at = self.hashes.data
+        self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
+        self.children_at = self.num_children.data
+        self.cached_children_at = self.num_cached_children.data
         self.clear()
 
     def clear(self) -> None:
         """Deregister every block."""
         self.hashes.fill(NO_HASH)
+        self._parents.fill(NO_HASH)
+        self._parent_blocks.fill(self._no_block)
+        self.num_children.fill(0)
+        self.num_cached_children.fill(0)
         self._block_of: dict[int, int] = {}
-        self._digests: list[bytes | None] = [None] * len(self.hashes)
-        self._parents: list[int | None] = [None] * len(self.hashes)
-        self._num_children: dict[int, int] = {}
-        self._num_cached_children: dict[int, int] = {}
+        self._digests.fill(None)
+        # By the hash id of a parent that is not registered: its children, and the cached ones.
+        self._orphans: dict[int, list[int]] = {}
 
     def blocks(self) -> list[int]:
         """Return the registered blocks, in the order in which they were registered."""
@@ -72,67 +108,149 @@ class PrefixTree:
 
     def match(self, hashes: BlockHashes) -> list[int]:
         """Return the blocks of the longest run from the start whose full digests agree."""
+        if not hashes or hashes[0] not in self._block_of:
+            return []  # without reading the ids of a long prompt that nobody has seen
         block_ids = []
+        find, own_digests = self._block_of.get, self._digests
         for hash_id, digest in zip(hashes, hashes.digests, strict=True):
-            block_id = self._block_of.get(hash_id)
-            if block_id is None or self._digests[block_id] != digest:
+            block_id = find(hash_id)
+            if block_id is None or own_digests[block_id] != digest:
                 break
             block_ids.append(block_id)
         return block_ids
 
     def digest_of(self, block_id: int) -> bytes | None:
         """Return a block's full digest; None if it was registered by id alone, or is not."""
-        return self._digests[block_id]
+        digest: bytes | None = self._digests[block_id]
+        return digest
 
     def parent_of(self, block_id: int) -> int | None:
-        """Return the hash id of a registered block's parent; None for a sequence's first block."""
-        return self._parents[block_id]
+        """Return the block that is a registered block's parent; None if it is not registered."""
+        parent, block = self._parent_at[block_id], self._parent_block_at[block_id]
+        if self.hash_at[block] != parent:
+            return self._block_of.get(parent)
+        return None if block == self._no_block else block
 
-    def num_children(self, hash_id: int) -> int:
-        """Return how many registered blocks have this one as their parent."""
-        return self._num_children.get(hash_id, 0)
-
-    def num_cached_children(self, hash_id: int) -> int:
-        """Return how many of them are cached."""
-        return self._num_cached_children.get(hash_id, 0)
-
-    def add(self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None) -> None:
-        """Register a block that is not cached under a hash id that nobody holds."""
-        self._block_of[hash_id] = block_id
-        self._hash_of[block_id] = hash_id
-        self._digests[block_id], self._parents[block_id] = digest, parent
-        _count(self._num_children, parent, 1)
-
-    def remove(self, block_id: int, *, is_cached: bool) -> int | None:
-        """Deregister a registered block, and return the hash id of its parent.
+    def add_chain(
+        self,
+        block_ids: list[int],
+        hash_ids: list[int],
+        digests: Sequence[bytes | None],
+        parent: int | None,
+    ) -> bool:
+        """Register consecutive blocks of one sequence if their hash ids are all new.
 
         Args:
-            block_id: The block.
-            is_cached: Whether it is counted as cached.
-        """
-        parent = self._parents[block_id]
-        del self._block_of[self._hash_of[block_id]]
-        self._hash_of[block_id] = NO_HASH
-        self._digests[block_id] = self._parents[block_id] = None
-        _count(self._num_children, parent, -1)
-        if is_cached:
-            _count(self._num_cached_children, parent, -1)
-        return parent
+            block_ids: One block or more, different and not registered.
+            hash_ids: The hash id of each.
+            digests: The full digest of each.
+            parent: The hash id of the first one's parent.
 
-    def count_cached(self, block_ids: Sequence[int], step: int) -> set[int | None]:
+        Returns:
+            Whether they are registered now. Otherwise an id is another block's or the parent of
+            one, or comes twice, and nothing was done.
+        """
+        # One look at each id tells whose it is, and makes it the block's where it is nobody's.
+        holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
+        parent_block = self._block_of.get(NO_HASH if parent is None else parent)
+        is_own_parent = parent_block is not None and self.hash_at[parent_block] == NO_HASH
+        if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):
+            for hash_id, holder, block_id in zip(hash_ids, holders, block_ids, strict=True):
+                if holder == block_id:
+                    del self._block_of[hash_id]
+            return False
+        blocks = np.array(block_ids, np.intp)
+        self.hashes[blocks] = hash_ids
+        self._digests[blocks] = digests
+        before, after = blocks[:-1], blocks[1:]
+        self._parents[after], self._parent_blocks[after] = self.hashes[before], before
+        self.num_children[before] = 1
+        self.num_children[block_ids[-1]] = 0
+        self.num_cached_children[blocks] = 0
+        self._join(block_ids[0], parent)
+        return True
+
+    def add(self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None) -> None:
+        """Register a block under a hash id that nobody holds."""
+        self._block_of[hash_id] = block_id
+        self.hash_at[block_id] = hash_id
+        self._digests[block_id] = digest
+        children = self._orphans.pop(hash_id, (0, 0)) if self._orphans else (0, 0)
+        self.children_at[block_id], self.cached_children_at[block_id] = children
+        self._join(block_id, parent)
+
+    def _join(self, block_id: int, parent: int | None) -> None:
+        """Make a block the child of the one with a hash id."""
+        parent_block = self._no_block
+        if parent is None:
+            parent = NO_HASH
+        elif parent in self._block_of:
+            parent_block = self._block_of[parent]
+            self.children_at[parent_block] += 1
+        else:
+            self._orphans.setdefault(parent, [0, 0])[0] += 1
+        self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
+
+    def remove(self, blocks: BlockArray, cached: BlockArray) -> list[int]:
+        """Deregister registered blocks.
+
+        Args:
+            blocks: The blocks.
+            cached: Those of them that are counted as cached.
+
+        Returns:
+            Their parents that are still registered.
+        """
+        self.count_cached(cached, -1)
+        parents = self._count(self.num_children, 0, blocks, -1)
+        hash_ids = self.hashes[blocks].tolist()
+        self.hashes[blocks], self._digests[blocks] = NO_HASH, None
+        block_ids, num_children = blocks.tolist(), self.num_children[blocks].tolist()
+        for block_id, hash_id, count in zip(block_ids, hash_ids, num_children, strict=True):
+            del self._block_of[hash_id]
+            if count:
+                self._orphans[hash_id] = [count, self.cached_children_at[block_id]]
+        left = zip(parents.tolist(), self.hashes[parents].tolist(), strict=True)
+        return [parent for parent, hash_id in left if hash_id != NO_HASH]
+
+    def count_cached(self, blocks: BlockArray, step: int) -> BlockArray:
         """Count registered blocks as cached from now on, or as cached no longer.
 
         Args:
-            block_ids: The blocks.
+            blocks: The blocks.
             step: 1 or -1.
 
         Returns:
-            The hash ids of their parents that are not among them.
+            [n] The parent of each. What is not registered stands for one that is not.
         """
-        parents = [self._parents[block_id] for block_id in block_ids]
-        for parent in parents:
-            _count(self._num_cached_children, parent, step)
-        return set(parents).difference(map(self._hash_of.__getitem__, block_ids))
+        return self._count(self.num_cached_children, 1, blocks, step)
+
+    def _count(
+        self, counts: npt.NDArray[np.int32], kind: int, blocks: BlockArray, step: int
+    ) -> BlockArray:
+        """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
+        parents, hash_ids = self._parent_blocks[blocks], self._parents[blocks]
+        now = self.hashes[parents]
+        if now.tobytes() != hash_ids.tobytes():  # for few of them the quickest comparison
+            for index in (now != hash_ids).nonzero()[0].tolist():
+                parents[index] = self._count_moved(hash_ids.item(index), kind, step)
+        if len(parents) > FEW:
+            np.add.at(counts, parents, _STEPS[step])
+        else:
+            count_at = counts.data
+            for parent in parents.tolist():
+                count_at[parent] += step
+        return parents
+
+    def _count_moved(self, parent: int, kind: int, step: int) -> int:
+        """Return the block of a parent that had another; if there is none, count at its hash id."""
+        block_id = self._block_of.get(parent)
+        if block_id is not None:
+            return block_id
+        self._orphans[parent][kind] += step
+        if not self._orphans[parent][0]:
+            del self._orphans[parent]
+        return self._no_block
 
     def closes_ring(self, hash_id: int, parent: int | None) -> bool:
         """Say whether a block's ancestors would lead back to it: none of them could be evicted.
@@ -145,12 +263,17 @@ class PrefixTree:
             hash_id: A hash id that nobody holds.
             parent: The hash id of its block's parent.
         """
-        if hash_id not in self._num_children:
+        if hash_id not in self._orphans:
             return hash_id == parent
         while parent is not None and parent != hash_id:
-            block_id = self.find(parent)
-            parent = None if block_id is None else self._parents[block_id]
+            parent = self._parent_hash(parent)
         return parent is not None
+
+    def _parent_hash(self, hash_id: int) -> int | None:
+        """Return the hash id of a block's parent; None if it has none, or is not registered."""
+        block_id = self.find(hash_id)
+        parent = NO_HASH if block_id is None else self._parent_at[block_id]
+        return None if parent == NO_HASH else parent
 
     def check_ancestry(self, hash_ids: Sequence[int], parents: Sequence[int | None]) -> None:
         """Refuse ids without digests whose parents lead back to them, as made-up ones can.
@@ -167,14 +290,14 @@ class PrefixTree:
         """
         pairs = reversed(list(zip(hash_ids, parents, strict=True)))  # the first mention counts
         new = {hash_id: parent for hash_id, parent in pairs if self.find(hash_id) is None}
-        may_close = len({*hash_ids, *parents}) <= len(hash_ids) or any(map(self.num_children, new))
+        is_parent = not self._orphans.keys().isdisjoint(new)
+        may_close = is_parent or len({*hash_ids, *parents}) <= len(hash_ids)
         walked: dict[int, int] = {}
         for start in new if may_close else ():
             ancestor: int | None = start
             while ancestor is not None and ancestor not in walked:
                 walked[ancestor] = start
-                block_id = self.find(ancestor)
-                ancestor = new.get(ancestor) if block_id is None else self._parents[block_id]
+                ancestor = new[ancestor] if ancestor in new else self._parent_hash(ancestor)
             if ancestor is not None and walked[ancestor] == start:
                 raise InvalidArgumentError(
                     f"a block cannot be its own ancestor, got hash {ancestor} as one of its own "
@@ -183,9 +306,14 @@ class PrefixTree:
 
     def counts_children_right(self, cached: Collection[int]) -> bool:
         """Say whether the counts of children are what the blocks' parents add up to."""
-        parents = {b: self._parents[b] for b in self.blocks() if self._parents[b] is not None}
-        return self._num_children == Counter(parents.values()) and (
-            self._num_cached_children == Counter(parents[b] for b in parents if b in cached)
+        parents = {b: p for b in self.blocks() if (p := self._parent_at[b]) != NO_HASH}
+        children = Counter(parents.values())
+        cached_children = Counter(parents[b] for b in parents if b in cached)
+        orphans = {p: [n, cached_children[p]] for p, n in children.items() if self.find(p) is None}
+        return self._orphans == orphans and all(
+            self.num_children[block_id] == children[hash_id]
+            and self.num_cached_children[block_id] == cached_children[hash_id]
+            for hash_id, block_id in self.items()
         )
 
     def agrees_with_hashes(self) -> bool:
@@ -193,14 +321,3 @@ class PrefixTree:
         with_hash = np.flatnonzero(self.hashes != NO_HASH)
         by_block = zip(self.hashes[with_hash].tolist(), with_hash.tolist(), strict=True)
         return self._block_of == dict(by_block) and len(self._block_of) == len(with_hash)
-
-
-def _count(counts: dict[int, int], parent: int | None, step: int) -> None:
-    """Count a child up or down by its parent; a count of 0 takes no room."""
-    if parent is None:
-        return
-    count = counts.get(parent, 0) + step
-    if count:
-        counts[parent] = count
-    else:
-        del counts[parent]

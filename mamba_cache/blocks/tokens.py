@@ -43,7 +43,7 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
 
 
 def _from_tensor(tokens: Any) -> Any:
-    # Recognised by its methods: this floor does not import torch.
+    # Recognised by its methods: this package does not import torch.
     try:
         return tokens.detach().cpu().numpy()
     except (TypeError, NotImplementedError) as error:

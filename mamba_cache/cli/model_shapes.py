@@ -71,7 +71,8 @@ class ModelShape:
     Attributes:
         name: What it is called.
         state_spec: One state: of a Mamba layer a conv window and an SSM state. What layers of
-            sliding-window attention keep is of one size at any position, so it is part of it.
+            sliding-window attention keep is of one size at any position, so it is part of it, as a
+            kind of layers of its own.
         kv_spec: One token's keys and values. Of latent attention the latent vector and the rotated
             key count as one head, half of it as keys.
         ssm_chunk_size: Tokens of one chunk of its SSM kernels; 1 if they have none.
@@ -289,8 +290,8 @@ def _key_value_convs(config: _Config, layers: _Layers, dtype: torch.dtype) -> _S
     window_heads, window_dim = _window_kv_shape(config)
     return [
         convs("conv", layers.states, hidden),
-        convs("conv_kv", layers.tokens, heads * head_dim),
-        convs("conv_window_kv", layers.windows, window_heads * window_dim),
+        convs("attention.conv", layers.tokens, heads * head_dim),
+        convs("sliding_attention.conv", layers.windows, window_heads * window_dim),
     ], 1
 
 
@@ -337,7 +338,8 @@ def _attention_windows(config: _Config, layers: _Layers, dtype: torch.dtype) -> 
     """Return the keys and values of a window: the next token's own are not among them."""
     tokens = max(_int(config, _ATTENTION_WINDOW) - 1, 1)
     heads, head_dim = _window_kv_shape(config)
-    return StateTensorSpec("window", layers.windows, (2, heads, tokens, head_dim), dtype)
+    shape = (2, heads, tokens, head_dim)
+    return StateTensorSpec("sliding_attention.window", layers.windows, shape, dtype)
 
 
 def _kv_shape(config: _Config) -> tuple[int, int]:

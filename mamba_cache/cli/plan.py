@@ -202,19 +202,13 @@ def _show(shape: ModelShape, made: Plan) -> None:
         f"States saved, on average: {made.first_checkpoints:.1f} by the first prompt and its "
         f"answer, {made.later_checkpoints:.1f} by each later one.\n"
     )
-    if [tensor.name for tensor in shape.state_spec.tensors] == ["conv", "ssm"]:
-        out.print(_call("CacheConfig", _settings(made)), markup=False)
-    else:
-        out.print(
-            "A context holds states of Mamba's kind alone; for this model use transformers:\n"
-        )
-        out.print(_call("PrefixCache", _budgets(made), "model"), markup=False)
+    out.print(_call("CacheConfig", _settings(made)), markup=False)
 
 
-def _call(name: str, settings: Mapping[str, object], *arguments: str) -> str:
+def _call(name: str, settings: Mapping[str, object]) -> str:
     """Return Python that makes what was planned."""
-    given = [*arguments, *(f"{setting}={value!r}" for setting, value in settings.items())]
-    return "".join([f"{name}(\n", *(f"    {one},\n" for one in given), ")"])
+    given = [f"    {setting}={value!r},\n" for setting, value in settings.items()]
+    return "".join([f"{name}(\n", *given, ")"])
 
 
 def _chunks_text(shape: ModelShape) -> str:

@@ -1,10 +1,12 @@
 """The inference context: what an engine embeds."""
 
+import warnings
+from typing import TYPE_CHECKING
+
 from mamba_cache.context.context import DynamicInferenceContext
-from mamba_cache.context.device_tokens import DeviceTokens
 from mamba_cache.context.extractions import CapturedExtractions
+from mamba_cache.context.forks import Forks
 from mamba_cache.context.matching import MissReason, PrefixMatch
-from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.requests import (
     Admission,
     PreparedRequest,
@@ -12,16 +14,17 @@ from mamba_cache.context.requests import (
     RequestProgress,
     RequestStatus,
 )
+from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
 
 __all__ = [
     "Admission",
-    "CacheMemory",
     "CacheStats",
     "CapturedExtractions",
     "DeviceTokens",
     "DynamicInferenceContext",
+    "Forks",
     "MissReason",
     "PrefixMatch",
     "PreparedRequest",
@@ -31,3 +34,13 @@ __all__ = [
     "ScheduledRequest",
     "Step",
 ]
+
+if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these
+
+    def __getattr__(name: str) -> object:
+        """Look up a name that has become another's."""
+        if name != "CacheMemory":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"{__name__}.CacheMemory is an old name of DynamicInferenceContext"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return DynamicInferenceContext

@@ -1,4 +1,4 @@
-"""Admits requests: matches them, reserves their memory and plans their chunks."""
+"""Admission: match requests, reserve their memory, plan their chunks, take all of it back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.checkpoints import CheckpointPlanner
+from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
@@ -19,14 +19,14 @@ __all__ = ["Admitter"]
 
 
 class Admitter:
-    """Brings requests into the next step and takes them out of it.
+    """The way of requests into the next step, and out of it.
 
     Args:
         config: Settings.
         kv_blocks: Bookkeeping of KV blocks.
         slots: Bookkeeping of slots.
         rows: Rows and blocks of requests.
-        planner: Plans checkpoints.
+        checkpoints: Which states are saved.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Admitter:
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
         rows: RequestRows,
-        planner: CheckpointPlanner,
+        checkpoints: Checkpoints,
     ) -> None:
         self._config = config
         self._kv_blocks = kv_blocks
         self._slots = slots
         self._rows = rows
-        self._planner = planner
+        self._checkpoints = checkpoints
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
@@ -77,31 +77,31 @@ class Admitter:
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
         match = self.match(active.hashes, active.num_tokens)
-        chunk = self._chunk(active, match.skip_tokens, chunk_tokens, token_room)
+        num_tokens = self._chunk_tokens(active, match.skip_tokens, chunk_tokens, token_room)
+        end = match.skip_tokens + num_tokens
         admission = Admission(
-            request_id=active.request_id,
-            prompt_tokens=active.num_tokens,
-            kv_matched_blocks=match.kv_matched_blocks,
+            prompt_tokens=match.prompt_tokens,
+            block_ids=match.block_ids,
             state_matched_blocks=match.state_matched_blocks,
             skip_tokens=match.skip_tokens,
-            chunk_tokens=chunk.num_tokens,
             miss_reason=match.miss_reason,
+            request_id=active.request_id,
+            chunk_tokens=num_tokens,
         )
-        self._rows.check_row_available()
         lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
-            row = self._rows.take(match.block_ids, chunk.end, active.request_id)
+            row = self._rows.take(match.block_ids, end, active.request_id)
         except BaseException:
             self._unpin(lease)
             raise
-        active.enter_row(row, num_computed=chunk.start)
+        active.enter_row(row, num_computed=match.skip_tokens)
         active.admission = admission
-        active.state_position = chunk.start
+        active.state_position = match.skip_tokens
         active.num_shared_blocks = active.num_published = match.kv_matched_blocks
-        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=True, lease=lease)
+        active.chunk = active.chunk_from(match.skip_tokens, num_tokens, is_first=True, lease=lease)
         active.status = RequestStatus.SCHEDULED
         try:
-            active.chunk = self._planner.plan(active, active.chunk)
+            active.chunk = self._checkpoints.plan(active, active.chunk)
         except BaseException:
             self.release(active)
             raise
@@ -126,15 +126,16 @@ class Admitter:
             TokenCapacityError: The chunk is longer than ``token_room``.
             BlockCapacityError: Not enough KV blocks.
         """
-        chunk = self._chunk(active, active.num_computed, chunk_tokens, token_room)
-        positions = active.checkpoint_positions
-        self._rows.grow(active.row, chunk.end, active.request_id)
+        start, positions = active.num_computed, active.checkpoint_positions
+        num_tokens = self._chunk_tokens(active, start, chunk_tokens, token_room)
+        self._rows.grow(active.row, start + num_tokens, active.request_id)
         try:
             active.checkpoint_positions += tuple(checkpoint_positions)
-            active.chunk = self._planner.plan(active, chunk)
+            chunk = active.chunk_from(start, num_tokens)
+            active.chunk = self._checkpoints.plan(active, chunk)
         except BaseException:
             active.checkpoint_positions = positions
-            self._rows.shrink(active.row, chunk.start, active.num_shared_blocks)
+            self._rows.shrink(active.row, start, active.num_shared_blocks)
             raise
         active.status = RequestStatus.SCHEDULED
 
@@ -149,32 +150,33 @@ class Admitter:
         epoch = self._slots.epoch
         if has_state and all(checkpoint.epoch == epoch for checkpoint in chunk.checkpoints):
             return
-        self._planner.cancel(chunk)
+        self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
-        active.chunk = Chunk(chunk.start, chunk.num_tokens, is_first=chunk.is_first)
+        chunk = active.chunk = replace(chunk, lease=None, inside=(), boundary=None)
         if not has_state:
-            self._resume_elsewhere(active)
-        active.chunk = self._planner.plan(active, active.chunk)
+            chunk = self._resume_elsewhere(active, chunk)
+        active.chunk = self._checkpoints.plan(active, chunk)
 
-    def _resume_elsewhere(self, active: ActiveRequest) -> None:
+    def _resume_elsewhere(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         admission = active.current_admission
         shared = active.block_ids[: active.num_shared_blocks]
         state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
         lease = self._pin(shared, state_blocks)
         active.num_computed = active.state_position = start
-        active.chunk = replace(active.current_chunk, start=start, lease=lease)
+        active.chunk = active.chunk_from(start, chunk.num_tokens, is_first=True, lease=lease)
         active.admission = replace(
             admission,
             state_matched_blocks=state_blocks,
             skip_tokens=start,
             miss_reason=None if start else MissReason.NO_STATE,
         )
+        return active.chunk
 
-    def settle(self, active: ActiveRequest) -> None:
+    def end_chunk(self, active: ActiveRequest) -> None:
         """End a committed chunk: its source may be evicted from now on."""
         chunk = active.current_chunk
-        self._planner.settle(chunk)
+        self._checkpoints.end(chunk)
         self._unpin(chunk.lease)
         active.chunk = None
 
@@ -182,25 +184,25 @@ class Admitter:
         """Take back everything that a request holds, what was planned for it included."""
         chunk, active.chunk = active.chunk, None
         active.status = RequestStatus.PREEMPTED
-        active.num_releases += 1
         if chunk is not None:
-            self._planner.cancel(chunk)
+            self._checkpoints.cancel(chunk)
             self._unpin(chunk.lease)
-        self._planner.cancel_decode(active)
+        self._checkpoints.cancel_decode(active)
         active.num_shared_blocks = 0
         self._rows.give_back(active.leave_row())
 
-    def _chunk(
+    def _chunk_tokens(
         self, active: ActiveRequest, start: int, chunk_tokens: int | None, token_room: int
-    ) -> Chunk:
-        left = active.num_tokens - start
-        wanted = left if chunk_tokens is None else chunk_tokens
-        chunk = Chunk(start, min(check_int("chunk_tokens", wanted, minimum=1), left))
-        if chunk.num_tokens > token_room:
+    ) -> int:
+        """Return how many tokens a chunk from ``start`` on has."""
+        num_tokens = active.num_tokens - start
+        if chunk_tokens is not None:
+            num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_tokens)
+        if num_tokens > token_room:
             raise TokenCapacityError(
-                chunk.num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"
+                num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"
             )
-        return chunk
+        return num_tokens
 
     def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
         if not state_blocks:

@@ -1,4 +1,4 @@
-"""Plans which states a step saves, and publishes them when the step is committed."""
+"""Checkpoints: which states a step saves, and how they become findable when it is committed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvariantError
@@ -17,38 +18,41 @@ from mamba_cache.slots import (
 )
 from mamba_cache.slots.placement import placed_positions
 
-__all__ = ["CheckpointPlanner", "Publisher"]
+__all__ = ["Checkpoints"]
 
 
-class CheckpointPlanner:
-    """Chooses the checkpoints of a chunk and reserves a slot for each that can have one.
+class Checkpoints:
+    """The states that steps save: chosen, reserved, made findable.
+
+    A state is saved at block boundaries only, and those lie on the SSM chunk grid because the
+    settings say so.
 
     Args:
-        slots: Where slots are reserved, and checkpoints that found no room are counted.
+        config: Settings.
         placement: Which positions are worth a state.
-        block_size_tokens: Tokens of a block. A state is saved at block boundaries only, and those
-            lie on the SSM chunk grid because the settings say so.
-        max_inside: Checkpoints inside prefill chunks that the buffers of one step hold.
-        save_prompt_states: Whether prefill chunks have checkpoints.
-        save_decode_states: Whether decoded tokens that end a block have one.
+        kv_blocks: Where block hashes are registered.
+        slots: Where slots are reserved, and checkpoints that found no room are counted.
+        counters: Where saved states are counted.
     """
 
     def __init__(
         self,
-        slots: MambaSlotAllocator,
+        config: CacheConfig,
         placement: CheckpointPlacement,
-        *,
-        block_size_tokens: int,
-        max_inside: int,
-        save_prompt_states: bool,
-        save_decode_states: bool,
+        kv_blocks: KVBlockAllocator,
+        slots: MambaSlotAllocator,
+        counters: StatsCounters,
     ) -> None:
-        self._slots = slots
         self._placement = placement
-        self._block_size = block_size_tokens
-        self._max_inside = self._room = max_inside
-        self._save_prompt_states = save_prompt_states
-        self._save_decode_states = save_decode_states
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._counters = counters
+        self._block_size = config.block_size_tokens
+        self._is_on = config.enable_prefix_caching
+        self._save_decode_states = config.save_decode_states
+        self._max_inside = self._room = config.checkpoints_per_step
+        # States that hits have used, by slot, so that there are never more than slots.
+        self._consumed: dict[int, SlotLease] = {}
 
     def plan(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         """Return ``chunk`` with its checkpoints planned.
@@ -57,30 +61,31 @@ class CheckpointPlanner:
             active: The request, with the blocks of the chunk.
             chunk: What is computed.
         """
-        if not self._save_prompt_states:
+        if not self._is_on:
             return chunk
-        positions = sorted(self._positions(active, chunk))
-        inside = [p for p in positions if p < chunk.end]
-        without_room = max(0, len(inside) - self._room)
+        end = chunk.end
+        positions = self._positions(active, chunk.start, end)
+        if not positions:
+            return chunk
+        without_room = max(0, sum(p < end for p in positions) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
         kept = self._reserve(active, positions[without_room:])
-        inside_kept = tuple(c for c in kept if c.position < chunk.end)
-        self._room -= len(inside_kept)
-        return replace(
-            chunk,
-            inside=inside_kept,
-            boundary=next((c for c in kept if c.position == chunk.end), None),
-        )
+        boundary = kept.pop() if kept and kept[-1].position == end else None
+        self._room -= len(kept)
+        return replace(chunk, inside=tuple(kept), boundary=boundary)
+
+    def saves_while_decoding(self, active: ActiveRequest) -> bool:
+        """Say whether states of a request may be saved while it decodes."""
+        wants = self._save_decode_states or bool(active.checkpoint_positions)
+        return self._is_on and wants
 
     def plan_decode(self, active: ActiveRequest) -> None:
         """Plan the checkpoint of a decoding request that may end a block in the next step.
 
         Args:
-            active: The request, with the blocks of the step.
+            active: One of which states may be saved, with the blocks of the step.
         """
-        if not self._save_prompt_states:
-            return
         # Two steps are shorter than a block: there is one boundary at most.
         position = (active.num_computed // self._block_size + 1) * self._block_size
         if not self._save_decode_states and not active.wants_state_at(position):
@@ -100,15 +105,15 @@ class CheckpointPlanner:
     def drop_inside(self, chunk: Chunk) -> Chunk:
         """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
         self._cancel(chunk.inside)
-        self.settle(chunk)
+        self.end(chunk)
         return replace(chunk, inside=())
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
         self._cancel(chunk.checkpoints)
-        self.settle(chunk)
+        self.end(chunk)
 
-    def settle(self, chunk: Chunk) -> None:
+    def end(self, chunk: Chunk) -> None:
         """End a chunk: its checkpoints no longer take room in the step's buffers."""
         self._room += len(chunk.inside)
 
@@ -129,65 +134,35 @@ class CheckpointPlanner:
                 f"but the buffers hold {self._max_inside}"
             )
 
-    def _positions(self, active: ActiveRequest, chunk: Chunk) -> set[int]:
-        block = self._block_size
-        facts = PlacementFacts(
-            prompt_tokens=active.num_tokens,
-            block_size_tokens=block,
-            num_matched_blocks=active.num_shared_blocks,
-            num_required_blocks=-(-active.num_tokens // block),
-        )
-        wanted = placed_positions(self._placement, facts)
-        wanted |= active.wanted_boundaries()
-        return {p for p in wanted if chunk.start < p <= chunk.end}
-
-    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
-        if not positions:
-            return []
-        slots = self._slots.reserve_slots([active.block_before(p) for p in positions])
-        epoch = self._slots.epoch
-        return [
-            Checkpoint(p, slot, epoch)
-            for p, slot in zip(positions, slots, strict=True)
-            if slot is not None
-        ]
-
-    def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Give slots back, unless a reset has taken them since: all are of one epoch."""
-        if checkpoints:
-            slots = [checkpoint.slot for checkpoint in checkpoints]
-            self._slots.cancel_reserved(slots, epoch=checkpoints[0].epoch)
-
-
-class Publisher:
-    """Makes what a committed step wrote findable: KV blocks first, then states.
-
-    Args:
-        kv_blocks: Where block hashes are registered.
-        slots: Where states are registered.
-        counters: Where saved states are counted.
-        block_size_tokens: Tokens of a block.
-    """
-
-    def __init__(
-        self,
-        kv_blocks: KVBlockAllocator,
-        slots: MambaSlotAllocator,
-        counters: StatsCounters,
-        *,
-        block_size_tokens: int,
-    ) -> None:
-        self._kv_blocks = kv_blocks
-        self._slots = slots
-        self._counters = counters
-        self._block_size = block_size_tokens
-        # By slot, so that there are never more than slots.
-        self._consumed: dict[int, SlotLease] = {}
-
-    def note_consumed(self, lease: SlotLease) -> None:
+    def mark_used(self, lease: SlotLease) -> None:
         """Remember that a hit used a state, and tell the eviction policy."""
         self._consumed[lease.slot] = lease
         self._slots.note_consumed([lease.slot])
+
+    def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> list[int | None]:
+        """Publish a request's complete blocks, of which ``hashes`` are the hashes.
+
+        Returns:
+            For each block that was not published yet the one that stands for its hash now, as
+            ``KVBlockAllocator.register_kv_block_hashes`` says.
+        """
+        first = active.num_published
+        end = min(active.num_computed // self._block_size, len(hashes))
+        if first >= end:
+            return []
+        parent_hash = hashes[first - 1] if first else None
+        blocks = active.blocks_between(first, end)
+        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
+            ids, digests = [hashes[first]], [hashes.digest(first)]
+            holders = self._kv_blocks.register_kv_block_hashes(
+                blocks, ids, digests=digests, parent_hash=parent_hash
+            )
+        else:
+            holders = self._kv_blocks.register_kv_block_hashes(
+                blocks, hashes[first:end], parent_hash=parent_hash
+            )
+        active.num_published = end
+        return holders
 
     def publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
         """Publish a request's complete blocks and the states that a step saved.
@@ -201,29 +176,34 @@ class Publisher:
             checkpoints: What was saved.
         """
         hashes = active.hashes
-        self._publish_blocks(active, hashes)
+        holders = self.publish_blocks(active, hashes)
+        first = active.num_published - len(holders)
         if not checkpoints:
             return
         slots, blocks, ids, saved_tokens = [], [], [], []
         private = []
         for checkpoint in checkpoints:
-            num_saved = self._note_state(active, checkpoint)
+            num_saved = self._count_saved_tokens(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
-            block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+            hash_id = hashes[index]
+            if index >= first:
+                block = holders[index - first]
+            else:
+                block = self._kv_blocks.find_block(hash_id, hashes.digest(index))
             if block is None:
                 private.append(checkpoint.slot)
                 continue
             slots.append(checkpoint.slot)
             blocks.append(block)
-            ids.append(hashes[index])
+            ids.append(hash_id)
             saved_tokens.append(num_saved)
         if checkpoints[0].epoch != self._slots.epoch:
             return  # the slots' owner has reset them, and what was reserved with them
         if private:
             self._slots.cancel_reserved(private)
         if slots:
-            housing = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
-            self._counters.saved_states += sum(a == b for a, b in zip(housing, slots, strict=True))
+            kept = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
+            self._counters.saved_states += sum(a == b for a, b in zip(kept, slots, strict=True))
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -244,10 +224,11 @@ class Publisher:
         if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
             self._slots.invalidate_block(old.block_id)
 
-    def _note_state(self, active: ActiveRequest, checkpoint: Checkpoint) -> int:
-        """Return the tokens that a state saves beyond the one before it, and note that it is there.
+    def _count_saved_tokens(self, active: ActiveRequest, checkpoint: Checkpoint) -> int:
+        """Return the tokens that a state saves beyond the one before it.
 
-        The newest state of a decoding request is not noted, for the next one supersedes it.
+        The later ones count from this one; not from the newest of a decoding request, which the
+        next one supersedes.
         """
         saved_tokens = checkpoint.position - active.state_position
         is_decoding = active.status is RequestStatus.DECODING
@@ -263,20 +244,31 @@ class Publisher:
         self._slots.unpin_slots([lease])
         return lease
 
-    def _publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> None:
-        first = active.num_published
-        end = min(active.num_computed // self._block_size, len(hashes))
-        if first >= end:
-            return
-        parent_hash = hashes[first - 1] if first else None
-        blocks = active.blocks_between(first, end)
-        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
-            ids, digests = [hashes[first]], [hashes.digest(first)]
-            self._kv_blocks.register_kv_block_hashes(
-                blocks, ids, digests=digests, parent_hash=parent_hash
-            )
-        else:
-            self._kv_blocks.register_kv_block_hashes(
-                blocks, hashes[first:end], parent_hash=parent_hash
-            )
-        active.num_published = end
+    def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
+        """Return where states of a request are worth saving after ``start`` and up to ``end``."""
+        block, num_tokens = self._block_size, active.num_tokens
+        facts = PlacementFacts(
+            prompt_tokens=num_tokens,
+            block_size_tokens=block,
+            num_matched_blocks=active.num_shared_blocks,
+            num_required_blocks=-(-num_tokens // block),
+        )
+        wanted = placed_positions(self._placement, facts)
+        if active.checkpoint_positions:
+            wanted |= active.wanted_boundaries()
+        return sorted(p for p in wanted if start < p <= end)
+
+    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
+        slots = self._slots.reserve_slots([active.block_before(p) for p in positions])
+        epoch = self._slots.epoch
+        return [
+            Checkpoint(p, slot, epoch)
+            for p, slot in zip(positions, slots, strict=True)
+            if slot is not None
+        ]
+
+    def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Give slots back, unless a reset has taken them since: all are of one epoch."""
+        if checkpoints:
+            slots = [checkpoint.slot for checkpoint in checkpoints]
+            self._slots.cancel_reserved(slots, epoch=checkpoints[0].epoch)

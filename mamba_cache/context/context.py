@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from mamba_cache._checks import check_int
-from mamba_cache._guard import exclusive, guarded, query
-from mamba_cache.context.device_tokens import DeviceTokens
+from mamba_cache._checks import check_int, check_kind
+from mamba_cache._guard import CallGuard, exclusive, guarded, query
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._weak_callback import WeakCallback
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.admission import Admitter
+from mamba_cache.context.checkpoints import Checkpoints
+from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
+from mamba_cache.context.forks import Forker, Forks
+from mamba_cache.context.invariants import check_requests, check_states_of_blocks
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.request_rows import Int64Array
+from mamba_cache.context.memory import (
+    SLOT_FIELDS,
+    BatchCounts,
+    LiveRows,
+    fingerprint_of_kinds,
+    kv_pool_size,
+    layer_labels,
+    layers_by_kind,
+    make_slot_allocator,
+    paired,
+    slot_spec,
+)
+from mamba_cache.context.request_rows import Int64Array, RequestRows
+from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
     PreparedRequest,
     Request,
+    RequestPreparer,
     RequestProgress,
     RequestStatus,
     check_positions,
 )
-from mamba_cache.context.speculation import Drafts, NewTokens, plan_decodes
+from mamba_cache.context.restore_order import CudaRestoreStreams, SideStream
+from mamba_cache.context.speculation import (
+    DeviceTokens,
+    Drafts,
+    NewTokens,
+    Speculation,
+    plan_decodes,
+)
+from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
-from mamba_cache.context.upkeep import ContextUpkeep
-from mamba_cache.errors import StepOrderError, UnknownRequestError
+from mamba_cache.context.stepping import StepRunner
+from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
+from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
+from mamba_cache.slots.fingerprint import fingerprint_of
+from mamba_cache.slots.placement import check_placement
+from mamba_cache.states import (
+    KVCacheSpec,
+    StatePool,
+    StateSpec,
+    as_device,
+    plan_extraction,
+)
 
 __all__ = ["DynamicInferenceContext"]
 
@@ -31,8 +76,8 @@ _REFUSALS = (StepOrderError, UnknownRequestError)
 """What calls that only give back refuse with, before they change anything."""
 
 
-class DynamicInferenceContext(ContextUpkeep):
-    """Runs requests over a KV cache and live states, and reuses the prefixes that they share.
+class DynamicInferenceContext:
+    """Requests that run over a KV cache and live states, and reuse the prefixes that they share.
 
     One step of an embedding engine::
 
@@ -45,12 +90,13 @@ class DynamicInferenceContext(ContextUpkeep):
     of blocks that it looked at. One thread uses a context at a time; a call that comes while
     another runs raises ``ConcurrentUseError``. Any thread may read ``stats``. When something else
     breaks a call off and not all of it can be taken back, every later call raises
-    ``PoisonedError`` until ``reset``. ``CacheMemory`` describes what it holds for the model, such
-    as ``kv_cache`` and ``live_states``.
+    ``PoisonedError`` until ``reset``.
+
+    It has every field of ``protocols.SlotContext``, so that slots can be embedded in it.
 
     Args:
         config: Settings.
-        state_spec: What one state holds.
+        state_spec: What one state holds, of one kind of layers or several.
         kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
             ``config.num_kv_blocks`` says how many blocks it has.
         device: Where states, keys and values are.
@@ -58,10 +104,151 @@ class DynamicInferenceContext(ContextUpkeep):
             ``config.eviction_policy``.
         placement: Where states are saved. Default: Megatron's three positions.
 
+    Attributes:
+        config: Settings.
+        device: Where the tensors are.
+        kv_block_allocator: Bookkeeping of KV blocks.
+        slot_allocator: Bookkeeping of slots, and the saved states.
+        bytes_per_slot: What one slot holds, in bytes.
+        request_rows: Requests as rows of arrays, and their KV blocks.
+        step_buffers: The tensors of a step's metadata.
+        kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
+            values; None without ``kv_spec``. The last block is the dummy block.
+        live_states: The states that running requests read and write,
+            ``config.live_rows_per_request`` rows each.
+
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
         InvalidArgumentError: The settings do not fit each other, or one is of a wrong kind.
     """
+
+    @outside_inference_mode
+    def __init__(
+        self,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        slot_policy: SlotEvictionPolicy | None = None,
+        placement: CheckpointPlacement | None = None,
+    ) -> None:
+        check_kind("config", config, CacheConfig)
+        check_kind("state_spec", state_spec, StateSpec)
+        if kv_spec is not None:
+            check_kind("kv_spec", kv_spec, KVCacheSpec)
+        placement = check_placement(placement)
+        self._layers = layers_by_kind(state_spec)
+        self._kinds_fingerprint = fingerprint_of_kinds(slot_spec(config, state_spec))
+        self.config = config
+        self.device = as_device(device)
+        self._make_memory(state_spec, kv_spec)
+        self._set_slot_fields()
+        self._make_slots(state_spec, slot_policy)
+        self._guard = CallGuard(self.check_invariants)
+        self.kv_block_allocator.join(self._guard)
+        self.slot_allocator.join(self._guard)
+        self._make_parts(placement)
+        self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
+        self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
+
+    def _make_memory(self, state_spec: StateSpec, kv_spec: KVCacheSpec | None) -> None:
+        """Allocate the tensors that requests and steps use, and what says who has what of them."""
+        config = self.config
+        self.kv_block_allocator = KVBlockAllocator(
+            kv_pool_size(config, kv_spec),
+            eviction_policy=config.eviction_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            as_tensor=torch.from_numpy,
+        )
+        blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
+        self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
+        live_rows = config.max_requests * config.live_rows_per_request
+        self.live_states = StatePool(state_spec, live_rows, device=self.device)
+        self.request_rows = RequestRows(
+            self.kv_block_allocator,
+            max_requests=config.max_requests,
+            max_blocks=config.max_blocks_per_request,
+            block_size_tokens=config.block_size_tokens,
+            max_decode_tokens=config.max_decode_tokens,
+        )
+        self.step_buffers = StepBuffers(
+            self.request_rows.block_tables,
+            table_stamps=self.request_rows.table_stamps,
+            block_size_tokens=config.block_size_tokens,
+            chunk_size=config.ssm_chunk_size,
+            max_tokens=config.max_tokens,
+            max_checkpoints=config.checkpoints_per_step,
+            max_decode_tokens=config.max_decode_tokens,
+            live_rows_per_request=config.live_rows_per_request,
+            device=self.device,
+        )
+
+    def _set_slot_fields(self) -> None:
+        """Set what ``protocols.SlotContext`` lists beside the attributes above."""
+        config = self.config
+        self.max_requests = config.max_requests
+        self.block_size_tokens = config.block_size_tokens
+        self.prefix_caching_eviction_policy = config.eviction_policy
+        self.mamba_chunk_size = config.ssm_chunk_size
+        self.ssm_chunk_alignment = config.chunk_alignment
+        self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
+        self.request_to_kv_block_ids = torch.from_numpy(self.request_rows.block_tables)
+        self.mamba_metadata = LiveRows(config)
+        live_states = self.live_states.tensors if self.live_states.spec.is_mamba else {}
+        self.mamba_conv_states = live_states.get("conv")
+        self.mamba_ssm_states = live_states.get("ssm")
+        self.batch_dimensions = BatchCounts()
+        self.paused_request_count = 0
+
+    def _make_slots(self, state_spec: StateSpec, policy: SlotEvictionPolicy | None) -> None:
+        """Make the slots, and have them hear of KV blocks that are deregistered."""
+        config = self.config
+        self.bytes_per_slot = slot_spec(config, state_spec).bytes_per_slot
+        # Of its own fields, not of this: it would keep all tensors until a garbage collection.
+        fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
+        self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
+        self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
+            self.slot_allocator.on_kv_blocks_deregistered
+        )
+
+    def _make_parts(self, placement: CheckpointPlacement) -> None:
+        """Make what carries requests through their steps."""
+        config, slots, rows = self.config, self.slot_allocator, self.request_rows
+        self._counters = StatsCounters()
+        self._preparer = RequestPreparer(config)
+        self._requests = RequestTable(
+            rows,
+            max_tokens=config.max_tokens,
+            max_decode_tokens=config.max_decode_tokens,
+            max_sequence_length=config.max_sequence_length,
+        )
+        self._checkpoints = Checkpoints(
+            config, placement, self.kv_block_allocator, slots, self._counters
+        )
+        self._admitter = Admitter(config, self.kv_block_allocator, slots, rows, self._checkpoints)
+        speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
+        self._runner = StepRunner(
+            buffers=self.step_buffers,
+            rows=rows,
+            slots=slots,
+            checkpoints=self._checkpoints,
+            admitter=self._admitter,
+            counters=self._counters,
+            speculation=speculation,
+            side_stream=self._side_stream(),
+            extractions=self._extractions,
+        )
+        self._forker = Forker(
+            rows,
+            self._requests,
+            live_states=self.live_states,
+            kv_cache=self.kv_cache,
+            preparer=self._preparer,
+            runner=self._runner,
+            speculation=speculation,
+        )
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its blocks, so that it can be matched many times.
@@ -122,7 +309,6 @@ class DynamicInferenceContext(ContextUpkeep):
             self.request_rows,
             is_cached=self.config.enable_prefix_caching,
         )
-        active.want_checkpoints(prepared.request.checkpoint_positions)
         active.want_checkpoints(checkpoint_positions)
         self._admitter.admit(active, chunk_tokens, self._requests.token_room())
         self._requests.add(active)
@@ -213,7 +399,7 @@ class DynamicInferenceContext(ContextUpkeep):
         """
         self._runner.require_none()
         group, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
-        if not group and not prefills:
+        if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
         rows = self.request_rows
         starts = most = rows.num_computed[group.rows]
@@ -232,13 +418,13 @@ class DynamicInferenceContext(ContextUpkeep):
         )
         self._requests.check_fits(work.num_tokens)
         due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
-        filling = self._give_blocks(work, due) if len(due) else []
+        saving, crossing = self._give_blocks(work, due) if len(due) else ((), due)
         self.batch_dimensions.prefill_req_count = len(prefills)
-        self.batch_dimensions.decode_req_count = len(group)
+        self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, filling, prefills, on_device)
+        return self._runner.begin(work, saving, crossing, prefills, on_device)
 
-    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> list[int]:
+    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> tuple[list[int], Int64Array]:
         """Give decoding requests the blocks that they lack: at most one each.
 
         Args:
@@ -246,20 +432,22 @@ class DynamicInferenceContext(ContextUpkeep):
             due: Which of them may lack one, or end one.
 
         Returns:
-            Which of them may end one.
+            Which of them may end one and save its state, and which have tokens in two blocks.
 
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
-        rows, its_rows = self.request_rows, work.group.rows[due]
-        lacks = work.ends[due] > rows.num_blocks[its_rows] * self.block_size_tokens
-        if lacks.any():
-            short = due[lacks]
-            names = [work.group.ids[index] for index in short.tolist()]
-            rows.grow_by_one(its_rows[lacks], int(work.ends[short].max()), names)
-        rows.expect_events(its_rows)
-        filling: list[int] = due[work.ends[due] > rows.next_events[its_rows]].tolist()
-        return filling
+        rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
+        lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
+        if np.count_nonzero(lacks):
+            names = (work.group.ids[index] for index in due[lacks].tolist())
+            rows.grow_by_one(its_rows[lacks], int(ends[lacks].max()), names)
+        is_over = rows.num_computed[its_rows] > rows.next_events[its_rows]
+        if np.count_nonzero(is_over):
+            rows.expect_events(its_rows[is_over])
+        beyond = ends - rows.next_events[its_rows]
+        saving: list[int] = due[(beyond > 0) & rows.saves_states[its_rows]].tolist()
+        return saving, due[beyond > 1]
 
     @guarded(trusts=())
     def commit_step(
@@ -292,7 +480,7 @@ class DynamicInferenceContext(ContextUpkeep):
 
     @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
-        """Wait for the tokens of a step committed with ``DeviceTokens``, and take note of them.
+        """Wait for the tokens of a step committed with ``DeviceTokens``, and append them.
 
         What it wrote while its requests decoded becomes findable.
 
@@ -320,6 +508,51 @@ class DynamicInferenceContext(ContextUpkeep):
             StepOrderError: No step is in flight.
         """
         return self._runner.abort()
+
+    @exclusive
+    def fork(
+        self,
+        request_id: Hashable,
+        new_ids: Iterable[Hashable],
+        *,
+        last_tokens: Sequence[int] | Int64Array | torch.Tensor | None = None,
+    ) -> Forks:
+        """Make requests that go on from where one that decodes stands; all of them, or none.
+
+        Each is a request like any other from then on, with the same prompt and the same answer so
+        far, and equal to one that was added and computed as that was. KV blocks that are full are
+        shared; the unfinished one and the live state are copied on the current stream, each in one
+        launch for all new requests. Nothing waits for the device.
+
+        The last token of a decoding request is sampled, but not computed. So each of the new ones
+        may have another one in its place, as several answers and beams do.
+
+        Args:
+            request_id: A decoding request of which all tokens are collected. Its prompt is computed
+                and its first token sampled.
+            new_ids: The ids of the new requests, none of them in use.
+            last_tokens: A token for each of them in place of the last one of ``request_id``.
+                Default: that one.
+
+        Returns:
+            Which rows and KV blocks were copied. An embedder that keeps keys and values itself,
+            or anything else by row, copies the same.
+
+        Raises:
+            UnknownRequestError: There is no such request.
+            StepOrderError: It does not decode, the device alone knows its last tokens, or a step is
+                in flight.
+            InvalidArgumentError: An id is in use, comes twice or is not hashable, or the tokens are
+                no token ids, or not one for each new id.
+            RequestCapacityError: Not enough rows are free.
+            BlockCapacityError: Not enough KV blocks are free or evictable.
+            TokenCapacityError: Chunks are scheduled that leave no room for them in the next step.
+        """
+        self._runner.require_none()
+        active = self._requests.find(request_id, RequestStatus.DECODING)
+        forks = self._forker.fork(active, new_ids, last_tokens)
+        self._counters.forks += len(forks.request_ids)
+        return forks
 
     @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:
@@ -396,5 +629,338 @@ class DynamicInferenceContext(ContextUpkeep):
         active = self._requests.find(request_id)
         return active.generated[check_int("start", start, minimum=0) :]
 
+    def extract_checkpoint_states(
+        self,
+        layer: int,
+        chunk_states: torch.Tensor,
+        conv_input: torch.Tensor,
+        metadata: StepMetadata,
+    ) -> None:
+        """Write one Mamba layer's states at the step's checkpoints straight into their slots.
+
+        Call it in every Mamba layer of every step, before the layer overwrites its live conv
+        state. ``commit_step`` publishes a state only if every layer has handed it over. A step
+        without checkpoints inside its chunks asks for nothing, and nothing is looked at. Layers
+        of other kinds than ``StateSpec.mamba`` describes call ``extract_states``.
+
+        Args:
+            layer: Which Mamba layer, from 0.
+            chunk_states: [num_chunks, *ssm] SSM state at the end of each chunk, on the device.
+            conv_input: [num_prefill_tokens, conv_dim] inputs of the convolution, on the device.
+                Within ``capture_extractions`` both have room for the longest step to be replayed.
+            metadata: ``Step.metadata`` of the step in flight.
+
+        Raises:
+            StepOrderError: No step is in flight, or a CUDA graph is captured outside of
+                ``capture_extractions``.
+            InvalidArgumentError: There is no such layer, the metadata are another step's, the
+                tensors are not as long as the step, or of another shape or dtype than the states,
+                or these are not of conv and SSM.
+        """
+        extractions = self._extractions
+        if extractions.captured is not None:
+            extractions.check_layer(layer)
+        else:
+            extractions.check(layer, chunk_states, conv_input, metadata)
+            if not extractions.fields:
+                return
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                self._check_not_capturing()
+        slots = self.slot_allocator
+        if self.mamba_conv_states is None:
+            raise InvalidArgumentError(
+                "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
+                f"the kinds {[*self._layers]} call extract_states"
+            )
+        write = plan_extraction(
+            slots.conv_states[layer],
+            slots.ssm_states[layer],
+            self.mamba_conv_states[layer],
+            chunk_states,
+            conv_input,
+            fields=extractions.fields,
+            slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
+            quantization=slots.quantization,
+        )
+        write()
+        extractions.record(layer, chunk_states, conv_input)
+
+    def extract_states(
+        self,
+        kind: str,
+        layer: int,
+        chunk_states: Mapping[str, torch.Tensor],
+        window_inputs: Mapping[str, torch.Tensor],
+        metadata: StepMetadata,
+    ) -> None:
+        """Write the states of one layer of any kind at the step's checkpoints into their slots.
+
+        What ``extract_checkpoint_states`` does for Mamba layers. Each tensor that the layer keeps
+        is given in one of two ways: by its states at the ends of the step's chunks, or, where it
+        holds the last inputs of a convolution or a token shift, by these inputs.
+
+        Args:
+            kind: The layer's kind, as the spec calls it.
+            layer: Which layer of that kind, from 0.
+            chunk_states: By the tensor's name within a layer, [num_chunks, *shape] its states at
+                the ends of the chunks that ``metadata.cu_chunk_seqlens`` bounds, on the device.
+            window_inputs: By name, [num_prefill_tokens, channels] inputs, for a tensor of
+                [channels, width], newest last, or [channels], the last one alone.
+            metadata: ``Step.metadata`` of the step in flight.
+
+        Raises:
+            StepOrderError: As in ``extract_checkpoint_states``.
+            InvalidArgumentError: There is no such kind or layer, the names are not those of its
+                tensors, each once, or as in ``extract_checkpoint_states``.
+        """
+        extractions = self._extractions
+        is_captured = extractions.captured is not None
+        if not is_captured and not extractions.are_asked_for(metadata):
+            return
+        known = self._layers.get(kind) if isinstance(kind, str) else None
+        if known is None:
+            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
+        layer = check_int("layer", layer, minimum=0, maximum=known.num_layers - 1)
+        number, pairs = known.first + layer, paired(known, chunk_states, window_inputs)
+        if not is_captured:
+            handed_over = chunk_states.values(), window_inputs.values()
+            extractions.check_all(number, *handed_over, metadata)
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                self._check_not_capturing()
+        # All are checked before the first is written.
+        for write in [self._extraction(layer, *pair) for pair in pairs]:
+            write()
+        extractions.record_all(number, chunk_states.values(), window_inputs.values())
+
+    def _extraction(
+        self,
+        layer: int,
+        name: str | None,
+        states: torch.Tensor | None,
+        window: str | None,
+        inputs: torch.Tensor | None,
+    ) -> Callable[[], None]:
+        """Return what extracts a state, a window, or both of one layer in one launch."""
+        saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
+        quantization = self.slot_allocator.quantization
+        scales = quantization.scales_of(name) if quantization and name else None
+        return plan_extraction(
+            None if window is None else saved[window][layer],
+            None if name is None else saved[name][layer],
+            None if window is None else live[window][layer],
+            states,
+            inputs,
+            fields=self._extractions.fields,
+            slot_scales=None if scales is None else saved[scales][layer],
+            quantization=quantization,
+        )
+
+    def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:
+        """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
+
+        At a replay no line of Python runs, so what a captured graph hands over must be said::
+
+            with context.capture_extractions() as captured, torch.cuda.graph(graph):
+                model(...)
+            ...
+            graph.replay()
+            context.count_extractions(captured)
+
+        Within, the calls cover all checkpoints that a step can have, not those of one step, and
+        hand nothing over for the step in flight, if there is one. Warm-ups belong there too.
+
+        Raises:
+            StepOrderError: On entry: another capture is not over.
+        """
+        return self._extractions.capture()
+
+    def count_extractions(self, captured: CapturedExtractions) -> None:
+        """Count what a replayed CUDA graph has handed over in the step in flight.
+
+        Call it at every replay, once the replay is enqueued.
+
+        Args:
+            captured: What ``capture_extractions`` gave when the graph was captured.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: It is something else, names a layer that there is not, or was
+                captured with shorter tensors than the step needs. Nothing was counted.
+        """
+        self._extractions.count(captured)
+
+    def _check_not_capturing(self) -> None:  # pragma: no cover - tests/gpu run it
+        if torch.cuda.is_current_stream_capturing():
+            raise StepOrderError(
+                "states were handed over while a CUDA graph was captured: capture it within "
+                "context.capture_extractions(), and call context.count_extractions() with what "
+                "that gave wherever the graph is replayed"
+            )
+
+    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
+        """End all requests, and a step in flight with them.
+
+        Args:
+            preserve_prefix_cache: Keep cached blocks and states, and the counters. If False,
+                everything is as it was when the context was made, whatever happened to it.
+
+        Raises:
+            InvalidArgumentError: ``preserve_prefix_cache`` is no bool.
+        """
+        if not isinstance(preserve_prefix_cache, bool):
+            raise InvalidArgumentError(
+                f"preserve_prefix_cache must be a bool, got {preserve_prefix_cache!r}"
+            )
+        if preserve_prefix_cache:
+            self._reset_requests()
+        else:
+            self._reset_everything()
+
+    @guarded(trusts=())
+    def _reset_requests(self) -> None:
+        self._runner.drop()
+        for active in self._requests:
+            self._end(active)
+
+    @guarded(renews=True)
+    def _reset_everything(self) -> None:
+        self._runner.forget()
+        self._requests.clear()
+        self.request_rows.reset()
+        # Before the KV blocks, which tell the slots: these may contradict each other by now.
+        self.slot_allocator.reset()
+        self.kv_block_allocator.reset()
+        self._checkpoints.reset()
+        self._counters.reset()
+
+    @exclusive
+    def scrub(self) -> None:
+        """Zero all memory but cached prefixes and what running requests have computed.
+
+        Memory that is given back keeps its content until it is written again: a block that another
+        request has taken in the part that this one has not computed yet, a reserved slot until its
+        step. After this, nothing is left of requests that are finished and of blocks that were
+        deregistered, evicted or reset: no states, keys, values or tokens in tensors of the context.
+        It takes as long as writing that memory does, and may wait for the device.
+
+        Raises:
+            StepOrderError: A step is in flight or uncollected.
+        """
+        self._runner.require_none()
+        self._runner.require_collected()
+        requests = self._requests.holding_memory()
+        # No step is in flight, so what is reserved is not written yet.
+        scrub_free_slots(self.slot_allocator, reserved=True)
+        self._scrub_blocks(requests)
+        # A request whose first chunk is due gets its live state when its step begins.
+        self._scrub_live_states(
+            [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
+        )
+        self.step_buffers.zero_()
+        for active in requests:
+            active.collect_tokens()
+        self.request_rows.scrub()
+        self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
+
+    def _scrub_blocks(self, requests: Sequence[ActiveRequest]) -> None:
+        """Zero blocks that are neither used nor cached, and what requests have not computed."""
+        if self.kv_cache is None:
+            return
+        kv_blocks = self.kv_block_allocator
+        # The dummy block counts as free: padding is written to it.
+        unwritten = [*kv_blocks.free_block_ids, kv_blocks.dummy_block_id]
+        for active in requests:
+            # Blocks that it shares are full, also where it computes their tokens again.
+            written = max(active.num_computed, active.num_shared_tokens)
+            first, offset = divmod(written, self.block_size_tokens)
+            if offset:
+                self.kv_cache[:, :, active.block_ids[first], offset:] = 0
+                first += 1
+            unwritten += active.block_ids[first:]
+        self.kv_cache[:, :, unwritten] = 0
+
+    def _scrub_live_states(self, rows_in_use: list[int]) -> None:
+        """Zero live states of no request; with drafts, of a request all but the current one."""
+        ring, cursors = self.config.live_rows_per_request, self._runner.cursors
+        is_needed = torch.zeros(self.max_requests, ring, dtype=torch.bool, device=self.device)
+        is_needed[rows_in_use] = True
+        if cursors is not None:
+            is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
+        for tensor in self.live_states.tensors.values():
+            tensor[:, ~is_needed.flatten()] = 0
+
+    def stats(self) -> CacheStats:
+        """Return what the cache did so far and what it holds now."""
+        return collect_stats(
+            self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
+        )
+
+    def fingerprint(self) -> int:
+        """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
+
+        Ranks that run the same requests over shards of the same model must have equal ones after
+        every call, given equal settings, ``hash_secret``, and names and dtypes of states (a kind of
+        layers that a rank has none of has 0 layers there). Linear in slots and block tables.
+
+        Returns:
+            From 0 to 2**63 - 1.
+        """
+        kv_blocks = self.kv_block_allocator
+        parts: list[npt.ArrayLike] = []
+        for active in self._requests:
+            hashes, end = active.hashes, active.num_tokens
+            # The last hash names all blocks before; without prefix caching the last tokens must do.
+            start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
+            due = active.chunk.num_tokens if active.chunk else 0
+            progress = active.row, active.num_computed, active.most_computed, due
+            parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
+        parts += self._runner.progress
+        return fingerprint_of(
+            self._kinds_fingerprint,
+            self.slot_allocator.fingerprint(),
+            self.request_rows.block_tables,
+            (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
+            *parts,
+        )
+
+    def check_invariants(self) -> None:
+        """Prove that all bookkeeping agrees. Costs nothing when it is not called.
+
+        Raises:
+            InvariantError: It does not: a bug of this package.
+        """
+        self._runner.check_invariants()
+        self.kv_block_allocator.check_between_calls()
+        self.slot_allocator.check_invariants()
+        check_states_of_blocks(self.slot_allocator)
+        self.request_rows.check_invariants([a.row for a in self._requests.holding_memory()])
+        self._checkpoints.check_invariants([a.chunk for a in self._requests if a.chunk is not None])
+        check_requests(list(self._requests), self._runner.requests, self.slot_allocator)
+        self._requests.check_invariants()
+
+    def _require_no_blocks_held(self) -> None:
+        """Check that no request would lose its blocks.
+
+        Raises:
+            StepOrderError: One would.
+        """
+        holding = self._requests.holding_memory()
+        if holding:
+            raise StepOrderError(
+                f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
+                "or preempt them first, or reset the context, which ends them"
+            )
+
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)
+
+    def _side_stream(self) -> SideStream | None:
+        if not self.config.restore_on_side_stream or self.device.type != "cuda":
+            return None
+        streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
+        return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
+
+    def _end(self, active: ActiveRequest) -> None:
+        if active.status is not RequestStatus.PREEMPTED:
+            self._admitter.release(active)
+        self._requests.remove(active)

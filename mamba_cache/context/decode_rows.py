@@ -1,9 +1,11 @@
-"""How far each request is, on the device: what a step with drafts needs to know of the last one."""
+"""The device's record of requests that have drafts: how far each is, and its last token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["DecodeRows"]
@@ -29,6 +31,21 @@ class DecodeRows:
     num_computed: torch.Tensor
     cursors: torch.Tensor
     last_tokens: torch.Tensor
+    _arrays: dict[int, tuple[torch.Tensor, np.ndarray[Any, Any]]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return the memory of a tensor on the CPU, looked up once.
+
+        Args:
+            tensor: One of these, or of a step's metadata, which are the same in all steps: it is
+                kept.
+        """
+        kept = self._arrays.get(id(tensor))
+        if kept is None:
+            kept = self._arrays[id(tensor)] = tensor, tensor.numpy()
+        return kept[1]
 
     @classmethod
     def make(cls, max_requests: int, ring: int, device: torch.device) -> DecodeRows:

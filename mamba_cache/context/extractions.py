@@ -1,16 +1,17 @@
-"""Which Mamba layers have handed over their states at a step's checkpoints."""
+"""Extractions: which layers have handed over their states at a step's checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.states import CHECKPOINT_FIELDS
 
 __all__ = ["CapturedExtractions", "StepExtractions"]
 
@@ -25,8 +26,9 @@ class CapturedExtractions:
     checkpoint states into their slots makes it itself.
 
     Attributes:
-        lengths: For each Mamba layer, how many chunks and how many prefill tokens the captured
-            tensors hold: no step with more can be replayed.
+        lengths: For each layer with a state, how many chunks and how many prefill tokens the
+            captured tensors hold: no step with more can be replayed. With several kinds of layers
+            they are numbered through, kind after kind in the spec's order.
 
     Raises:
         InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
@@ -43,23 +45,24 @@ class CapturedExtractions:
 
 
 class StepExtractions:
-    """Counts on the host which layers have handed over in the step in flight.
+    """Which layers have handed over in the step in flight, counted on the host.
 
     A slot keeps its last state, perhaps another salt's, until it is written. So a state at a
     checkpoint inside a chunk is published only if every layer has written its part of it.
 
     Args:
-        num_layers: Mamba layers whose states a slot holds.
+        labels: What messages call each layer whose states a slot holds.
         buffers: The tensors of the step's metadata.
 
     Attributes:
         captured: What a CUDA graph that is being captured has extracted so far, else None.
     """
 
-    def __init__(self, num_layers: int, buffers: StepBuffers) -> None:
+    def __init__(self, labels: Sequence[int | str], buffers: StepBuffers) -> None:
         self.captured: CapturedExtractions | None = None
-        self._fields: Mapping[str, torch.Tensor] = {}
-        self._num_layers = num_layers
+        self._fields: tuple[torch.Tensor, ...] = ()
+        self._labels = labels
+        self._num_layers = len(labels)
         self._buffers = buffers
         self._metadata: StepMetadata | None = None
         self._missing: set[int] = set()
@@ -74,25 +77,29 @@ class StepExtractions:
         """End the step in flight, if there is one."""
         self._metadata = None
         self._missing = set()
-        self._fields = {}
+        self._fields = ()
 
     @property
-    def fields(self) -> Mapping[str, torch.Tensor]:
-        """The checkpoints to write, as ``states.extract_checkpoint_states`` takes them.
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """The checkpoints to write, as ``states.plan_extraction`` takes them.
 
         Those of the step in flight, none if it has none; in a capture all that there can be.
         """
         if self.captured is not None:
-            return self._buffers.checkpoint_fields(None)
+            return self._fields_of(None)
         if not self._fields and self._metadata is not None and self._metadata.num_checkpoints:
             # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._buffers.checkpoint_fields(self._metadata.num_checkpoints)
+            self._fields = self._fields_of(self._metadata.num_checkpoints)
         return self._fields
 
+    def _fields_of(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
+        fields = self._buffers.checkpoint_fields(num_checkpoints)
+        return tuple(fields[name] for name in CHECKPOINT_FIELDS)
+
     @property
-    def missing_layers(self) -> list[int]:
+    def missing_layers(self) -> list[int | str]:
         """Layers that have not handed over; none in a step without checkpoints inside chunks."""
-        return sorted(self._missing)
+        return [self._labels[layer] for layer in sorted(self._missing)]
 
     def check(
         self,
@@ -115,14 +122,47 @@ class StepExtractions:
         if not metadata.num_checkpoints:
             return
         self.check_layer(layer)
-        given = _lengths(chunk_states, conv_input)
+        self._check_lengths(layer, metadata, *_lengths(chunk_states, conv_input))
+
+    def check_all(
+        self,
+        layer: int,
+        chunk_states: Iterable[torch.Tensor],
+        window_inputs: Iterable[torch.Tensor],
+        metadata: StepMetadata,
+    ) -> None:
+        """Check the tensors of a layer of whatever kind against the step that asks for them.
+
+        Raises:
+            InvalidArgumentError: They are not as long as the step is.
+        """
+        for states in chunk_states:
+            self._check_lengths(layer, metadata, len(states), metadata.num_prefill_tokens)
+        for inputs in window_inputs:
+            self._check_lengths(layer, metadata, metadata.num_chunks, len(inputs))
+
+    def _check_lengths(
+        self, layer: int, metadata: StepMetadata, num_chunks: int, num_tokens: int
+    ) -> None:
         needed = metadata.num_chunks, metadata.num_prefill_tokens
-        if given != needed:
+        if (num_chunks, num_tokens) != needed:
             raise InvalidArgumentError(
-                f"layer {layer} handed over {given[0]} chunk_states and {given[1]} tokens of "
-                f"conv_input, but the step has {needed[0]} chunks and {needed[1]} prefill tokens: "
-                "hand over just these, without those of decoding requests and without padding"
+                f"layer {self._labels[layer]} handed over {num_chunks} chunk_states and "
+                f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
+                f"{needed[1]} prefill tokens: hand over just these, without those of decoding "
+                "requests and without padding"
             )
+
+    def are_asked_for(self, metadata: StepMetadata) -> bool:
+        """Say whether the step in flight has checkpoints inside its chunks.
+
+        Raises:
+            StepOrderError: No step is in flight.
+            InvalidArgumentError: The metadata are another step's.
+        """
+        if metadata is not self._metadata:
+            self._refuse(metadata)
+        return metadata.num_checkpoints > 0
 
     def check_layer(self, layer: int) -> None:
         """Check that there is such a layer.
@@ -139,6 +179,20 @@ class StepExtractions:
             self._missing.discard(layer)
         else:
             self.captured.lengths[layer] = _lengths(chunk_states, conv_input)
+
+    def record_all(
+        self,
+        layer: int,
+        chunk_states: Iterable[torch.Tensor],
+        window_inputs: Iterable[torch.Tensor],
+    ) -> None:
+        """Count a layer of several tensors, of which the shortest limit what can be replayed."""
+        if self.captured is None:
+            self._missing.discard(layer)
+            return
+        lengths = [map(len, tensors) for tensors in (chunk_states, window_inputs)]
+        num_chunks, num_tokens = (min(each, default=INT32_MAX) for each in lengths)
+        self.captured.lengths[layer] = num_chunks, num_tokens
 
     @contextmanager
     def capture(self) -> Iterator[CapturedExtractions]:
@@ -175,9 +229,9 @@ class StepExtractions:
             self.check_layer(layer)
             if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
                 raise InvalidArgumentError(
-                    f"layer {layer} was captured with {num_chunks} chunk_states and {num_tokens} "
-                    f"tokens of conv_input, but the step has {needed[0]} chunks and {needed[1]} "
-                    "prefill tokens: capture with tensors for the longest step"
+                    f"layer {self._labels[layer]} was captured with {num_chunks} chunk_states and "
+                    f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
+                    f"{needed[1]} prefill tokens: capture with tensors for the longest step"
                 )
         self._missing.difference_update(captured.lengths)
 

@@ -1,4 +1,4 @@
-"""What must hold between the requests of a context and the slots that they use."""
+"""Proofs that the requests of a context and the slots that they use agree."""
 
 from __future__ import annotations
 

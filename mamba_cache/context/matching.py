@@ -1,4 +1,4 @@
-"""Finds how much of a prompt is cached: a query that changes nothing."""
+"""Matches: how much of a prompt is cached, a query that changes nothing."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class RequestRows:
-    """Gives requests their rows and KV blocks, and takes them back.
+    """The rows and KV blocks of requests.
 
     A row holds what a steady decoding step reads and writes, so that such a step is a handful of
     operations on whole arrays, however many requests there are.
@@ -42,8 +42,12 @@ class RequestRows:
         last_tokens: [max_requests] int64: the token that a decoding request computes next.
         next_events: [max_requests] int64: a step that leaves a decoding request with no more tokens
             computed than this needs no block for it, ends none, and saves no state of it.
+        saves_states: [max_requests] bool: whether a state of a decoding request may be saved where
+            it ends a block.
         place_shifts: [max_requests] int64: what to add to a position to have where its key and
             value go, as block id * block size + offset; up to ``next_events``.
+        num_releases: [max_requests] int64: how often each row was given back: what a step sampled
+            for its request before counts no longer.
         scheduled: Rows whose requests have a chunk for the next step, with its tokens.
         num_scheduled_tokens: Tokens of those chunks together.
         decoding: Rows whose requests decode.
@@ -71,6 +75,8 @@ class RequestRows:
         self.table_stamps, self.num_blocks = zeros(), zeros()
         self.num_tokens, self.num_computed, self.num_in_doubt = zeros(), zeros(), zeros()
         self.last_tokens, self.next_events, self.place_shifts = zeros(), zeros(), zeros()
+        self.num_releases = zeros()
+        self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = block_size_tokens + max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
@@ -127,6 +133,49 @@ class RequestRows:
         self._append(row, 0, shared + blocks)
         return row
 
+    def fork(
+        self, row: int, last_tokens: Int64Array, names: Sequence[object]
+    ) -> tuple[list[int], list[int]]:
+        """Take rows for requests that go on from where that of another row stands.
+
+        Args:
+            row: Of a request that decodes. They share the blocks that it has filled.
+            last_tokens: [n] the token that each of them computes next.
+            names: Of the n requests, for the message.
+
+        Returns:
+            The rows; and for each the block that it has of its own, in the place of the one that
+            ``row`` has filled in part, or none at all if ``row`` stands at a block boundary.
+
+        Raises:
+            RequestCapacityError: Not enough rows are free.
+            BlockCapacityError: Not enough KV blocks; nothing is held then.
+        """
+        count, num_free = len(names), len(self._free_rows)
+        if count > num_free:
+            raise RequestCapacityError(count, num_free, "finish or preempt a request first")
+        computed = self.num_computed.item(row)
+        num_shared, rest = divmod(computed, self.block_size_tokens)
+        shared = self.block_tables[row, :num_shared].tolist()
+        rows: Int64Array = np.array(self._free_rows[: -count - 1 : -1])
+        own = self._allocate(count, names, computed) if rest else []
+        try:
+            if shared:
+                self._kv_blocks.retain_memory_blocks(shared, count)
+        except BaseException:
+            self._kv_blocks.release_memory_blocks(own)
+            raise
+        del self._free_rows[-count:]
+        self.block_tables[rows, :num_shared] = self.block_tables[row, :num_shared]
+        if own:
+            self.block_tables[rows, num_shared] = own
+        self._stamp_rows(rows)
+        self.num_blocks[rows] = num_shared + bool(own)
+        self.num_tokens[rows], self.num_computed[rows] = computed + 1, computed
+        self.last_tokens[rows] = last_tokens
+        self.saves_states[rows] = self.saves_states[row]
+        return rows.tolist(), own
+
     def give_back(self, row: int) -> None:
         """Take a row and its blocks back; cached blocks stay findable."""
         blocks = self.blocks_of(row).tolist()
@@ -137,6 +186,7 @@ class RequestRows:
             self.next_events,
         ):  # fmt: skip
             array[row] = 0
+        self.num_releases[row] += 1
         self._free_rows.append(row)
         self._kv_blocks.release_memory_blocks(blocks)
 
@@ -189,7 +239,7 @@ class RequestRows:
         self._stamp_rows(np.arange(len(self.block_tables)))
         for array in (
             self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
-            self.next_events, self.place_shifts, self.last_tokens, self._tails,
+            self.next_events, self.place_shifts, self.saves_states, self.last_tokens, self._tails,
         ):  # fmt: skip
             array[:] = 0
         self.scheduled.clear()
@@ -240,13 +290,22 @@ class RequestRows:
             tokens: [n, k] tokens, k at most ``max_decode_tokens``.
             counts: [n] how many of them each row takes, from 0 to k.
         """
-        lengths = self.num_tokens[rows]
-        # What is not taken lies beyond the end, where there is room for as many.
-        columns = lengths[:, None] + np.arange(tokens.shape[1])
-        self._tails[rows[:, None], columns % self._tail_width] = tokens
-        last = tokens[np.arange(len(rows)), counts - 1]
-        self.last_tokens[rows] = np.where(counts > 0, last, self.last_tokens[rows])
-        self.num_tokens[rows] = lengths + counts
+        count, most = tokens.shape
+        lengths, first = self.num_tokens[rows], np.arange(0, count * most, most)
+        # What is not taken lies beyond the end, where there is room for as many. Flat indices of
+        # 64 bits are looked up several times as fast as pairs.
+        columns = (lengths - first).repeat(most)
+        columns += np.arange(count * most)
+        columns %= self._tail_width
+        columns += (rows * self._tail_width).repeat(most)
+        new = tokens.ravel()
+        self._tails.reshape(-1)[columns] = new
+        last = new[first + (counts - 1)]
+        if np.count_nonzero(counts) < count:
+            last = np.where(counts > 0, last, self.last_tokens[rows])
+        self.last_tokens[rows] = last
+        lengths += counts
+        self.num_tokens[rows] = lengths
 
     def newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the sampled tokens of a row from a position on, which is in its last block."""

@@ -38,9 +38,6 @@ class DecodingGroup:
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
         self._id_set: frozenset[Hashable] | None = None
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
     @property
     def id_set(self) -> frozenset[Hashable]:
         """Their ids, to compare with those of a mapping."""
@@ -50,7 +47,7 @@ class DecodingGroup:
 
 
 class RequestTable:
-    """Finds requests by id and by row, and says which take part in the next step.
+    """Requests by id, and which of them take part in the next step.
 
     Args:
         rows: What is kept of them as arrays.
@@ -96,6 +93,15 @@ class RequestTable:
     def add(self, active: ActiveRequest) -> None:
         """Add a request whose id ``check_new`` accepted."""
         self._requests[active.request_id] = active
+
+    def add_all(self, requests: Iterable[ActiveRequest]) -> None:
+        """Add requests whose ids ``check_new`` accepted, all of them at once."""
+        self._requests.update({active.request_id: active for active in requests})
+
+    def discard(self, requests: Iterable[ActiveRequest]) -> None:
+        """Forget those of some requests that are known."""
+        for active in requests:
+            self._requests.pop(active.request_id, None)
 
     def remove(self, active: ActiveRequest) -> None:
         """Forget a finished request."""
@@ -176,6 +182,20 @@ class RequestTable:
         decoding = len(self._rows.decoding) * self._max_decode_tokens
         return self._max_tokens - self._rows.num_scheduled_tokens - decoding
 
+    def check_forks_fit(self, count: int) -> None:
+        """Check that chunks which are scheduled leave room for the tokens of new decoding requests.
+
+        Args:
+            count: How many of these there will be.
+
+        Raises:
+            TokenCapacityError: They do not.
+        """
+        required, room = count * self._max_decode_tokens, self.token_room()
+        if self._rows.scheduled and required > room:
+            hint = "chunks are scheduled for it: fork before them, or when it is committed"
+            raise TokenCapacityError(required, max(0, room), hint)
+
     def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
         """Check that decoding requests have room for the token that they compute.
 
@@ -190,7 +210,7 @@ class RequestTable:
             SequenceLengthError: One has reached the longest length.
         """
         longest = self._max_sequence_length
-        most = int(np.maximum.reduce(most_computed)) if len(group) else 0
+        most = int(np.maximum.reduce(most_computed)) if group.ids else 0
         if most >= longest:
             index = int((most_computed >= longest).argmax())
             active, computed = group.requests[index], most_computed.item(index)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mamba_cache._checks import check_int
-from mamba_cache.blocks import BlockHashChain, BlockHashes
-from mamba_cache.context.matching import MissReason
+from mamba_cache.blocks import (
+    MAX_TOKEN_ID,
+    BlockHashChain,
+    BlockHasher,
+    BlockHashes,
+    as_token_array,
+)
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.request_rows import RequestRows
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
+from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
 
 __all__ = [
@@ -23,6 +32,7 @@ __all__ = [
     "Chunk",
     "PreparedRequest",
     "Request",
+    "RequestPreparer",
     "RequestProgress",
     "RequestStatus",
     "TokenArray",
@@ -31,6 +41,8 @@ __all__ = [
 
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids, 1-D, on the CPU."""
+
+_NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +108,77 @@ class PreparedRequest:
         return self._chain
 
 
+class RequestPreparer:
+    """Checks of tokens, and hashes of their blocks, by a context's settings; it keeps nothing.
+
+    Args:
+        config: Settings.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._config = config
+        self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
+
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Check a request's tokens and hash its complete blocks.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+        """
+        if not isinstance(request, Request):
+            raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
+        tokens = self.check_tokens(request.prompt_tokens)
+        if not len(tokens):
+            raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
+        if len(tokens) > self._config.max_sequence_length:
+            raise SequenceLengthError(
+                f"request {request.request_id!r} has {len(tokens)} prompt tokens; "
+                f"max_sequence_length is {self._config.max_sequence_length}"
+            )
+        chain = BlockHashChain(
+            self._config.block_size_tokens,
+            hasher=self._hasher,
+            cache_salt=request.cache_salt,
+            lora_id=request.lora_id,
+            multimodal_keys=request.multimodal_keys,
+        )
+        if self._config.enable_prefix_caching:
+            chain.append(tokens)
+        tokens.flags.writeable = False  # the hashes are of just these tokens
+        return PreparedRequest(request, tokens, chain.hashes, chain, self)
+
+    def check_tokens(self, tokens: object) -> TokenArray:
+        """Return tokens as an int32 array of the context's own.
+
+        Raises:
+            InvalidArgumentError: They are not 1-D ints, or one is no token id.
+        """
+        own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
+        return own
+
+    def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
+        """Say whether all ints of an array of any shape are token ids."""
+        # One pass: the bits of all ids together make a valid id if and only if each of them is one.
+        bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
+        is_below = limit is None or bits < limit or int(array.max()) < limit
+        return 0 <= bits <= MAX_TOKEN_ID and is_below
+
+    def read_tokens(self, tokens: object) -> TokenArray:
+        """Return tokens as an int32 array, which may share their memory.
+
+        Raises:
+            InvalidArgumentError: They are not 1-D ints, or one is no token id.
+        """
+        array: TokenArray = as_token_array(tokens)
+        limit = self._config.vocab_size
+        if limit is not None and len(array) and int(array.max()) >= limit:
+            raise InvalidArgumentError(
+                f"token ids must be below vocab_size ({limit}), got {int(array.max())}"
+            )
+        return array
+
+
 class RequestStatus(Enum):
     """Where a request stands between two steps."""
 
@@ -141,30 +224,31 @@ class Checkpoint:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk(SequenceSlice):
     """What the next step computes of a request's prompt.
 
     Attributes:
-        start: First token that is computed.
-        num_tokens: How many are computed.
         is_first: The live state must be restored or zeroed before.
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
         boundary: The checkpoint at its end, copied from the live state at commit.
     """
 
-    start: int
-    num_tokens: int
     is_first: bool = False
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return len(self.token_ids)
+
+    @property
     def end(self) -> int:
         """The position after the last computed token."""
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -172,27 +256,19 @@ class Chunk:
         return self.inside if self.boundary is None else (*self.inside, self.boundary)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What ``add_request`` found and planned.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission(PrefixMatch):
+    """What ``add_request`` found and planned: a match, and what is made of it.
+
+    Of a resumed request prompt and answer so far count as its prompt.
 
     Attributes:
         request_id: The request's name.
-        prompt_tokens: Tokens of the prompt (of prompt and answer so far, for a resumed request).
-        kv_matched_blocks: Blocks found cached.
-        state_matched_blocks: How many of them lie before the restored state.
-        skip_tokens: Tokens that are not computed again.
         chunk_tokens: Tokens computed in the next step.
-        miss_reason: Why nothing was skipped; None if something was.
     """
 
     request_id: Hashable
-    prompt_tokens: int
-    kv_matched_blocks: int
-    state_matched_blocks: int
-    skip_tokens: int
     chunk_tokens: int
-    miss_reason: MissReason | None
 
 
 class ActiveRequest:
@@ -200,6 +276,7 @@ class ActiveRequest:
 
     Attributes:
         request: The caller's request.
+        request_id: The caller's name for it.
         prompt: [prompt length] int32 prompt tokens.
         row: Its row of the arrays of ``RequestRows`` and of the live states; -1 while preempted.
         state_position: The farthest position, in tokens, at which a state of it is saved to stay.
@@ -209,8 +286,6 @@ class ActiveRequest:
         chunk: What the next step, or the one in flight, computes of its prompt.
         checkpoint: While it decodes: where a step whose outcome is not known may save a state. If
             two steps may, one slot does for both.
-        num_releases: How often it gave its memory back: what a step sampled for it before counts
-            no longer.
         checkpoint_positions: Positions beside the placement's at which to save a state.
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
@@ -226,7 +301,7 @@ class ActiveRequest:
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_releases", "num_shared_blocks", "prompt", "request", "row", "state_position",
+        "num_shared_blocks", "prompt", "request", "request_id", "row", "state_position",
     )  # fmt: skip
 
     def __init__(
@@ -239,11 +314,12 @@ class ActiveRequest:
         is_cached: bool = True,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.prompt = prompt
         self._chain = chain
         self._rows = rows
         self._is_cached = is_cached
-        self._generated: list[int] = []
+        self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
         self._num_computed = 0
         self.row = -1
@@ -252,15 +328,9 @@ class ActiveRequest:
         self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
-        self.num_releases = 0
-        self.checkpoint_positions: tuple[int, ...] = ()
+        self.checkpoint_positions = tuple(request.checkpoint_positions)
         self.admission: Admission | None = None
         self.decode_lease: SlotLease | None = None
-
-    @property
-    def request_id(self) -> Hashable:
-        """The caller's name for the request."""
-        return self.request.request_id
 
     @property
     def status(self) -> RequestStatus:
@@ -322,11 +392,17 @@ class ActiveRequest:
     @property
     def generated(self) -> list[int]:
         """Tokens sampled so far, as far as they are collected."""
-        if self.row >= 0:
-            known = len(self.prompt) + len(self._generated)
-            # One call adds them all, so that an interrupt comes before or after.
-            self._generated.extend(self._rows.newest_tokens(self.row, known).tolist())
-        return self._generated
+        self.collect_tokens()
+        return self._generated.tolist()
+
+    def collect_tokens(self) -> TokenArray:
+        """Take its newest tokens over from its row; return them."""
+        if self.row < 0:
+            return _NO_TOKENS
+        newest = self._rows.newest_tokens(self.row, len(self.prompt) + len(self._generated))
+        # One call adds them all, so that an interrupt comes before or after.
+        self._generated.frombytes(newest.tobytes())
+        return newest
 
     @property
     def hashes(self) -> BlockHashes:
@@ -338,17 +414,23 @@ class ActiveRequest:
             self._chain = chain
         return self._chain.hashes
 
-    def take_over(self) -> None:
+    def take_over(self) -> BlockHashes:
         """Take its newest tokens over from its row, and hash the blocks that they complete.
 
         Within a call that is known to have broken off, if it does: what an interrupt leaves is not
         gone on with.
+
+        Returns:
+            As ``hashes``.
         """
         known = len(self.prompt) + len(self._generated)
-        tokens = self._rows.newest_tokens(self.row, known)
-        if self._is_cached and self._chain.num_tokens == known:
-            self._chain.append(tokens)
-        self._generated.extend(tokens.tolist())
+        newest = self.collect_tokens()
+        if not self._is_cached:
+            return self._chain.hashes
+        if self._chain.num_tokens != known:
+            return self.hashes
+        self._chain.append(newest)
+        return self._chain.hashes
 
     @property
     def current_chunk(self) -> Chunk:
@@ -372,8 +454,16 @@ class ActiveRequest:
         split = len(self.prompt)
         if end <= split:
             return self.prompt[start:end]
-        tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
+        self.collect_tokens()
+        tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
+
+    def chunk_from(
+        self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None
+    ) -> Chunk:
+        """Return a chunk of its tokens, of which no checkpoints are planned yet."""
+        tokens = self.tokens(start, start + num_tokens)
+        return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, lease)
 
     def enter_row(self, row: int, *, num_computed: int) -> None:
         """Stand in a row from now on.
@@ -388,10 +478,46 @@ class ActiveRequest:
 
     def leave_row(self) -> int:
         """Keep what its row says of it, and have none; return the row."""
-        self._generated = self.generated
+        self.collect_tokens()
         self._num_computed = self.num_computed
         row, self.row = self.row, -1
         return row
+
+    def forks(
+        self, request_ids: Sequence[Hashable], last_tokens: Sequence[int]
+    ) -> list[ActiveRequest]:
+        """Return requests that have computed the same tokens, and have no row yet.
+
+        Args:
+            request_ids: Their ids.
+            last_tokens: The token that each of them computes next, in place of this one's.
+        """
+        chain = self._computed_chain()
+        generated = self.generated[: self.num_computed - len(self.prompt)]
+        forks = []
+        for request_id, token in zip(request_ids, last_tokens, strict=True):
+            request = replace(self.request, request_id=request_id)
+            fork = ActiveRequest(
+                request, self.prompt, chain.copy(), self._rows, is_cached=self._is_cached
+            )
+            fork._generated = array("i", [*generated, token])
+            fork.checkpoint_positions = self.checkpoint_positions
+            fork.state_position = self.state_position
+            fork.num_published = self.num_published
+            fork.num_shared_blocks = self.num_computed // self._rows.block_size_tokens
+            forks.append(fork)
+        return forks
+
+    def _computed_chain(self) -> BlockHashChain:
+        """Return a chain of just the tokens that are computed; none without a cache."""
+        end = self.num_computed
+        if self._chain.num_tokens <= end:
+            chain = self._chain.copy()
+        else:  # it has the last token, which a fork may replace
+            chain = self._chain.copy(end // self._rows.block_size_tokens)
+        if self._is_cached:
+            chain.append(self.tokens(chain.num_tokens, end))
+        return chain
 
     def wants_state_at(self, boundary: int) -> bool:
         """Say whether the caller wants a state at a block boundary."""

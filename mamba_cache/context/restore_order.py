@@ -1,8 +1,8 @@
-"""Which earlier step a restore must follow, if it is to run beside the later ones."""
+"""Restores on a side stream: which earlier step each must follow, to run beside the later ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -26,7 +26,7 @@ STEPS_REMEMBERED = 8
 
 
 class RestoreOrder:
-    """Remembers the last step that used each slot and each request's row.
+    """The last step that used each slot and each request's row.
 
     Steps are numbered from 1 in the order in which they end; 0 is what was before them.
 
@@ -41,7 +41,7 @@ class RestoreOrder:
         self.last_step = 0
 
     def end_step(self, rows: Iterable[int], slots: Iterable[int]) -> None:
-        """Note that a step is enqueued.
+        """Record that a step is enqueued.
 
         Args:
             rows: The rows whose states it read or wrote.
@@ -52,7 +52,7 @@ class RestoreOrder:
         self._slots[list(slots)] = self.last_step
 
     def end_all(self) -> None:
-        """Note that something was enqueued which may have used any slot and row."""
+        """Record that something was enqueued which may have used any slot and row."""
         self.last_step += 1
         self._rows[:] = self._slots[:] = self.last_step
 
@@ -68,7 +68,7 @@ class RestoreOrder:
 
 
 class SideStream:
-    """Restores states on a stream of its own, in the order that ``RestoreOrder`` demands.
+    """A stream of its own for restores, in the order that ``RestoreOrder`` demands.
 
     The current stream waits for the restores before it goes on; the restores wait for the last step
     that used their slots or rows, and not for later ones.
@@ -120,7 +120,7 @@ class SideStream:
         self._num_transfers += self._slots.transfers.num_calls - before
 
     def end_step(self) -> None:
-        """Note that the step, or what there is of it, is enqueued on the current stream."""
+        """Record that the step, or what there is of it, is enqueued on the current stream."""
         plan, self._plan = self._plan, StepPlan()
         if self._slots.transfers.num_calls != self._num_transfers:
             self.end_all()  # beside the step's own copies there were the embedder's
@@ -130,8 +130,16 @@ class SideStream:
         self._order.end_step(rows, slots + [entry.slot for entry in plan.boundaries])
         self._record()
 
+    def use_rows(self, rows: Sequence[int]) -> None:
+        """Remember that something is enqueued on the current stream which uses these rows."""
+        if self._slots.transfers.num_calls != self._num_transfers:
+            self.end_all()  # the embedder has moved states itself
+            return
+        self._order.end_step(rows, ())
+        self._record()
+
     def end_all(self) -> None:
-        """Note that something is enqueued which may have used any slot and row."""
+        """Record that something is enqueued which may have used any slot and row."""
         self._order.end_all()
         self._record()
 

@@ -1,8 +1,9 @@
-"""Drafts on their way into a step, and what the device does when it begins and ends."""
+"""Speculation: drafts that a step verifies, and what the device does when it begins and ends."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -10,26 +11,28 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.device_tokens import DeviceTokens, SentTokens, TokenExchange
 from mamba_cache.context.kernels import decode_numpy
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.metadata import StepMetadata
 
 __all__ = [
+    "DeviceTokens",
     "Drafts",
     "NewTokens",
     "Sampled",
+    "SentTokens",
     "Speculation",
     "check_accepted",
     "plan_decodes",
     "read_sampled",
+    "send_array",
 ]
 
 Drafts: TypeAlias = "Mapping[Hashable, Sequence[int]] | torch.Tensor | Int64Array | Sequence[Any]"
@@ -39,6 +42,47 @@ known on the device alone, negative likewise."""
 
 NewTokens: TypeAlias = "Mapping[Hashable, Any] | torch.Tensor | Int64Array | Sequence[Any]"
 """Sampled tokens known on the host: by request id, or in the order of ``Step.sampling_ids``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """What a step sampled, where it was sampled: nobody waits for it.
+
+    Attributes:
+        tokens: [num_requests, num_speculative_tokens + 1] int64 on the context's device, in batch
+            order. A decoding request's accepted drafts, then the token sampled after them; a
+            prefill that samples has its token in column 0.
+        counts: [num_requests] int32, likewise. How many of them each decoding request takes, from
+            0 to its tokens in the step; entries of prefills are not looked at.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+class SentTokens:
+    """Tokens on their way to the host.
+
+    Args:
+        given: What is sent.
+    """
+
+    def __init__(self, given: DeviceTokens) -> None:
+        self._event: torch.Event | None = None
+        if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
+            self._tokens, self._counts = map(_empty_pinned, (given.tokens, given.counts))
+            self._tokens.copy_(given.tokens, non_blocking=True)
+            self._counts.copy_(given.counts, non_blocking=True)
+            self._event = torch.Event(given.tokens.device)
+            self._event.record()
+        else:
+            self._tokens, self._counts = given.tokens.clone(), given.counts.clone()
+
+    def wait(self) -> tuple[Int64Array, np.ndarray[Any, np.dtype[np.int32]]]:
+        """Wait until they are there; return each request's tokens, unused ones too, and counts."""
+        if self._event is not None:  # pragma: no cover - tests/gpu run it
+            self._event.synchronize()
+        return self._tokens.numpy(), self._counts.numpy()
 
 
 class _Kernels(Protocol):
@@ -63,12 +107,11 @@ class Speculation:
         device: Where steps are computed.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
-        self._exchange = TokenExchange(config.max_requests, config.max_decode_tokens, device)
         self._kernels = _kernels_for(device)
 
     def describe(
@@ -90,9 +133,51 @@ class Speculation:
                 self._rows, metadata, drafts, self._config.block_size_tokens
             )
 
-    def advance(self, metadata: StepMetadata, sampled: DeviceTokens) -> None:
-        """Move the step's requests past the tokens that became part of them."""
-        self._kernels.advance_rows(self._rows, metadata, sampled.tokens, sampled.counts)
+    def advance(
+        self,
+        metadata: StepMetadata,
+        tokens: torch.Tensor | Int64Array,
+        counts: torch.Tensor | Int64Array,
+    ) -> None:
+        """Move the step's requests past the tokens that became part of them.
+
+        Args:
+            metadata: The step's.
+            tokens: [num_requests, k] in the order of the batch, on the device or the host.
+            counts: [num_requests] how many of them each takes, likewise.
+        """
+        if self._device.type == "cpu":
+            decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
+            return
+        if not isinstance(tokens, torch.Tensor):
+            table = np.zeros((len(tokens), self._config.max_decode_tokens), dtype=np.int64)
+            table[:, : tokens.shape[1]] = tokens
+            tokens = send_array(table, self._device)
+        if not isinstance(counts, torch.Tensor):
+            counts = send_array(counts.astype(np.int32), self._device)
+        self._kernels.advance_rows(self._rows, metadata, tokens, counts)
+
+    def fork(
+        self, row: int, rows: Sequence[int], last_tokens: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have the device know requests that go on from where another stands.
+
+        Args:
+            row: The row of that one.
+            rows: [n] the rows of the others.
+            last_tokens: [n] the token that each of them computes next.
+
+        Returns:
+            The live states to copy, [n] rows on the device: from where, and to where.
+        """
+        kept = self._rows
+        places = send_array(np.array(rows, dtype=np.int64), self._device)
+        cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
+        kept.num_computed[places] = kept.num_computed[row].clone()
+        kept.cursors[places] = cursor
+        kept.last_tokens[places] = send_array(last_tokens, self._device)
+        sources = (cursor + row * kept.ring).expand(len(rows)).contiguous()
+        return sources, places * kept.ring + cursor
 
     @property
     def cursors(self) -> torch.Tensor:
@@ -100,24 +185,15 @@ class Speculation:
         return self._rows.cursors
 
     def scrub(self, decoding_rows: Sequence[int]) -> None:
-        """Clear tokens on the host, and what is kept of rows whose requests do not decode.
+        """Clear what is kept of rows whose requests do not decode.
 
         Args:
             decoding_rows: Rows of the requests that do.
         """
-        self._exchange.zero_()
         for tensor in (self._rows.last_tokens, self._rows.num_computed, self._rows.cursors):
             kept = tensor[decoding_rows]
             tensor.zero_()
             tensor[decoding_rows] = kept
-
-    def to_device(self, tokens: Int64Array, counts: Int64Array) -> DeviceTokens:
-        """Enqueue the copy of each request's new tokens, of which it takes some, to the device."""
-        return self._exchange.to_device(tokens, counts)
-
-    def to_host(self, sampled: DeviceTokens) -> SentTokens:
-        """Enqueue the copy of tokens to the host."""
-        return self._exchange.to_host(sampled)
 
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
         """Check what can be checked of a step's tokens without waiting for the device.
@@ -125,7 +201,19 @@ class Speculation:
         Raises:
             InvalidArgumentError: A tensor has another shape or dtype, or is elsewhere.
         """
-        self._exchange.check(sampled, num_requests)
+        width = self._config.max_decode_tokens
+        self._check("tokens", sampled.tokens, (num_requests, width), torch.int64)
+        self._check("counts", sampled.counts, (num_requests,), torch.int32)
+
+    def _check(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        wanted = f"{name} must be a contiguous tensor of {list(shape)} {dtype} on {self._device}"
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(f"{wanted}, got {type(tensor).__name__}")
+        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        if not fits or tensor.device.type != self._device.type:
+            raise InvalidArgumentError(
+                f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
 
 
 def plan_decodes(
@@ -163,25 +251,32 @@ def plan_decodes(
         return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
         _check_tensor(drafts, (config.max_requests, width), device)
-        lengths = np.minimum(1 + width, room - most)
-        longest = min(longest + 1 + width, room)
-        return DecodeWork(group, starts, most, most + lengths, longest, lengths, knows_drafts=False)
+        work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
+        if work.longest > room:
+            cut = np.minimum(1 + width, room - most)
+            work = work._replace(ends=most + cut, longest=room, lengths=cut)
+        return work._replace(knows_drafts=False)
     if isinstance(drafts, Mapping):
-        given = _by_request(drafts, group, width, preparer)
+        given, is_full = _by_request(drafts, group, width, preparer), False
     else:
-        given = _in_order(drafts, group, width, preparer)
-    if not given.size:
+        given, is_full = _in_order(drafts, group, width, preparer)
+    num_drafts = given.shape[1]
+    if not num_drafts or not group.ids:
         return DecodeWork(group, starts, most, most + 1, longest + 1)
-    lengths = np.count_nonzero(given >= 0, axis=1) + 1
-    ends = most + lengths
-    longest = int(np.maximum.reduce(ends))
+    ends, longest = most + (1 + num_drafts), longest + 1 + num_drafts
+    lengths: Int64Array | None = None
+    if not is_full:
+        lengths = np.count_nonzero(given >= 0, axis=1) + 1
+        ends = most + lengths
+        longest = int(np.maximum.reduce(ends))
     if longest > room:
         index = int((ends > room).argmax())
+        may_have = room - most.item(index) - 1
         raise InvalidArgumentError(
-            f"request {group.ids[index]!r} has room for {room - most.item(index) - 1} drafts "
-            f"within max_sequence_length ({room}), got {lengths.item(index) - 1}"
+            f"request {group.ids[index]!r} has room for {may_have} drafts within "
+            f"max_sequence_length ({room}), got {ends.item(index) - most.item(index) - 1}"
         )
-    return DecodeWork(group, starts, most, ends, longest, lengths, given)
+    return DecodeWork(group, starts, most, ends, longest, 1 + num_drafts, lengths, given)
 
 
 def _by_request(
@@ -193,47 +288,54 @@ def _by_request(
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
-    given = np.full((len(group), width if drafts else 0), -1, dtype=np.int64)
-    for index, request_id in enumerate(group.ids if drafts else ()):
-        if request_id not in drafts:
-            continue
-        tokens = preparer.read_tokens(drafts[request_id])
-        name = f"the number of drafts of {request_id!r}"
-        check_int(name, len(tokens), minimum=0, maximum=width)
-        given[index, : len(tokens)] = tokens
+    if not drafts:
+        return np.zeros((len(group.ids), 0), dtype=np.int64)
+    values = [drafts.get(name, ()) for name in group.ids]
+    lists = [v if type(v) in (list, tuple) else preparer.read_tokens(v) for v in values]
+    lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
+    tokens = preparer.read_tokens([*chain.from_iterable(lists)])
+    most = int(np.maximum.reduce(lengths))
+    if most > width:
+        name = f"the number of drafts of {group.ids[int(lengths.argmax())]!r}"
+        check_int(name, most, minimum=0, maximum=width)
+    given = np.full((len(group.ids), most), -1, dtype=np.int64)
+    given[np.arange(most) < lengths[:, None]] = tokens
     return given
 
 
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
-) -> Int64Array:
-    """Return [n, k] drafts, -1 where there is none, of what is given in the order of the batch."""
-    wanted = (
-        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
-        f"[{len(group)}, at most {width}] ints in the order of the requests that decode"
-    )
+) -> tuple[Int64Array, bool]:
+    """Return [n, k] drafts of the caller's array, -1 where there is none, and whether all are."""
     try:
         array = np.asarray(drafts)
     except ValueError as error:  # lists of several lengths
-        raise InvalidArgumentError(f"{wanted}, got {drafts!r}") from error
+        raise InvalidArgumentError(f"{_wanted_drafts(group, width)}, got {drafts!r}") from error
     shape = array.shape
     if (
         len(shape) != 2
-        or shape[0] != len(group)
+        or shape[0] != len(group.ids)
         or shape[1] > width
         or array.dtype.kind not in "iu"
     ):
         raise InvalidArgumentError(
-            f"{wanted}, got {type(drafts).__name__} of {array.dtype} {list(shape)}"
+            f"{_wanted_drafts(group, width)}, "
+            f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
+    if preparer.are_tokens(array):
+        return array.astype(np.int64), True  # not the caller's, who may write into that
     is_given = array >= 0
-    if is_given.all():
-        preparer.read_tokens(array.ravel())
-        return array.astype(np.int64)
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.read_tokens(array[is_given])
-    return np.where(is_given, array, -1).astype(np.int64)
+    return np.where(is_given, array, -1).astype(np.int64), False
+
+
+def _wanted_drafts(group: DecodingGroup, width: int) -> str:
+    return (
+        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
+        f"[{len(group.ids)}, at most {width}] ints in the order of the requests that decode"
+    )
 
 
 class Sampled(NamedTuple):
@@ -306,12 +408,13 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
             f"of Step.sampling_ids, got {list(tokens.shape)} and {list(taken.shape)}"
         )
-    most = int(np.maximum.reduce(taken, initial=1))
-    if most > width or int(np.minimum.reduce(taken, initial=0)) < 0:
-        raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     taken = taken.astype(np.int64)
-    preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
-    return Sampled(tokens[:, :most].astype(np.int64), taken)
+    most = int(np.maximum.reduce(taken.view(np.uint64), initial=1))  # a negative one is the largest
+    if most > width:
+        raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
+    if not preparer.are_tokens(tokens[:, :most]):
+        preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
+    return Sampled(tokens[:, :most].astype(np.int64, copy=False), taken)
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -370,30 +473,43 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     tokens, counts = sampled
     if counts is None:
         return
-    num_decodes = len(work.group)
-    most = 1 if work.lengths is None else work.lengths
-    is_wrong = counts != 1
-    is_wrong[:num_decodes] = counts[:num_decodes] > most
-    if is_wrong.any():
-        index = int(is_wrong.argmax())
-        is_decode = index < num_decodes
-        longest = work.lengths.item(index) if is_decode and work.lengths is not None else 1
-        name = f"the number of new tokens of {ids[index]!r}"
-        check_int(name, counts.item(index), minimum=0 if is_decode else 1, maximum=longest)
+    num_decodes = len(work.group.ids)
+    # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
+    if work.lengths is not None or num_decodes < len(ids) or tokens.shape[1] > work.width:
+        _check_counts(work, counts, ids)
     width = tokens.shape[1] - 1
     if not work.knows_drafts or not width:
         return
     assert work.drafts is not None, "nobody takes more tokens than were computed"
-    is_accepted = np.arange(width) < counts[:num_decodes, None] - 1
-    drafts = work.drafts[:, :width]
-    is_wrong = (is_accepted & (tokens[:num_decodes, :-1] != drafts)).any(axis=1)
-    for index in is_wrong.nonzero()[0][:1].tolist():
+    is_wrong = tokens[:num_decodes, :-1] != work.drafts[:, :width]
+    if not np.count_nonzero(is_wrong):
+        return
+    is_wrong &= np.arange(width) < counts[:num_decodes, None] - 1
+    for index in is_wrong.any(axis=1).nonzero()[0][:1].tolist():
         its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
             f"the new tokens of {ids[index]!r} must be accepted drafts and one token "
             f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "
             f"{tokens[index, : counts.item(index)].tolist()}"
         )
+
+
+def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable]) -> None:
+    """Check how many new tokens each request has.
+
+    Raises:
+        InvalidArgumentError: There are too many, or not one of a prefill.
+    """
+    num_decodes = len(work.group.ids)
+    is_wrong = counts != 1
+    most = work.width if work.lengths is None else work.lengths
+    is_wrong[:num_decodes] = counts[:num_decodes] > most
+    if not is_wrong.any():
+        return
+    index = int(is_wrong.argmax())
+    longest = 1 if index >= num_decodes else work.ends.item(index) - work.most.item(index)
+    name = f"the number of new tokens of {ids[index]!r}"
+    check_int(name, counts.item(index), minimum=0 if index < num_decodes else 1, maximum=longest)
 
 
 def _check_tensor(
@@ -408,6 +524,18 @@ def _check_tensor(
             f"on {drafts.device}"
         )
     return drafts
+
+
+def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Enqueue the copy of an array to a device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":  # pragma: no cover - tests/gpu run it
+        tensor = tensor.pin_memory()  # PyTorch keeps that memory until it is read
+    return tensor.to(device, non_blocking=True)
+
+
+def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def _kernels_for(device: torch.device) -> _Kernels:

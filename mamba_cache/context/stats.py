@@ -1,4 +1,4 @@
-"""What the cache did, counted."""
+"""Counters of what the cache did, and what it holds now."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class CacheStats:
         hash_collisions: Blocks kept private because their hash id belonged to other content.
         aborted_steps: Steps taken back.
         preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
+        forks: Requests made by ``fork``, which are not among ``requests`` unless they are resumed.
         free_blocks: KV blocks that hold nothing, now.
         cached_blocks: KV blocks that hold a prefix and belong to no request, now.
         used_blocks: KV blocks of requests, now.
@@ -70,6 +71,7 @@ class CacheStats:
     hash_collisions: int
     aborted_steps: int
     preemptions: int
+    forks: int
     free_blocks: int
     cached_blocks: int
     used_blocks: int
@@ -101,6 +103,7 @@ class StatsCounters:
     unwritten_states: int = 0
     aborted_steps: int = 0
     preemptions: int = 0
+    forks: int = 0
 
     def reset(self) -> None:
         """Set every counter to 0."""
@@ -144,6 +147,7 @@ def collect_stats(
         hash_collisions=kv_blocks.hash_collisions_total,
         aborted_steps=counters.aborted_steps,
         preemptions=counters.preemptions,
+        forks=counters.forks,
         free_blocks=kv_blocks.num_free_blocks,
         cached_blocks=kv_blocks.num_cached_blocks,
         used_blocks=kv_blocks.num_used_blocks,

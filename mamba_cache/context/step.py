@@ -1,4 +1,4 @@
-"""A step as the embedder sees it, and its plan as plain values."""
+"""Steps: what an embedder sees of one, and its plan as plain values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
-    BoundaryEntry,
     CheckpointEntry,
     DecodeBatch,
-    SequenceSlice,
     StepMetadata,
     StepPlan,
 )
@@ -59,7 +57,8 @@ class DecodeWork(NamedTuple):
         most: [n] likewise, or what it may be by what the device alone knows.
         ends: [n] the position after the last token of each, at most.
         longest: The largest of ``ends``.
-        lengths: [n] tokens that each computes; None: one.
+        width: Tokens that each computes at most.
+        lengths: [n] tokens that each computes; None: all as many as ``width`` says.
         drafts: [n, k] those of them that are drafts, -1 where there is none; None: nobody has any,
             or the device alone knows them.
         knows_drafts: Whether ``drafts`` are all that there are.
@@ -70,6 +69,7 @@ class DecodeWork(NamedTuple):
     most: Int64Array
     ends: Int64Array
     longest: int
+    width: int = 1
     lengths: Int64Array | None = None
     drafts: Int64Array | None = None
     knows_drafts: bool = True
@@ -77,12 +77,12 @@ class DecodeWork(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of all of them together."""
-        return len(self.group) if self.lengths is None else int(self.lengths.sum())
+        return len(self.group.ids) * self.width if self.lengths is None else int(self.lengths.sum())
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""
-        count = len(self.group)
-        lengths = [1] * count if self.lengths is None else self.lengths.tolist()
+        count = len(self.group.ids)
+        lengths = [self.width] * count if self.lengths is None else self.lengths.tolist()
         drafts: list[list[int]] = [[]] * count if self.drafts is None else self.drafts.tolist()
         return [
             ScheduledRequest(
@@ -159,9 +159,8 @@ def plan_step(
     decodes: DecodeWork,
     rows: RequestRows,
     prefills: Sequence[ActiveRequest],
-    boundaries: Sequence[BoundaryEntry],
-    *,
-    is_in_block: bool,
+    boundaries: Sequence[CheckpointEntry],
+    crossing: Sequence[int] | Int64Array,
 ) -> StepPlan:
     """Collect what a step does, as plain values.
 
@@ -170,22 +169,22 @@ def plan_step(
         rows: What is kept of requests as arrays.
         prefills: Requests that compute a chunk of their prompt.
         boundaries: Where it may save states of requests that decode.
-        is_in_block: Whether all tokens of each decoding request are in the block of its first one.
+        crossing: Which of the requests that decode have tokens in more than one block.
     """
-    batch = _decode_batch(decodes, rows, is_in_block=is_in_block)
+    batch = _decode_batch(decodes, rows, crossing)
     if not prefills:
         return StepPlan(decodes=batch, boundaries=boundaries)
     restores, saved = [], list(boundaries)
-    for index, active in enumerate(prefills, len(decodes.group)):
+    for index, active in enumerate(prefills, len(decodes.group.ids)):
         chunk = active.current_chunk
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
             restores.append((source, active.row))
         if chunk.boundary is not None:
-            saved.append(BoundaryEntry(index, chunk.boundary.position, chunk.boundary.slot))
+            saved.append(CheckpointEntry(index, chunk.boundary.position, chunk.boundary.slot))
     return StepPlan(
         decodes=batch,
-        prefills=[_prefill_slice(active) for active in prefills],
+        prefills=[active.current_chunk for active in prefills],
         checkpoints=[
             CheckpointEntry(index, checkpoint.position, checkpoint.slot)
             for index, active in enumerate(prefills)
@@ -210,35 +209,32 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
     )
 
 
-def _decode_batch(work: DecodeWork, kept: RequestRows, *, is_in_block: bool) -> DecodeBatch:
+def _decode_batch(
+    work: DecodeWork, kept: RequestRows, crossing: Sequence[int] | Int64Array
+) -> DecodeBatch:
     """Return what is known of decoding requests' tokens; the device completes it with drafts."""
-    lengths, rows = work.lengths, work.group.rows
-    last_tokens = kept.last_tokens[rows]
-    if lengths is None:
-        # Of a request that is in doubt the place may be in another block, which the device knows.
-        shifted = work.most + kept.place_shifts[rows]
-        return DecodeBatch(rows, work.most, work.ends, work.longest, last_tokens, shifted)
-    bounds = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=bounds[1:])
-    places: Int64Array | None = None
-    if work.drafts is None:
-        tokens = np.zeros(bounds[-1], dtype=np.int64)
-        tokens[bounds[:-1]] = last_tokens
-    else:
-        table = np.concatenate((last_tokens[:, None], work.drafts), axis=1)
-        is_full = table.size == bounds.item(-1)
-        tokens = table.ravel() if is_full else table[table >= 0]
-        if is_full and is_in_block:
-            first = work.most + kept.place_shifts[rows]
-            places = (first[:, None] + np.arange(table.shape[1])).ravel()
-    return DecodeBatch(rows, work.most, work.ends, work.longest, tokens, places, bounds)
-
-
-def _prefill_slice(active: ActiveRequest) -> SequenceSlice:
-    chunk = active.current_chunk
-    return SequenceSlice(
-        row=active.row,
-        start=chunk.start,
-        token_ids=active.tokens(chunk.start, chunk.end),
-        first_writable=active.num_shared_tokens,
+    rows, tokens = work.group.rows, kept.last_tokens[work.group.rows]
+    bounds: Int64Array | None = None
+    if work.lengths is not None:
+        bounds = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(work.lengths, out=bounds[1:])
+    if work.drafts is not None:
+        table = np.empty((len(rows), work.width), dtype=np.int64)
+        table[:, 0], table[:, 1:] = tokens, work.drafts
+        tokens = table.ravel() if bounds is None else table[table >= 0]
+    elif work.width > 1:
+        packed = np.zeros(work.num_tokens, dtype=np.int64)
+        packed[slice(None, None, work.width) if bounds is None else bounds[:-1]] = tokens
+        tokens = packed
+    # Of a request that is in doubt the place may be in another block, which the device knows.
+    return DecodeBatch(
+        rows=rows,
+        starts=work.most,
+        ends=work.ends,
+        longest=work.longest,
+        token_ids=tokens,
+        width=work.width,
+        query_start_loc=bounds,
+        place_shifts=kept.place_shifts[rows],
+        crossing=crossing,
     )

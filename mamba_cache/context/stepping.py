@@ -1,4 +1,4 @@
-"""Begins, commits and aborts steps."""
+"""The step in flight: begin, commit, collect and abort it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import numpy as np
 import torch
 
 from mamba_cache.context.admission import Admitter
-from mamba_cache.context.checkpoints import CheckpointPlanner, Publisher
-from mamba_cache.context.device_tokens import DeviceTokens, SentTokens
+from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
-from mamba_cache.context.preparation import RequestPreparer
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import DecodingGroup
-from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestStatus
+from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestPreparer, RequestStatus
 from mamba_cache.context.restore_order import SideStream
-from mamba_cache.context.speculation import Sampled, Speculation, check_accepted, read_sampled
+from mamba_cache.context.speculation import (
+    DeviceTokens,
+    Sampled,
+    SentTokens,
+    Speculation,
+    check_accepted,
+    read_sampled,
+)
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import DecodeWork, Step, describe_request, plan_step
 from mamba_cache.errors import (
@@ -27,7 +32,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import BoundaryEntry, StepBuffers, StepMetadata, StepPlan
+from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepMetadata, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -37,19 +42,23 @@ class _Uncollected(NamedTuple):
     """A step whose tokens are not on the host yet.
 
     Attributes:
-        requests: Its requests.
-        num_releases: How often each had given its memory back by then.
-        samples: Whether each sampled.
-        lengths: [num decoding] tokens that each decoding request computed.
-        checkpoints: Where the step may have saved states of those, by place among them.
+        group: Its requests that decode.
+        lengths: [num decoding] tokens that each of them computed.
+        prefills: Its other requests that sample.
+        places: [n] where in the batch all of these are.
+        rows: [n] their rows.
+        num_releases: [n] how often each row had been given back by then.
+        planned: Where the step may have saved states of ``group``, by place in it.
         sent: The tokens on their way.
     """
 
-    requests: tuple[ActiveRequest, ...]
-    num_releases: tuple[int, ...]
-    samples: tuple[bool, ...]
+    group: DecodingGroup
     lengths: Int64Array
-    checkpoints: dict[int, Checkpoint]
+    prefills: list[ActiveRequest]
+    places: Int64Array
+    rows: Int64Array
+    num_releases: Int64Array
+    planned: dict[int, Checkpoint]
     sent: SentTokens
 
 
@@ -58,15 +67,14 @@ _NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class StepRunner:
-    """Holds the step in flight and carries its requests from one state to the next.
+    """The step in flight, and the one before it whose tokens are not collected.
 
     Args:
         buffers: The step's tensors.
         rows: What is kept of requests as arrays.
         slots: Where states are restored from and saved to.
-        planner: Plans the checkpoints of decoding requests.
+        checkpoints: Which states are saved, and made findable.
         admitter: Renews restores, and takes requests back.
-        publisher: Makes blocks and states findable.
         counters: What is counted at commit.
         speculation: The device's side, if requests can have drafts.
         side_stream: Where restores are enqueued; None: on the current stream.
@@ -79,9 +87,8 @@ class StepRunner:
         buffers: StepBuffers,
         rows: RequestRows,
         slots: MambaSlotAllocator,
-        planner: CheckpointPlanner,
+        checkpoints: Checkpoints,
         admitter: Admitter,
-        publisher: Publisher,
         counters: StatsCounters,
         speculation: Speculation | None,
         side_stream: SideStream | None,
@@ -90,9 +97,8 @@ class StepRunner:
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
-        self._planner = planner
+        self._checkpoints = checkpoints
         self._admitter = admitter
-        self._publisher = publisher
         self._counters = counters
         self._speculation = speculation
         self._side_stream = side_stream
@@ -102,7 +108,7 @@ class StepRunner:
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False
         self._unfinished = ""
@@ -154,7 +160,8 @@ class StepRunner:
     def begin(
         self,
         work: DecodeWork,
-        filling: Sequence[int],
+        saving: Sequence[int],
+        crossing: Int64Array,
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
@@ -162,17 +169,17 @@ class StepRunner:
 
         Args:
             work: What is computed of the requests that decode; they have blocks for it.
-            filling: Which of them may end a block.
+            saving: Which of them may end a block and save its state.
+            crossing: Which of them have tokens in two blocks.
             prefills: Requests that compute a chunk of their prompt.
             drafts: Checked drafts that the device alone knows.
         """
-        self._work, self._prefills, self._checkpoints = work, tuple(prefills), {}
+        self._work, self._prefills, self._planned = work, tuple(prefills), {}
         try:
-            boundaries = self._plan_boundaries(work, filling) if filling else []
+            boundaries = self._plan_boundaries(work, saving) if saving else []
             for active in prefills:
                 self._admitter.renew_restore(active)
-            is_in_block = not filling and self._uncollected is None
-            plan = plan_step(work, self._rows, prefills, boundaries, is_in_block=is_in_block)
+            plan = plan_step(work, self._rows, prefills, boundaries, crossing)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
@@ -186,16 +193,16 @@ class StepRunner:
             raise
         return self._step
 
-    def _plan_boundaries(self, work: DecodeWork, filling: Sequence[int]) -> list[BoundaryEntry]:
+    def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[CheckpointEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
         boundaries = []
-        for index in filling:
+        for index in saving:
             active = work.group.requests[index]
-            self._planner.plan_decode(active)
+            self._checkpoints.plan_decode(active)
             checkpoint = active.checkpoint
             if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
-                self._checkpoints[index] = checkpoint
-                boundaries.append(BoundaryEntry(index, checkpoint.position, checkpoint.slot))
+                self._planned[index] = checkpoint
+                boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
     def commit(self, sampled: Sampled) -> None:
@@ -206,19 +213,19 @@ class StepRunner:
         """
         self._drop_unwritten()
         if self._speculation is not None:
-            self._advance(self._speculation, self._to_device(self._speculation, sampled))
+            self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
         self._unfinished = "a step is committed in part"
         tokens, counts = sampled
-        work, num_decodes = self._work, len(self._work.group)
+        work, num_decodes = self._work, len(self._work.group.ids)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
-            self._take(work.group, tokens[:num_decodes], own, self._checkpoints, stays=False)
+            self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
             self._counters.computed_tokens += work.num_tokens
         if self._prefills:
             sampling = [active for active in self._prefills if active.samples]
             for active in self._prefills:
-                self._settle_prefill(active)
+                self._end_chunk(active)
             rows = np.array([active.row for active in sampling], dtype=np.int64)
             self._rows.append_token(rows, tokens[num_decodes:, 0])
         self._end_step()
@@ -264,20 +271,20 @@ class StepRunner:
                 checkpoint = None  # of slots that were reset since, and replaced
             if checkpoint is not None and not start < checkpoint.position <= end:
                 if not (stays and active in self.requests):
-                    self._planner.cancel_decode(active)
+                    self._checkpoints.cancel_decode(active)
                 checkpoint = None
             self._publish_decoded(active, checkpoint)
 
     def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        active.take_over()
+        hashes = active.take_over()
         if checkpoint is None:
-            self._publisher.publish(active, ())
+            self._checkpoints.publish_blocks(active, hashes)
             return
         active.checkpoint = None
-        self._publisher.publish(active, (checkpoint,))
+        self._checkpoints.publish(active, (checkpoint,))
         if checkpoint.epoch == self._slots.epoch:
-            self._publisher.supersede_decode_state(active, checkpoint)
+            self._checkpoints.supersede_decode_state(active, checkpoint)
 
     def commit_on_device(self, sampled: DeviceTokens) -> None:
         """Do what ``commit`` does as far as it needs no tokens on the host.
@@ -297,23 +304,27 @@ class StepRunner:
             )
         self._speculation.check_sampled(sampled, num_requests)
         self._drop_unwritten()
-        self._advance(self._speculation, sampled)
+        self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
-        sent = self._speculation.to_host(sampled)
+        sent = SentTokens(sampled)
         self._unfinished = "a step is committed in part"
-        work, requests = self._work, self.requests
-        lengths = np.ones(len(work.group), dtype=np.int64) if work.lengths is None else work.lengths
+        work, count = self._work, len(self._work.group.ids)
+        sampling = [(i, active) for i, active in enumerate(self._prefills, count) if active.samples]
+        rows = np.array([active.row for _, active in sampling], dtype=np.int64)
+        rows = np.concatenate((work.group.rows, rows))
         uncollected = _Uncollected(
-            requests=requests,
-            num_releases=tuple(active.num_releases for active in requests),
-            samples=(*[True] * len(work.group), *(active.samples for active in self._prefills)),
-            lengths=lengths,
-            checkpoints=self._checkpoints,
+            group=work.group,
+            lengths=work.ends - work.most,
+            prefills=[active for _, active in sampling],
+            places=np.array([*range(count), *(place for place, _ in sampling)], dtype=np.int64),
+            rows=rows,
+            num_releases=self._rows.num_releases[rows],
+            planned=self._planned,
             sent=sent,
         )
-        self._rows.num_in_doubt[work.group.rows] = lengths
+        self._rows.num_in_doubt[work.group.rows] = uncollected.lengths
         for active in self._prefills:
-            self._settle_prefill(active)
+            self._end_chunk(active)
         self._uncollected = uncollected
         self._end_step()
         self._unfinished = ""
@@ -332,37 +343,32 @@ class StepRunner:
         """
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
-        requests, num_releases, samples, lengths, checkpoints, sent = self._uncollected
+        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
         tokens, given = sent.wait()
-        num_decodes = len(lengths)
-        counts = np.ones(len(requests), dtype=np.int64)
-        counts[:num_decodes] = np.clip(given[:num_decodes], 0, lengths)
-        current = [
-            index
-            for index, active in enumerate(requests)
-            if samples[index] and active.num_releases == num_releases[index]
-        ]
-        tokens, counts = tokens[current], counts[current]
+        count = len(group.ids)
+        counts = np.ones(len(rows), dtype=np.int64)
+        counts[:count] = np.clip(given[:count], 0, lengths)
+        tokens = tokens[places]
+        current = (self._rows.num_releases[rows] == num_releases).nonzero()[0]
+        if len(current) < len(rows):
+            tokens, counts, rows = tokens[current], counts[current], rows[current]
+            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
+            current = current[current < count]
+            lengths, count = lengths[current], len(current)
+            kept = current.tolist()
+            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
+            group = DecodingGroup([group.requests[place] for place in kept])
         check(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
         self._unfinished = "the tokens of a step are collected in part"
-        kept = [requests[index] for index in current]
-        decoding = [index for index in current if index < num_decodes]
-        group = DecodingGroup([requests[index] for index in decoding])
-        count = len(decoding)
         self._rows.num_in_doubt[group.rows] = 0
-        own = {
-            place: checkpoints[index]
-            for place, index in enumerate(decoding)
-            if index in checkpoints
-        }
-        self._take(group, tokens[:count], counts[:count], own, stays=True)
-        self._counters.computed_tokens += int(lengths[decoding].sum())
-        rows = np.array([active.row for active in kept[count:]], dtype=np.int64)
-        self._rows.append_token(rows, tokens[count:, 0])
+        self._take(group, tokens[:count], counts[:count], planned, stays=True)
+        self._counters.computed_tokens += int(lengths.sum())
+        self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
         self._unfinished = ""
-        lists = zip(kept, tokens.tolist(), counts.tolist(), strict=True)
-        return {active.request_id: new[:number] for active, new, number in lists}
+        ids = (*group.ids, *(active.request_id for active in prefills))
+        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
+        return {request_id: new[:number] for request_id, new, number in lists}
 
     def abort(self) -> tuple[Hashable, ...]:
         """Take the step back, and return the ids of its requests, which are preempted.
@@ -384,7 +390,7 @@ class StepRunner:
     def forget(self) -> None:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
         self._end_step()
-        self.note_all_used()
+        self.mark_all_used()
         self._uncollected = None
         self._unfinished = ""
 
@@ -442,21 +448,31 @@ class StepRunner:
         """
         if self._speculation is not None:
             self._speculation.scrub(decoding_rows)
-        self.note_all_used()
+        self.mark_all_used()
 
-    def note_all_used(self) -> None:
-        """Note that something is enqueued which may have used any slot and live state."""
+    def mark_rows_used(self, rows: Sequence[int]) -> None:
+        """Say that something is enqueued which reads or writes live states of these rows."""
+        if self._side_stream is not None:
+            self._side_stream.use_rows(rows)
+
+    def mark_all_used(self) -> None:
+        """Remember that something is enqueued which may have used any slot and live state."""
         if self._side_stream is not None:
             self._side_stream.end_all()
 
-    def _advance(self, speculation: Speculation, sampled: DeviceTokens) -> None:
+    def _advance(
+        self,
+        speculation: Speculation,
+        tokens: torch.Tensor | Int64Array,
+        counts: torch.Tensor | Int64Array,
+    ) -> None:
         if self._is_advanced:
             raise StepOrderError(
                 "the device knows the step's tokens since a commit_step that broke off: "
                 "abort_step takes the step back"
             )
         self._is_advanced = True
-        speculation.advance(self.step.metadata, sampled)
+        speculation.advance(self.step.metadata, tokens, counts)
 
     def _end_step(self) -> None:
         if self._side_stream is not None:
@@ -464,7 +480,7 @@ class StepRunner:
         self._is_advanced = False
         self._extractions.end()
         self._step = None
-        self._work, self._prefills, self._checkpoints = _NOTHING, (), {}
+        self._work, self._prefills, self._planned = _NOTHING, (), {}
 
     def _drop_unwritten(self) -> None:
         """Give up the states inside chunks unless every layer has handed over its part.
@@ -481,7 +497,7 @@ class StepRunner:
             self._has_warned = True
         for active in lacking:
             chunk = active.current_chunk
-            active.chunk = self._planner.drop_inside(chunk)
+            active.chunk = self._checkpoints.drop_inside(chunk)
             self._counters.unwritten_states += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
@@ -493,33 +509,35 @@ class StepRunner:
         save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
         save(metadata.boundary_rows[planned], metadata.boundary_slots[planned])
 
-    def _settle_prefill(self, active: ActiveRequest) -> None:
+    def _end_chunk(self, active: ActiveRequest) -> None:
         chunk, samples = active.current_chunk, active.samples
         active.num_computed = chunk.end
         if chunk.lease is not None:
-            self._publisher.note_consumed(chunk.lease)
-        self._publisher.publish(active, chunk.checkpoints)
+            self._checkpoints.mark_used(chunk.lease)
+        self._checkpoints.publish(active, chunk.checkpoints)
         self._counters.computed_tokens += chunk.num_tokens
         if active.admission is not None:
             self._counters.count_admission(active.admission)
             active.admission = None
-        self._admitter.settle(active)
+        self._admitter.end_chunk(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
+        if samples:
+            self._rows.saves_states[active.row] = self._checkpoints.saves_while_decoding(active)
 
-    def _to_device(self, speculation: Speculation, sampled: Sampled) -> DeviceTokens:
-        """Enqueue the copy of sampled tokens, in the order of the batch, to the device."""
+    def _in_batch_order(self, sampled: Sampled) -> tuple[Int64Array, Int64Array]:
+        """Return the tokens of all requests of the step, and counts; some may not have sampled."""
         tokens, counts = sampled
         if counts is None:
             counts = np.ones(len(tokens), dtype=np.int64)
         if self._prefills:
             samples = [active.samples for active in self._prefills]
-            index = np.flatnonzero([*[True] * len(self._work.group), *samples])
-            count = len(self._work.group) + len(samples)
+            index = np.flatnonzero([*[True] * len(self._work.group.ids), *samples])
+            count = len(self._work.group.ids) + len(samples)
             all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)
             all_counts = np.zeros(count, dtype=np.int64)
             all_tokens[index], all_counts[index] = tokens, counts
             tokens, counts = all_tokens, all_counts
-        return speculation.to_device(tokens, counts)
+        return tokens, counts
 
     def _preempt_all(self) -> None:
         # Forgotten last: interrupted half-way, the step is seen to lack requests.
@@ -529,16 +547,17 @@ class StepRunner:
 
 
 def _describe_unwritten(
-    layers: Sequence[int], requests: Sequence[ActiveRequest]
+    layers: Sequence[int | str], requests: Sequence[ActiveRequest]
 ) -> UnwrittenStateWarning:
     where = ", ".join(
         f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
         for active in requests[:8]
     )
     return UnwrittenStateWarning(
-        f"Mamba layers {list(layers)} have not handed over their states in this step, so those of "
+        f"The layers {list(layers)} have not handed over their states in this step, so those of "
         f"requests {where} tokens are not published, and what could be skipped is computed again. "
         "Every Mamba layer must call context.extract_checkpoint_states in every step with prefill "
-        "chunks, and where a CUDA graph is replayed, the engine context.count_extractions. "
-        "Further ones are only counted, in stats().unwritten_states"
+        "chunks, those of other kinds context.extract_states, and where a CUDA graph is replayed, "
+        "the engine context.count_extractions. Further ones are only counted, in "
+        "stats().unwritten_states"
     )

@@ -39,6 +39,7 @@ _COUNTERS = {
     "hash_collisions": "Blocks kept private because their hash id belonged to other content",
     "aborted_steps": "Steps taken back",
     "preemptions": "Requests preempted by the engine",
+    "forks": "Requests that went on from where another stood",
 }
 """Fields of ``CacheStats`` that are metrics as they are, and what they say."""
 

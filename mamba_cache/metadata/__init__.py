@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from mamba_cache.metadata.chunks import compute_chunk_metadata, compute_varlen_chunk_metadata
 from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
-    BoundaryEntry,
     CheckpointEntry,
     DecodeBatch,
     SequenceSlice,
@@ -16,7 +15,6 @@ from mamba_cache.metadata.step_buffers import (
 )
 
 __all__ = [
-    "BoundaryEntry",
     "CheckpointEntry",
     "DecodeBatch",
     "SequenceSlice",
@@ -30,7 +28,11 @@ __all__ = [
 if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these
 
     def __getattr__(name: str) -> object:
-        """Look up a name that has moved to ``mamba_cache.integrations.vllm``."""
+        """Look up a name that has moved to ``mamba_cache.integrations.vllm``, or has another."""
+        if name == "BoundaryEntry":
+            message = f"{__name__}.BoundaryEntry is an old name of CheckpointEntry"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return CheckpointEntry
         if name not in (
             "CommonAttentionMetadata",
             "Mamba2AttentionBackend",

@@ -25,7 +25,7 @@ _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def compute_chunk_metadata(
     query_start_loc: _IntArray, num_computed_tokens: _IntArray, chunk_size: int
 ) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
-    """Cuts sequences at multiples of ``chunk_size`` counted from each sequence's own start.
+    """Cut sequences at multiples of ``chunk_size`` counted from each sequence's own start.
 
     A sequence that resumes inside a chunk finishes it first, so that the chunks do not depend on
     where earlier steps stopped.
@@ -58,7 +58,7 @@ def compute_chunk_metadata(
 def compute_varlen_chunk_metadata(
     query_start_loc: torch.Tensor, chunk_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cuts sequences at multiples of ``chunk_size`` of the packed position.
+    """Cut sequences at multiples of ``chunk_size`` of the packed position.
 
     A tensor on a device is waited for, because the number of chunks depends on it; one on the CPU
     is not.
@@ -92,7 +92,7 @@ def compute_varlen_chunk_metadata(
 def cut_into_chunks(
     starts: _IntArray, phases: _IntArray, chunk_size: int
 ) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
-    """Cuts sequences whose first chunks have ``phases`` tokens behind them already.
+    """Cut sequences whose first chunks have ``phases`` tokens behind them already.
 
     What ``compute_chunk_metadata`` does, of arguments that are right.
 
@@ -104,17 +104,20 @@ def cut_into_chunks(
     Returns:
         As ``compute_chunk_metadata`` does.
     """
-    lengths = np.diff(starts)
-    num_chunks = np.where(lengths > 0, -(-(phases + lengths) // chunk_size), 0)
-    chunks_through = np.cumsum(num_chunks)
-    chunk_seq_idx = np.repeat(np.arange(len(lengths)), num_chunks)
+    lengths = starts[1:] - starts[:-1]
+    num_chunks = (phases + lengths + (chunk_size - 1)) // chunk_size
+    num_chunks[lengths == 0] = 0
+    chunks_through = num_chunks.cumsum()
+    chunk_seq_idx = np.arange(len(lengths)).repeat(num_chunks)
     # Where each chunk lies in its sequence: 0 for the first, which may be started already.
     ordinals = np.arange(len(chunk_seq_idx)) - (chunks_through - num_chunks)[chunk_seq_idx]
     offsets = np.maximum(ordinals * chunk_size - phases[chunk_seq_idx], 0)
-    cu_chunk_seqlens = np.append(starts[chunk_seq_idx] + offsets, starts[-1])
+    cu_chunk_seqlens = np.empty(len(chunk_seq_idx) + 1, np.int32)
+    cu_chunk_seqlens[:-1] = starts[chunk_seq_idx] + offsets
+    cu_chunk_seqlens[-1] = starts[-1]
     last_chunk_indices = np.where(num_chunks > 0, chunks_through - 1, -1)
     return (
-        cu_chunk_seqlens.astype(np.int32),
+        cu_chunk_seqlens,
         chunk_seq_idx.astype(np.int32),
         last_chunk_indices.astype(np.int32),
     )

@@ -1,4 +1,4 @@
-"""Fills the tensors of a step on the host and brings them to the device in one copy."""
+"""The step's tensors: filled on the host, brought to the device in one copy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.metadata.chunks import cut_into_chunks
 from mamba_cache.metadata.step import StepMetadata
 
 __all__ = [
-    "BoundaryEntry",
     "CheckpointEntry",
     "DecodeBatch",
     "SequenceSlice",
@@ -77,10 +76,13 @@ class DecodeBatch:
         ends: [n] int64. Tokens of each sequence after the step.
         longest: The largest of ``ends``; 0 if there is none.
         token_ids: [total] integer tokens: of each the last sampled one and its drafts, packed.
-        places: [total] int64. Where the tokens' keys and values go; None: it is read off the block
-            tables.
-        query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: each
-            has one.
+        width: Tokens of each, where ``query_start_loc`` is None.
+        query_start_loc: [n + 1] int64. Where those of each begin, then their number; None: all
+            have equally many.
+        place_shifts: [n] int64. What to add to the position of a token to have where its key and
+            value go; None: that is read off the block tables.
+        crossing: Which of them have tokens in more than one block, so that their shifts do not hold
+            for all of these.
     """
 
     rows: _IntArray
@@ -88,8 +90,10 @@ class DecodeBatch:
     ends: _IntArray
     longest: int
     token_ids: _IntArray
-    places: _IntArray | None = None
+    width: int = 1
     query_start_loc: _IntArray | None = None
+    place_shifts: _IntArray | None = None
+    crossing: Sequence[int] | _IntArray = ()
 
 
 _NO_ROWS: _IntArray = np.zeros(0, dtype=np.int64)
@@ -98,26 +102,12 @@ _NO_DECODES = DecodeBatch(_NO_ROWS, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A state to save inside a prefill chunk.
+    """A state that a step saves: inside a prefill chunk, or from a live state at commit.
 
     Attributes:
-        prefill_index: Which prefill slice of the plan, from 0.
+        index: Inside a chunk: which prefill slice of the plan, from 0. At commit: which slice of
+            all, decodes first.
         position: The checkpoint, in tokens from the sequence's start.
-        slot: The reserved slot.
-    """
-
-    prefill_index: int
-    position: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryEntry:
-    """A live state to save when the step is committed.
-
-    Attributes:
-        index: Which slice of the plan, decodes first.
-        position: The boundary, in tokens from the sequence's start.
         slot: The reserved slot.
     """
 
@@ -142,7 +132,7 @@ class StepPlan:
     prefills: Sequence[SequenceSlice] = ()
     checkpoints: Sequence[CheckpointEntry] = ()
     restores: Sequence[tuple[int, int]] = ()
-    boundaries: Sequence[BoundaryEntry] = ()
+    boundaries: Sequence[CheckpointEntry] = ()
 
 
 class StepBuffers:
@@ -167,7 +157,7 @@ class StepBuffers:
             that a table need not be copied again. None: every table is, in each step.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         block_tables: np.ndarray[Any, np.dtype[np.int32]],
@@ -184,6 +174,7 @@ class StepBuffers:
         self._block_tables = block_tables
         self._table_stamps = table_stamps
         self._block_size = block_size_tokens
+        self._offsets = np.arange(block_size_tokens)
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
         max_requests, max_blocks = block_tables.shape
@@ -236,15 +227,15 @@ class StepBuffers:
         host.wait()
         decodes, prefills = plan.decodes, plan.prefills
         num_decodes, num_prefills = len(decodes.rows), len(prefills)
-        lengths = None if decodes.query_start_loc is None else decodes.ends - decodes.starts
         num_decode_tokens = len(decodes.token_ids)
-        max_decode_len = min(1, num_decodes)
-        if lengths is not None and num_decodes:
-            max_decode_len = int(np.maximum.reduce(lengths))
+        max_decode_len = decodes.width if num_decodes else 0
+        if decodes.query_start_loc is not None and num_decodes:
+            max_decode_len = int(np.maximum.reduce(decodes.ends - decodes.starts))
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
-        self._fill_decodes(host, decodes, lengths, is_same)
+        if num_decodes or host.has_decodes:
+            self._fill_decodes(host, decodes, is_same)
         if num_prefills:
             rows = np.concatenate((rows, [s.row for s in prefills]))
             num_tokens += self._fill_prefills(host, plan)
@@ -273,28 +264,37 @@ class StepBuffers:
             **self._tensors,
         )
 
-    def _fill_decodes(
-        self,
-        host: _HostSide,
-        decodes: DecodeBatch,
-        lengths: _IntArray | None,
-        is_same: bool,
-    ) -> None:
+    def _fill_decodes(self, host: _HostSide, decodes: DecodeBatch, is_same: bool) -> None:
         """Write what is packed of decoding requests, and how long they are."""
         arrays, count, total = host.arrays, len(decodes.rows), len(decodes.token_ids)
-        places, bounds = decodes.places, decodes.query_start_loc
-        if lengths is None or bounds is None:
-            positions = decodes.starts
-            if not is_same or host.has_drafts:
-                arrays["query_start_loc"][: count + 1] = np.arange(count + 1)
-            if places is None:
-                places = self._places(decodes.rows, positions)
+        rows, bounds, width = decodes.rows, decodes.query_start_loc, decodes.width
+        lengths: _IntArray | int = width
+        if bounds is None:
+            if not is_same or host.width != width:
+                arrays["query_start_loc"][: count + 1] = np.arange(0, total + 1, width)
+            host.width = width
+            first = np.arange(0, total, width)
         else:
-            positions = np.arange(total) - np.repeat(bounds[:-1] - decodes.starts, lengths)
             arrays["query_start_loc"][: count + 1] = bounds
-            if places is None:
-                places = self._places(np.repeat(decodes.rows, lengths), positions)
-        host.has_drafts = lengths is not None
+            host.width = -1
+            first, lengths = bounds[:-1], np.diff(bounds)
+        positions, shifts, which = decodes.starts, decodes.place_shifts, decodes.crossing
+        if total > count:
+            # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
+            positions = (positions - first).repeat(lengths)
+            positions += np.arange(total)
+            rows = rows if shifts is not None and not len(which) else rows.repeat(lengths)
+            shifts = None if shifts is None else shifts.repeat(lengths)
+        if shifts is None:
+            places = self._places(rows, positions)
+        else:
+            places = positions + shifts
+            if len(which):
+                is_crossing = np.zeros(count, dtype=bool)
+                is_crossing[which] = True
+                tokens = is_crossing.repeat(lengths).nonzero()[0]
+                places[tokens] = self._places(rows[tokens], positions[tokens])
+        host.has_decodes = bool(count)
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
         arrays["kv_slot_mapping"][:total] = places
@@ -310,6 +310,13 @@ class StepBuffers:
         places += positions
         return places
 
+    def _consecutive_places(self, row: int, start: int, length: int) -> _IntArray:
+        """Return the same of consecutive tokens of one request, block by block."""
+        first, offset = divmod(start, self._block_size)
+        blocks = self._block_tables[row, first : first + -(-(offset + length) // self._block_size)]
+        places = np.add.outer(blocks.astype(np.int64) * self._block_size, self._offsets)
+        return places.reshape(-1)[offset : offset + length]
+
     def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> int:
         """Write what is packed of prompts, and how long they are; return their tokens."""
         arrays = host.arrays
@@ -318,11 +325,10 @@ class StepBuffers:
         for piece in plan.prefills:
             start, length = piece.start, len(piece.token_ids)
             first, end = end, end + length
-            positions = np.arange(start, start + length)
             arrays["token_ids"][first:end] = piece.token_ids
-            arrays["positions"][first:end] = positions
+            arrays["positions"][first:end] = np.arange(start, start + length)
             places = arrays["kv_slot_mapping"][first:end]
-            places[:] = self._places(piece.row, positions)
+            places[:] = self._consecutive_places(piece.row, start, length)
             places[: max(0, piece.first_writable - start)] = PAD_SLOT_ID
             arrays["num_computed_tokens"][index] = start
             arrays["seq_lens"][index] = start + length
@@ -331,7 +337,7 @@ class StepBuffers:
         return end - len(plan.decodes.token_ids)
 
     def _fill_rows(self, host: _HostSide, rows: _IntArray, num_decodes: int) -> None:
-        """Write whose live states are read and written."""
+        """Write the rows of the live states that are read and written."""
         live_rows, count = rows * self._live_rows, len(rows)
         host.arrays["request_rows"][:count] = rows
         host.arrays["state_rows"][:count] = live_rows
@@ -350,33 +356,35 @@ class StepBuffers:
             host.table_stamps[:count] = stamps
 
     def _fill_chunks(self, host: _HostSide, plan: StepPlan) -> int:
-        lengths = np.array([len(s.token_ids) for s in plan.prefills], dtype=np.int64)
-        starts = np.array([s.start for s in plan.prefills], dtype=np.int64)
-        query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
+        """Write the chunks of prompts, and where states are saved inside them; return how many."""
+        size, pieces = self._chunk_size, plan.prefills
+        bounds = [0, *itertools.accumulate(len(piece.token_ids) for piece in pieces)]
+        phases = [piece.start % size for piece in pieces]
         cu_chunks, seq_idx, last = cut_into_chunks(
-            query_start_loc, starts % self._chunk_size, self._chunk_size
+            np.array(bounds), np.array(phases, dtype=np.int64), size
         )
-        host.fill("cu_chunk_seqlens", cu_chunks, int(query_start_loc[-1]), pads_all=True)
+        host.fill("cu_chunk_seqlens", cu_chunks, bounds[-1], pads_all=True)
         host.fill("chunk_seq_idx", seq_idx, -1)
         host.fill("last_chunk_indices", last, -1)
-        host.has_chunks = bool(plan.prefills)
+        host.has_chunks = bool(pieces)
         entries = plan.checkpoints
         if not entries and not host.has_checkpoints:
             return len(seq_idx)
         host.has_checkpoints = bool(entries)
 
-        first_grid_chunk = starts // self._chunk_size
-        num_chunks = -(-(starts + lengths) // self._chunk_size) - first_grid_chunk
-        first_chunk = np.cumsum(num_chunks) - num_chunks
-        which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
-        positions = np.array([entry.position for entry in entries], dtype=np.int64)
-        rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
-        chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
-        seq_starts = query_start_loc[which]
+        chunks, conv_ends, seq_starts, rows = [], [], [], []
+        for entry in entries:
+            piece, first = pieces[entry.index], bounds[entry.index]
+            end = piece.start + len(piece.token_ids)
+            chunks_after = -(-end // size) - entry.position // size
+            chunks.append(last.item(entry.index) - chunks_after)
+            conv_ends.append(first + entry.position - piece.start)
+            seq_starts.append(first)
+            rows.append(piece.row * self._live_rows)
         host.fill("checkpoint_chunks", chunks, -1)
-        host.fill("checkpoint_conv_ends", seq_starts + positions - starts[which], -1)
+        host.fill("checkpoint_conv_ends", conv_ends, -1)
         host.fill("checkpoint_seq_starts", seq_starts, -1)
-        host.fill("checkpoint_rows", rows[which] * self._live_rows, PAD_SLOT_ID)
+        host.fill("checkpoint_rows", rows, PAD_SLOT_ID)
         host.fill("checkpoint_slots", [entry.slot for entry in entries], PAD_SLOT_ID)
         return len(seq_idx)
 
@@ -473,7 +481,8 @@ class _HostSide:
         self.rows: _IntArray | None = None
         self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
-        self.has_drafts = self.has_chunks = self.has_checkpoints = True
+        self.width = -1  # of decodes: tokens of each, if all have equally many
+        self.has_decodes = self.has_chunks = self.has_checkpoints = True
         self.has_restores = self.has_boundaries = True
 
     def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:

@@ -27,7 +27,7 @@ from mamba_cache.reference.language_model import LanguageModel, ModelShape
 from mamba_cache.reference.progress import token_progress
 from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
-from mamba_cache.reference.sampling import SamplingParams
+from mamba_cache.reference.sampling import SamplingParams, sample
 from mamba_cache.reference.scheduler import Scheduler, check_hashable
 from mamba_cache.reference.verification import verify
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
@@ -119,6 +119,7 @@ class Engine:
         prompt_tokens: Any,
         sampling: SamplingParams | None = None,
         *,
+        n: int = 1,
         request_id: Hashable | None = None,
         cache_salt: str | bytes | None = None,
         lora_id: str | int | None = None,
@@ -130,6 +131,10 @@ class Engine:
         Args:
             prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
             sampling: How to choose tokens. Default: ``SamplingParams()``.
+            n: How many answers to give. The first is this request's. The others are requests of
+                their own, named ``(request_id, 1)`` to ``(request_id, n - 1)``, whose seeds are
+                as much higher. They fork the first when its prompt is computed, as far as there is
+                room; what they answer does not depend on that.
             request_id: A name for it. Default: a number.
             cache_salt: As in ``Request``, like all that follow.
             lora_id: See there.
@@ -141,7 +146,8 @@ class Engine:
 
         Raises:
             InvalidArgumentError: The prompt is empty or malformed, ``sampling`` is of another type,
-                or the id is not hashable or in use.
+                an id is not hashable or in use, or ``n`` is not an int >= 1, or more than 1 at
+                temperature 0, at which all answers would be the same.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
         submitted_at = time.perf_counter()
@@ -149,6 +155,11 @@ class Engine:
         if not isinstance(sampling, SamplingParams):
             raise InvalidArgumentError(
                 f"sampling must be SamplingParams or None, got {type(sampling).__name__}"
+            )
+        check_int("n", n, minimum=1)
+        if n > 1 and sampling.temperature == 0:
+            raise InvalidArgumentError(
+                f"at temperature 0 all answers are the same: n must be 1, got {n}"
             )
         check_hashable(request_id)
         if request_id is None:
@@ -162,13 +173,27 @@ class Engine:
             checkpoint_positions=checkpoint_positions,
         )
         prepared = self.context.prepare(request)
-        drafter = self._make_drafter() if self._make_drafter else None
-        made = EngineRequest.make(prepared, sampling, self.context.config, drafter, submitted_at)
+        made = []
+        for index in range(n):
+            if index:
+                its_own = replace(request, request_id=(request_id, index))
+                prepared = replace(prepared, request=its_own)
+            drafter = self._make_drafter() if self._make_drafter else None
+            its_sampling = replace(sampling, seed=sampling.seed + index)
+            made.append(
+                EngineRequest.make(
+                    prepared, its_sampling, self.context.config, drafter, submitted_at
+                )
+            )
+        made[0].forks = made[1:]
+        for fork in made[1:]:
+            fork.fork_of = made[0]
         try:
             self._add(made)
             return request_id
         except BaseException:
-            self._scheduler.forget(made)
+            for each in made:
+                self._scheduler.forget(each)
             raise
 
     def step(self) -> list[TokenEvent]:
@@ -290,10 +315,12 @@ class Engine:
         self._news, self._is_untold, self._is_behind = _News([], []), False, False
 
     @exclusive
-    def _add(self, request: EngineRequest) -> None:
-        if self._is_in_use(request.request_id):
-            raise InvalidArgumentError(f"request id {request.request_id!r} is in use")
-        self._scheduler.add(request)
+    def _add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            if self._is_in_use(request.request_id):
+                raise InvalidArgumentError(f"request id {request.request_id!r} is in use")
+        for request in requests:
+            self._scheduler.add(request)
 
     @guarded(trusts=())
     def _end_all(self) -> None:
@@ -320,20 +347,31 @@ class Engine:
     def _run(self, step: Step) -> list[EngineRequest]:
         """Compute and commit a step; return its requests."""
         logits = self._model.forward(step.metadata, self.context).cpu()
-        tokens = self._verify(step, logits)
-        self.context.commit_step(tokens)
-        requests = []
-        for scheduled in step.requests:
-            request = self._scheduler.find(scheduled.request_id)
-            self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
-            requests.append(request)
-        return requests
-
-    def _verify(self, step: Step, logits: torch.Tensor) -> dict[Hashable, list[int]]:
-        """Return the next tokens of each request that samples."""
         logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
         lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
         rows = torch.split(logits, lengths)
+        tokens = self._verify(step, rows)
+        self.context.commit_step(tokens)
+        requests = []
+        for scheduled, its_rows in zip(step.requests, rows, strict=True):
+            request = self._scheduler.find(scheduled.request_id)
+            self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
+            requests.append(request)
+            may_fork = request.forks and scheduled.samples
+            if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
+                requests += self._fork(request, its_rows[0])
+        return requests
+
+    def _fork(self, request: EngineRequest, logits: torch.Tensor) -> list[EngineRequest]:
+        """Fork a request whose first token was sampled from these logits; return the forks."""
+
+        def sample_first(fork: EngineRequest) -> int:
+            return sample(logits, fork.sampling, 0)
+
+        return self._scheduler.fork(request, sample_first)
+
+    def _verify(self, step: Step, rows: Sequence[torch.Tensor]) -> dict[Hashable, list[int]]:
+        """Return the next tokens of each request that samples."""
         tokens = {}
         for scheduled, its_rows in zip(step.requests, rows, strict=True):
             if scheduled.samples:

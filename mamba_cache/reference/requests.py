@@ -40,6 +40,9 @@ class EngineRequest:
         first_token_at: Likewise seconds.
         branch_positions: Where a state of it is saved because others branch off there.
         waited_steps: Steps in which it let others go first.
+        fork_of: The request of the same prompt that it is to be a fork of, once that has its first
+            token; None: it is computed by itself.
+        forks: Those that are to be forks of it.
     """
 
     prepared: PreparedRequest
@@ -57,6 +60,8 @@ class EngineRequest:
     first_token_at: float | None = None
     branch_positions: set[int] = field(default_factory=set)
     waited_steps: int = 0
+    fork_of: EngineRequest | None = None
+    forks: list[EngineRequest] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
 
     @classmethod
@@ -91,7 +96,7 @@ class EngineRequest:
 
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached when it first ran: that is what is reported."""
-        if not self.prefill_tokens:
+        if not self.prefill_tokens and not self.num_told:  # a fork has tokens without any prefill
             self.admission = admission
 
     def propose_drafts(
@@ -167,6 +172,7 @@ class EngineRequest:
     def _complete(self, reason: FinishReason, output: Sequence[int], now: float) -> Completion:
         admission = self.admission
         first = self.first_token_at or (now if output else None)
+        is_fork = admission is None and bool(output)
         return Completion(
             request_id=self.request_id,
             tokens=tuple(output),
@@ -177,7 +183,7 @@ class EngineRequest:
             prompt_tokens=self.prompt_tokens,
             kv_matched_blocks=admission.kv_matched_blocks if admission else 0,
             state_matched_blocks=admission.state_matched_blocks if admission else 0,
-            skipped_tokens=admission.skip_tokens if admission else 0,
+            skipped_tokens=admission.skip_tokens if admission else self.prompt_tokens * is_fork,
             computed_tokens=self.prefill_tokens,
             decoding=self.decoding,
             miss_reason=admission.miss_reason if admission else None,

@@ -75,7 +75,7 @@ class Completion:
         prompt_tokens: Tokens of the prompt.
         kv_matched_blocks: Blocks of the prompt that were cached when it first ran.
         state_matched_blocks: How many of them lie before the state that it resumed from.
-        skipped_tokens: Tokens of the prompt that were not computed.
+        skipped_tokens: Tokens of the prompt that were not computed; of a fork all.
         computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
             request was preempted, or its step aborted, and some had to be computed again.
         decoding: What its decoding steps brought.

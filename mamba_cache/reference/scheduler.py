@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 
 from mamba_cache.context import DynamicInferenceContext, RequestStatus, Step
@@ -104,6 +104,33 @@ class Scheduler:
         if self.knows(request):
             del self._requests[request.request_id]
 
+    def fork(
+        self, request: EngineRequest, sample_first: Callable[[EngineRequest], int]
+    ) -> list[EngineRequest]:
+        """Fork a request that has its first token by now, for as many as there is room for.
+
+        The others are computed by themselves, and find what of the prompt is cached.
+
+        Args:
+            request: The request.
+            sample_first: Returns the first token of each fork.
+
+        Returns:
+            The forks.
+        """
+        config, rows = self._context.config, self._context.request_rows
+        num_decoding = len(self._with_status(RequestStatus.DECODING))
+        room = max(0, min(rows.num_free_rows, config.max_tokens - num_decoding))
+        forks = [fork for fork in request.forks if self.knows(fork)][:room]
+        with suppress(CapacityError):
+            self._context.fork(
+                request.request_id,
+                [fork.request_id for fork in forks],
+                last_tokens=[sample_first(fork) for fork in forks],
+            )
+            return forks
+        return []
+
     def clear(self) -> None:
         """Forget all requests."""
         for request_id in list(self._requests):
@@ -168,7 +195,9 @@ class Scheduler:
         queue = {
             request_id: request
             for request_id, request in self._requests.items()
-            if request_id not in statuses and request.error is None
+            if request_id not in statuses
+            and request.error is None
+            and not self._awaits_fork(request)
         }
         for place, requests in (
             (self._continue, self._with_status(RequestStatus.PREFILLING)),
@@ -234,6 +263,16 @@ class Scheduler:
     def _branches_off(self, request: EngineRequest, start: int, queue: _Queue) -> list[int]:
         return branch_positions(
             request, queue.values(), start=start, block_size_tokens=self._block_size
+        )
+
+    def _awaits_fork(self, request: EngineRequest) -> bool:
+        """Say whether a queued request will be a fork of one that has no token yet."""
+        other = request.fork_of
+        return (
+            other is not None
+            and self.knows(other)
+            and other.error is None
+            and not self.output(other)
         )
 
     def _waits(self, request: EngineRequest, skip_tokens: int) -> bool:

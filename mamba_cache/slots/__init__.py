@@ -1,4 +1,4 @@
-"""Slots: room for saved states, who has which, and where states are worth saving."""
+"""Slots for saved states: the pool, eviction policies, checkpoint placement, the allocator."""
 
 from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
 from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored

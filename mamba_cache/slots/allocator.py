@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
@@ -27,7 +28,7 @@ from mamba_cache.slots.megatron_scratch import (
 )
 from mamba_cache.slots.placement import CheckpointPlacement, check_placement
 from mamba_cache.slots.policies import SlotEvictionPolicy, as_host_array, policy_named
-from mamba_cache.slots.pool import SlotPool, as_slots, check_same_length
+from mamba_cache.slots.pool import SlotPool, check_same_length
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
@@ -43,9 +44,8 @@ class MambaSlotAllocator(SlotPool):
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
     ``cancel_reserved`` after it; until then nobody can find those states.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, every later one raises
+    ``PoisonedError`` until ``reset``, as in ``SlotPool``.
 
     Args:
         context: What embeds this; read as ``SlotContext`` describes, each field when it is needed.
@@ -62,14 +62,16 @@ class MambaSlotAllocator(SlotPool):
 
     Attributes:
         context: As given.
-        num_mamba_layers: As given.
+        num_mamba_layers: Layers that keep a state, over all their kinds.
         placement: Where checkpoints lie.
         quantization: As given.
         free_slots: [max_slots] int32 tensor, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
         slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
-            are the books themselves, and may be written by index.
-        conv_states: [num_mamba_layers, max_slots, *conv] on the device.
+            are the tables themselves, and may be written by index.
+        states: The saved states, [num_layers, max_slots, *shape] by name, whatever their kinds.
+        conv_states: [num_mamba_layers, max_slots, *conv] on the device. This and the next, as
+            those of the scratch, are None where states are of other kinds.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
         transfers: What moves states.
@@ -82,7 +84,7 @@ class MambaSlotAllocator(SlotPool):
             kind that is not supported.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(  # noqa: PLR0917 (embedders pass them so)
         self,
         context: SlotContext,
@@ -97,20 +99,12 @@ class MambaSlotAllocator(SlotPool):
         placement: CheckpointPlacement | None = None,
         quantization: SlotQuantization | None = None,
     ) -> None:
-        check_model(context)
-        placement = check_placement(placement)
-        if policy is None:
-            policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
-        kv_blocks = context.kv_block_allocator
-        super().__init__(max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
-        self.context = context
-        self.num_mamba_layers = num_mamba_layers
-        self.placement = placement
         kinds = (conv_states_shape, ssm_states_shape, conv_states_dtype, ssm_states_dtype)
-        self._make_states(StateSpec.mamba(num_mamba_layers, *kinds), quantization)
-        self._make_tables()
+        spec = StateSpec.mamba(num_mamba_layers, *kinds)
+        self._set_up(context, max_slots, spec, policy, placement, quantization)
 
     @classmethod
+    @outside_inference_mode
     def from_spec(
         cls,
         context: SlotContext,
@@ -119,34 +113,64 @@ class MambaSlotAllocator(SlotPool):
         *,
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        quantization: SlotQuantization | None = None,
     ) -> MambaSlotAllocator:
-        """Make an allocator for the states that a spec describes.
+        """Make an allocator for the states that a spec describes, of whatever kinds of layers.
+
+        The scratch, and calls that take conv and SSM states, are for ``StateSpec.mamba`` alone.
+        With other kinds live states are read from ``context.live_states``.
 
         Raises:
-            InvalidArgumentError: The spec is not one that ``StateSpec.mamba`` makes, or as above.
+            InvalidArgumentError: The context has a scratch, and the spec is not one that
+                ``StateSpec.mamba`` makes; or as above.
         """
-        conv, ssm = spec.tensors[0], spec.tensors[-1]
-        if spec != StateSpec.mamba(conv.num_layers, conv.shape, ssm.shape, conv.dtype, ssm.dtype):
-            raise InvalidArgumentError(f"the spec must be of conv and ssm states, got {spec}")
-        kinds = (conv.shape, ssm.shape, conv.dtype, ssm.dtype)
-        return cls(context, max_slots, conv.num_layers, *kinds, policy=policy, placement=placement)
+        slots = cls.__new__(cls)
+        slots._set_up(context, max_slots, spec, policy, placement, quantization)
+        return slots
+
+    def _set_up(  # noqa: PLR0917 - what both ways of making one have in common
+        self,
+        context: SlotContext,
+        max_slots: int,
+        spec: StateSpec,
+        policy: SlotEvictionPolicy | None,
+        placement: CheckpointPlacement | None,
+        quantization: SlotQuantization | None,
+    ) -> None:
+        check_model(context)
+        check_kind("spec", spec, StateSpec)
+        placement = check_placement(placement)
+        if policy is None:
+            policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
+        kv_blocks = context.kv_block_allocator
+        SlotPool.__init__(self, max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
+        self.context = context
+        self.num_mamba_layers = sum(kind.num_layers for kind in spec.kinds)
+        self.placement = placement
+        self._make_states(spec, quantization)
+        self._make_tables()
 
     def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
         device = _state_device(self.context)
-        self.max_intermediate_count = num_scratch_rows(self.context)
+        self.max_intermediate_count = _num_scratch_rows(self.context, spec)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         states = StatePool(slot_spec, self.max_slots, device=device)
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        self._live_states = partial(_live_states, self.context)
+        names = None if spec.is_mamba else [tensor.name for tensor in spec.tensors]
+        self._live_states = partial(_live_states, self.context, names)
         self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
-        self.conv_states, self.ssm_states = states["conv"], states["ssm"]
-        self.ssm_scales = states.tensors.get("ssm_scales")
-        self.intermediate_conv_out, self.intermediate_ssm_out = scratch["conv"], scratch["ssm"]
-        self._states, self._scratch = states, scratch
+        self.states, self._scratch = states, scratch
+        # Any: to those who know that states are of conv and SSM these are never None.
+        saved, scratched = (pool.tensors if spec.is_mamba else {} for pool in (states, scratch))
+        self.conv_states: Any = saved.get("conv")
+        self.ssm_states: Any = saved.get("ssm")
+        self.ssm_scales = saved.get("ssm_scales")
+        self.intermediate_conv_out: Any = scratched.get("conv")
+        self.intermediate_ssm_out: Any = scratched.get("ssm")
 
     def _make_tables(self) -> None:
-        self._tables = IntermediateTables(self.context.max_requests, self._states.device)
+        self._tables = IntermediateTables(self.context.max_requests, self.states.device)
         self._intermediate_offsets_cpu = self._tables.offsets_cpu
         self._intermediate_counts_cpu = self._tables.counts_cpu
         self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
@@ -180,8 +204,14 @@ class MambaSlotAllocator(SlotPool):
         Raises:
             UnknownBlockError: The id is outside the KV pool.
             MissingStateError: The block has no slot.
-            InvalidArgumentError: There is no such layer, or a state is no tensor that fits.
+            InvalidArgumentError: There is no such layer, a state is no tensor that fits, or the
+                slots' states are not of conv and SSM.
         """
+        if self.conv_states is None:
+            raise InvalidArgumentError(
+                f"store_from_tensors takes conv and SSM states, but those of these slots are "
+                f"{[*self.states.tensors]}: write them to states, or restore and save live ones"
+            )
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
@@ -199,7 +229,7 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: The lists differ in length, a slot is outside the pool, or a
                 request has no live state.
         """
-        targets = as_slots(slots, self.max_slots)
+        targets = as_ids("slots", slots, self.max_slots)
         requests = as_ints("request_indices", request_indices)
         check_same_length(slots=targets, request_indices=requests)
         if targets:
@@ -403,7 +433,7 @@ class MambaSlotAllocator(SlotPool):
         self._clear_intermediate_state()
 
     def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copy a batch into its slots, then makes it findable."""
+        """Copy a batch into its slots, then make it findable."""
         num_intermediates = len(batch.src_offsets)
         self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
         self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
@@ -422,7 +452,7 @@ class MambaSlotAllocator(SlotPool):
         metadata = self.context.mamba_metadata
         written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
         blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
-        written_blocks = blocks[: self.max_intermediate_count]  # nobody could write the others
+        written_blocks = blocks[: self.max_intermediate_count]  # no other could be written
         self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
         blocks = written_blocks
         if not blocks and not eos_blocks:
@@ -465,7 +495,7 @@ class MambaSlotAllocator(SlotPool):
         """
         super().reset()
         self._tables.reset()
-        self._states.zero_()
+        self.states.zero_()
         self._scratch.zero_()
 
 
@@ -481,17 +511,34 @@ def scrub_free_slots(slots: MambaSlotAllocator, *, reserved: bool = False) -> No
     """
     free = slots.free_slots[: slots.free_count].tolist()
     free = sorted(free + list(slots.reserved) if reserved else free)
-    tensors = [slots.conv_states, slots.ssm_states, slots.ssm_scales]
-    for tensor in tensors:
-        if tensor is not None and free:
-            tensor[:, free] = 0
-    slots.intermediate_conv_out.zero_()
-    slots.intermediate_ssm_out.zero_()
+    if free:
+        slots.states.zero_(free)
+    slots._scratch.zero_()
 
 
-def _live_states(context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[torch.Tensor]:
     # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
-    return context.mamba_conv_states, context.mamba_ssm_states
+    if names is None:
+        return context.mamba_conv_states, context.mamba_ssm_states
+    return [context.live_states[name] for name in names]
+
+
+def _num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
+    """Return how many states the forward may write into the scratch in one step.
+
+    Raises:
+        InvalidArgumentError: It may write some, of other kinds than a scratch holds.
+    """
+    if spec.is_mamba:
+        return num_scratch_rows(context)
+    rows = getattr(context, "max_mamba_intermediate_states_per_step", 0)
+    if rows:
+        raise InvalidArgumentError(
+            "a scratch holds conv and SSM states (StateSpec.mamba) alone: with states of "
+            f"{[tensor.name for tensor in spec.tensors]} max_mamba_intermediate_states_per_step "
+            f"must be 0, got {rows}"
+        )
+    return 0
 
 
 def check_model(context: SlotContext) -> None:

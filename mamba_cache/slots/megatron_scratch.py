@@ -1,4 +1,4 @@
-"""What Megatron Core's scratch protocol needs: where a forward saves states, and what of it fits.
+"""Megatron Core's scratch protocol: where a forward saves states, and which of them fit.
 
 Its kernels write checkpoint states into a scratch, at offsets that are planned before the forward;
 after it, those states and the live ones at prompts' ends are copied into slots.
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots.placement import (
@@ -33,9 +34,6 @@ __all__ = [
     "num_scratch_rows",
     "plan_checkpoints",
 ]
-
-MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Checkpoints inside one prefill chunk of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def plan_checkpoints(
     Args:
         placement: Which positions are worth a state. Of more than three the last are kept, because
             they save the most.
-        request: Whose prompt it is.
+        request: The request.
         skip_tokens: Tokens of the chunk that are not computed.
         prefill_chunk_length: Tokens of the chunk, the skipped ones included.
         num_matched_blocks: Blocks of the prompt found cached.
@@ -153,7 +151,7 @@ class IntermediateTables:
         has_intermediates: A checkpoint of either kind was recorded since the last ``clear``.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, max_requests: int, device: torch.device) -> None:
         wide = (max_requests, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
         self.offsets_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")

@@ -1,4 +1,4 @@
-"""Which positions of a prompt are worth a saved state."""
+"""Checkpoint placement: which positions of a prompt are worth a saved state."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> s
     A state saved at any other position would be found as that of the boundary.
 
     Args:
-        placement: Whose positions.
+        placement: The placement.
         facts: What it decides by.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which cached slots are given up when others need room."""
+"""Eviction policies: which cached slots are given up when others are needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SCORE_BITS = 31
 
 @runtime_checkable
 class SlotEvictionPolicy(Protocol):
-    """Puts evictable slots in the order in which they go, and hears what happens to slots."""
+    """Orders evictable slots; is called when a state is stored in a slot, or used by a hit."""
 
     def choose(
         self,
@@ -58,18 +58,18 @@ class SlotEvictionPolicy(Protocol):
         ...
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Hear that a state was put into each of the slots.
+        """Record that a state was put into each of the slots.
 
         Args:
             slots: The slots; there may be none.
             saved_tokens: For each, the tokens from the state before it in the same prefix, or from
                 the prefix's start, to this one: what a hit on this one saves that a hit on that one
-                would not. 1 where nobody told.
+                would not. 1 where that is unknown.
         """
         ...
 
     def on_consumed(self, slots: Sequence[int]) -> None:
-        """Hear that the states in the slots were used by a hit."""
+        """Record that the states in the slots were used by a hit."""
         ...
 
     def state(self) -> npt.NDArray[np.int64]:
@@ -85,7 +85,7 @@ class SlotEvictionPolicy(Protocol):
 
 
 class _Stateless:
-    """A policy that decides by what the KV blocks' owner knows, and needs to hear nothing."""
+    """A policy that decides by what the KV blocks' owner knows, and keeps nothing itself."""
 
     __slots__ = ()
 
@@ -186,7 +186,7 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
 
     The score of a state is the tokens that it saves beyond the state before it in the same prefix,
     over its age: how many times, since it was stored or last consumed, a slot was. So a state that
-    spares little beyond another one goes before one that spares much, and what nobody uses goes in
+    spares little beyond another one goes before one that spares much, and what is not used goes in
     the end. Where all save alike this is ``ConsumedSlotPolicy``. Of equal slots the lower goes
     first.
     """
@@ -258,11 +258,11 @@ def hand_over(
     slot_to_block: npt.NDArray[np.int32],
     kv_blocks: KVBlockView,
 ) -> None:
-    """Reset a policy and tell it of the cached slots as another one would have evicted them.
+    """Reset a policy and give it the cached slots in the order of another policy.
 
     Args:
-        old: Who chose until now; unchanged.
-        new: Who is told: of the slot that would have gone first as if it had been stored first.
+        old: The policy until now; unchanged.
+        new: The policy from now on: the slot that would have gone first counts as stored first.
         slot_to_block: [max_slots] int32. The block of each cached slot, -1 for the others.
         kv_blocks: The KV blocks' owner.
     """

@@ -1,4 +1,4 @@
-"""The pool of slots: who has which slot, who gives one up, and which hash finds which state."""
+"""The pool of slots: which block has which slot, which goes next, which hash finds which state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ints, as_items, check_int, outside
+from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
+from mamba_cache._observers import call_all, check_observer
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -34,7 +35,7 @@ from mamba_cache.slots.policies import (
     hand_over,
 )
 
-__all__ = ["SlotLease", "SlotPool", "as_slots", "check_same_length"]
+__all__ = ["SlotLease", "SlotPool", "check_same_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +54,20 @@ class SlotLease:
 
 
 class SlotPool:
-    """The books of slots over KV blocks: decisions only, no tensors of states.
+    """Slots over KV blocks: decisions only, no tensors of states.
 
-    A slot is free, reserved (taken for a block, but not yet written, so nobody can find it), cached
-    (the state of the block that ``slot_to_block`` names), leaving or arriving (held by a copy out
-    of it or into it, and neither free nor findable). A block has at most one slot, and a slot at
-    most one block. A cached slot that is pinned is being read and is never evicted.
+    A slot is *free*, *reserved* (taken for a block, not yet written, not findable), *cached* (the
+    state of the block that ``slot_to_block`` names), *leaving* or *arriving* (held by a copy out of
+    it or into it, neither free nor findable). A block has at most one slot, and a slot at most one
+    block. A cached slot that is pinned is being read and is never evicted.
 
     Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
     ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
     copy of what they say is kept.
 
-    When a call breaks off in the middle of a change, by an interrupt or another exception from
-    outside, every later one raises ``PoisonedError`` until ``reset``. Within a context, the books
-    of all of it decide that.
+    After a call that was broken off in the middle of a change, by an interrupt or a foreign
+    exception, every later one raises ``PoisonedError`` until ``reset``. Within a context, the
+    bookkeeping of all of it decides that.
 
     Args:
         max_slots: Slots for saved states, 0 or more.
@@ -81,21 +82,23 @@ class SlotPool:
         max_slots: As given.
         num_blocks: KV blocks that can have a slot.
         kv_blocks: As given.
-        policy: Who chooses now; ``change_policy`` puts another in its place.
+        policy: As given, or the one that ``change_policy`` put in its place.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         free_count: Free slots: the height of that stack.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
         slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
         pin_counts: [max_slots] int32. Readers of each cached slot.
-        generations: [max_slots] int64. Changes whenever a slot is taken from a block.
-        epoch: Changes with every reset. Who reserves slots keeps it, to be told of a reset.
+        generations: [max_slots] int64. Which of its states each slot holds: another number whenever
+            it is taken from a block.
+        epoch: The generation that the last reset gave to all slots. Who reserves slots keeps it,
+            to learn of a reset.
         reserved: Block for which each reserved slot was taken.
         hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
         skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
             adds those that did not fit into a step.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
-            refuse by raising. None: nobody is asked.
+            refuse by raising; or None.
 
     Raises:
         InvalidArgumentError: ``max_slots`` or the number of KV blocks is not an int or out of
@@ -129,21 +132,20 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self._arriving: dict[int, int] = {}  # as reserved, but a copy writes the slot
-        self._awaited: set[int] = set()  # the blocks of both
         self._copies = CopiesInFlight()
+        self._awaited: set[int] = set()  # blocks with a slot that is reserved or arriving
         self._observers: list[StateObserver] = []
-        # Slot, block and hash of what became findable or ceased to be, until that was told.
-        self._untold: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
+        # Slot, block and hash of what became findable or ceased to be, until observers know.
+        self._unsent: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
         self.hash_to_block_id: dict[int, int] = {}
-        # The hash that each block's state was registered under here. It is not what the block
-        # holds now, which the KV blocks' owner knows: where the two differ, the state is stale.
+        # The hash that each block's state was registered under. The KV blocks' owner knows what the
+        # block holds now: where the two differ, the state is stale.
         self._hash_of: dict[int, int] = {}
-        self._num_ends = 0  # of a block's hold on a slot, and of all holds at once by a reset
+        self._last_generation = 0
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its books are proved together with these."""
+        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
         self._guard = guard
 
     def _clear(self) -> None:
@@ -152,8 +154,8 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        for books in (self.reserved, self._arriving, self._awaited, self._copies):
-            books.clear()
+        for entries in (self.reserved, self._awaited, self._copies):
+            entries.clear()
         self.hash_to_block_id.clear()
         self._hash_of.clear()
         self.evicted_slots_total = 0
@@ -162,7 +164,7 @@ class SlotPool:
 
     @property
     def pool(self) -> SlotPool:
-        """These books: an allocator has no others."""
+        """This pool itself: an allocator is its own."""
         return self
 
     @property
@@ -201,7 +203,7 @@ class SlotPool:
         Raises:
             UnknownBlockError: An id is outside the KV pool.
         """
-        return self._slots_of(_as_block_ids(block_ids, self.num_blocks))
+        return self._slots_of(self._block_ids(block_ids))
 
     def has_state(self, block_id: int) -> bool:
         """Say whether a block's state is cached.
@@ -233,7 +235,7 @@ class SlotPool:
         Raises:
             InvalidArgumentError: The slot is outside the pool.
         """
-        [slot] = as_slots([slot], self.max_slots)
+        [slot] = as_ids("slots", [slot], self.max_slots)
         return bool(self._slot_to_block[slot] >= 0 and self.pin_counts[slot])
 
     @query
@@ -245,7 +247,7 @@ class SlotPool:
         """
         if not isinstance(lease, SlotLease):
             raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")
-        [slot] = as_slots([lease.slot], self.max_slots)
+        [slot] = as_ids("slots", [lease.slot], self.max_slots)
         return bool(
             self._slot_to_block[slot] == lease.block_id
             and self.generations[slot] == lease.generation
@@ -265,7 +267,7 @@ class SlotPool:
             MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
                 of the blocks named here are not evictable.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         slots = dict(zip(ids, self._slots_of(ids), strict=True))
         new = [block_id for block_id, slot in slots.items() if slot < 0]
         if new:
@@ -277,7 +279,7 @@ class SlotPool:
                 self._assign(slot, block_id)
                 slots[block_id] = slot
             self.policy.on_stored(taken, [1] * len(taken))
-            self._tell(hands_out=True)
+            self._notify(hands_out=True)
         return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
@@ -294,7 +296,7 @@ class SlotPool:
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was reserved.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         own = dict(zip(ids, self._slots_of(ids), strict=True))
         new = [b for b, slot in own.items() if slot < 0 and b not in self._awaited]
         if not new:
@@ -326,9 +328,9 @@ class SlotPool:
                 that block has a slot by now, the reserved one becomes free.
             hashes: The hash id of each block; one that is not positive is not registered.
             saved_tokens: For each, the tokens that its state saves beyond the state before it in
-                the same prefix, for policies that ask. None: nobody knows, so all are alike.
-            epoch: The ``epoch`` in which the slots were reserved. If a reset has ended it, they
-                are another's by now, and nothing is committed. None: the current one.
+                the same prefix, for policies that ask; None: unknown, so all are alike.
+            epoch: The ``epoch`` in which the slots were reserved; None: the current one. After a
+                reset the slots are another's, and nothing is committed.
 
         Returns:
             The slot that caches each block now: the reserved one, or the one that it had; -1 if it
@@ -339,13 +341,11 @@ class SlotPool:
             InvalidArgumentError: The lists differ in length, a number of tokens is no int from 0
                 to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         if self._is_over(epoch):
             return self._slots_of(ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
-        hash_ids = _as_hash_ids(hashes)
-        saved = [1] * len(taken) if saved_tokens is None else _as_saved_tokens(saved_tokens)
-        check_same_length(slots=taken, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
+        hash_ids, saved = _read_states(taken, ids, hashes, saved_tokens)
         self._guard.is_changing = True
         for slot in taken:
             self._awaited.discard(self.reserved.pop(slot))
@@ -357,8 +357,8 @@ class SlotPool:
 
         Args:
             slots: Reserved slots.
-            epoch: The ``epoch`` in which they were reserved. If a reset has ended it, nothing is
-                left to give back. None: the current one.
+            epoch: The ``epoch`` in which they were reserved; None: the current one. After a reset
+                nothing is left to give back.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
@@ -384,19 +384,18 @@ class SlotPool:
             InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
                 registered.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         hash_ids = _as_hash_ids(hashes)
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
         self._register(ids, hash_ids)
-        self._tell()
+        self._notify()
 
     @guarded(nests=True)
     def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
         """Give up cached slots whose states are still to be read: ``end_leaving`` frees them.
 
-        Call it before the copy is enqueued. The blocks have no state any more; whether they live on
-        is another matter.
+        Call it before the copy is enqueued. The blocks stay what they are, but have no state.
 
         Args:
             slots: Different cached slots that are not pinned.
@@ -413,11 +412,10 @@ class SlotPool:
         copy = self._copies.begin("leaving", leaving)
         self._unassign(leaving)
         try:
-            self._tell(hands_out=True)
+            self._notify(hands_out=True)
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
-            self._copies.end(copy)
-            self._push(leaving)
+            self._push(self._copies.end(copy))
             self._guard.is_changing = False
             raise
         return copy
@@ -434,8 +432,7 @@ class SlotPool:
         """
         if self._copies.is_held(copy, "leaving"):
             self._guard.is_changing = True
-            self._copies.end(copy)
-            self._push(copy.ids)
+            self._push(self._copies.end(copy))
 
     @guarded(nests=True)
     def begin_arriving(self, block_ids: Iterable[int]) -> CopyInFlight:
@@ -455,7 +452,7 @@ class SlotPool:
             MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
                 of the blocks named here are not evictable.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         served = [b for b in ids if b in self._awaited or self._block_to_slot[b] >= 0]
         if served or len(set(ids)) < len(ids):
             raise InvalidArgumentError(
@@ -467,8 +464,7 @@ class SlotPool:
             raise MambaSlotCapacityError(len(ids), self.free_count + len(victims))
         taken = self._take(len(ids), victims)
         self._awaited.update(ids)
-        self._arriving.update(zip(taken, ids, strict=True))
-        return self._copies.begin("arriving", taken)
+        return self._copies.begin("arriving", taken, ids)
 
     @guarded(nests=True)
     def complete_arriving(
@@ -497,15 +493,14 @@ class SlotPool:
                 still arriving.
             DoubleFreeError: It was ended already, or is another pool's.
         """
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         if not self._copies.is_held(copy, "arriving"):
             return self._slots_of(ids)
-        hash_ids = _as_hash_ids(hashes)
         slots = list(copy.ids)
-        saved = [1] * len(slots) if saved_tokens is None else _as_saved_tokens(saved_tokens)
-        check_same_length(slots=slots, block_ids=ids, hashes=hash_ids, saved_tokens=saved)
+        hash_ids, saved = _read_states(slots, ids, hashes, saved_tokens)
         self._guard.is_changing = True
-        self._end_arrival(copy)
+        self._copies.end(copy)
+        self._awaited.difference_update(copy.block_ids)
         return self._publish(slots, ids, hash_ids, saved)
 
     @guarded(nests=True)
@@ -520,21 +515,20 @@ class SlotPool:
         """
         if self._copies.is_held(copy, "arriving"):
             self._guard.is_changing = True
-            self._end_arrival(copy)
-            self._push(copy.ids)
+            self._awaited.difference_update(copy.block_ids)
+            self._push(self._copies.end(copy))
 
     def add_observer(self, observer: StateObserver) -> None:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
 
-        It is called in order, when the bookkeeping of a call is done, and must not call back into
-        the commands of these books. If one raises, the others still run and the error goes on to
-        the caller. What is written into the tables from outside is not seen.
+        It is called in order, when the bookkeeping of a call is done, and must not call commands of
+        the pool. If one raises, the others still run and the error goes on to the caller. What is
+        written into the tables from outside is not seen.
 
         Raises:
             InvalidArgumentError: It cannot be called.
         """
-        if not callable(observer):
-            raise InvalidArgumentError(f"an observer must be callable, got {observer!r}")
+        check_observer(observer)
         self._observers.append(observer)
 
     @guarded(nests=True)
@@ -549,7 +543,7 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
             MissingStateError: A slot is not cached. Nothing was pinned.
         """
-        read = as_slots(slots, self.max_slots)
+        read = as_ids("slots", slots, self.max_slots)
         empty = [slot for slot in read if self._slot_to_block[slot] < 0]
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
@@ -587,20 +581,20 @@ class SlotPool:
         Raises:
             InvalidArgumentError: A slot is outside the pool.
         """
-        self.policy.on_consumed(as_slots(slots, self.max_slots))
+        self.policy.on_consumed(as_ids("slots", slots, self.max_slots))
 
     @guarded(nests=True)
     def change_policy(self, policy: SlotEvictionPolicy) -> None:
         """Have another policy choose which slots are evicted from now on; no slot changes hands.
 
-        It forgets what it knew and hears of the cached slots as of just stored ones, in the order
-        in which the policy before it would have evicted them.
+        It is reset and called with the cached slots as if they were just stored, in the order in
+        which the policy before it would have evicted them.
 
         Args:
             policy: One that no other allocator uses.
 
         Raises:
-            InvalidArgumentError: It is no policy, or the one that chooses now. Nothing has changed.
+            InvalidArgumentError: It is no policy, or the present one. Nothing has changed.
         """
         if check_policy(policy) is self.policy:
             raise InvalidArgumentError("the new slot policy must be another than the present one")
@@ -618,10 +612,10 @@ class SlotPool:
 
     @guarded(nests=True)
     def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
-        ids = _as_block_ids(block_ids, self.num_blocks)
+        ids = self._block_ids(block_ids)
         self._guard.is_changing = True
         self._free_blocks(ids)
-        self._tell()
+        self._notify()
 
     @guarded(nests=True)
     def on_kv_blocks_deregistered(
@@ -640,7 +634,7 @@ class SlotPool:
         # The blocks have lost their content already, so from here on this must end well.
         self._guard.is_changing = True
         try:
-            ids = _as_block_ids(block_ids, self.num_blocks)
+            ids = self._block_ids(block_ids)
             hashes = _as_hash_ids(hashes_to_delete)
         except MambaCacheError:
             self._guard.is_changing = False
@@ -651,7 +645,7 @@ class SlotPool:
             self._forget_block(block_id)  # it may have had a hash, but no slot
         for hash_id in hashes:
             self._forget_hash(hash_id)
-        self._tell()
+        self._notify()
 
     @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
@@ -668,7 +662,7 @@ class SlotPool:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
         try:
-            self._tell(hands_out=True)
+            self._notify(hands_out=True)
         except Exception:
             self._push(victims)
             self._guard.is_changing = False
@@ -685,9 +679,9 @@ class SlotPool:
         if self.before_reset is not None:
             self.before_reset()
         self._guard.is_changing = True
-        self._num_ends += 1
-        self.epoch = self._num_ends
-        self.generations.fill(self._num_ends)
+        self._last_generation += 1
+        self.epoch = self._last_generation
+        self.generations.fill(self.epoch)
         gone = [
             (self._block_to_slot.item(block_id), block_id, hash_id)
             for block_id, hash_id in self._hash_of.items()
@@ -698,12 +692,11 @@ class SlotPool:
         self._call_observers([StatesRemoved(slots, block_ids, hash_ids, is_reset=True)])
 
     def fingerprint(self) -> int:
-        """Digest the books and the policy's memory: who has which slot, and who gives one up next.
+        """Digest the tables and the policy's memory: which block has which slot, which goes next.
 
         Ranks that hold shards of the same states must have equal ones at equal moments. It depends
-        on no address, time or order of a dict, and is linear in the slots and hashes, not in the KV
-        blocks: of ``block_to_slot`` it reads what the slots point at. Counters that decide nothing
-        are left out.
+        on no address, time or order of a dict, takes time linear in the slots and hashes, not in
+        the KV blocks, and leaves out counters that decide nothing.
 
         Returns:
             From 0 to 2**63 - 1.
@@ -715,7 +708,7 @@ class SlotPool:
             self.pin_counts[cached],
             self._free_slots[: self.free_count],
             _by_key(self.reserved),
-            _by_key(self._arriving),
+            _by_key(self._copies.block_of_slot()),
             self._copies.ids("leaving"),
             _by_key(self.hash_to_block_id),
             self.policy.state(),
@@ -733,32 +726,28 @@ class SlotPool:
         return [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
 
     def check_invariants(self) -> None:
-        """Check the books against themselves.
+        """Check the bookkeeping against itself.
 
         Raises:
-            InvariantError: They contradict each other; the message says where.
+            InvariantError: Something contradicts something else; the message says what.
         """
         self._check_conservation()
         self._check_ties()
         self._check_hashes()
-        if self._untold:
-            raise InvariantError(f"not everybody was told of {self._untold[0]}")
+        if self._unsent:
+            raise InvariantError(f"observers were not called with {self._unsent[0]}")
 
     def _check_conservation(self) -> None:
         _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
         free = self._free_slots[: self.free_count].tolist()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        leaving = self._copies.ids("leaving")
-        together = sorted([*free, *self.reserved, *cached, *leaving, *self._arriving])
+        leaving, arriving = self._copies.ids("leaving"), self._copies.ids("arriving")
+        together = sorted([*free, *self.reserved, *cached, *leaving, *arriving])
         _require(
             together == list(range(self.max_slots)),
             f"{len(free)} free, {len(self.reserved)} reserved, {len(cached)} cached, "
-            f"{len(leaving)} leaving and {len(self._arriving)} arriving slots are not each of "
+            f"{len(leaving)} leaving and {len(arriving)} arriving slots are not each of "
             f"{self.max_slots} slots once",
-        )
-        _require(
-            sorted(self._copies.ids("arriving")) == sorted(self._arriving),
-            "the arriving slots are not those of copies",
         )
 
     def _check_ties(self) -> None:
@@ -767,10 +756,13 @@ class SlotPool:
         _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
         _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = [*self.reserved.values(), *self._arriving.values()]
+        blocks = [*self.reserved.values(), *self._copies.block_of_slot().values()]
         _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
-        _require(self._awaited == set(blocks), "the blocks awaited are not those of slots to be")
-        _require(bool((self.pin_counts >= 0).all()), "a slot has less than no readers")
+        _require(
+            self._awaited == set(blocks),
+            "the blocks awaited are not those of reserved and arriving slots",
+        )
+        _require(bool((self.pin_counts >= 0).all()), "a slot has a negative number of readers")
         pinned = self.pin_counts[self._slot_to_block < 0]
         _require(not pinned.any(), "a slot that holds no state has readers")
 
@@ -787,7 +779,10 @@ class SlotPool:
                 f"block {block_id} is registered under hash {hash_id}, which finds another",
             )
 
-    # Behind the door: arguments are checked, and the guard knows that something changes.
+    # What follows trusts its arguments, and that the guard knows of the change.
+
+    def _block_ids(self, block_ids: Iterable[Any]) -> list[int]:
+        return as_ids("block ids", block_ids, self.num_blocks, error=UnknownBlockError)
 
     def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
         slot_of = self._block_to_slot.item
@@ -797,7 +792,7 @@ class SlotPool:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
-        taken = as_slots(slots, self.max_slots)
+        taken = as_ids("slots", slots, self.max_slots)
         if not self.reserved.keys() >= set(taken) or len(set(taken)) < len(taken):
             raise error(f"slots must be different and reserved, got {taken}")
         return taken
@@ -829,7 +824,7 @@ class SlotPool:
             self._evict(victims, short)
             # If an observer raises, the victims are free and nothing was taken: no slot leaks.
             self._push(victims)
-            self._tell()
+            self._notify()
         self._guard.is_changing = True
         start = self.free_count - num_slots
         slots: list[int] = self._free_slots[start : self.free_count].tolist()
@@ -850,7 +845,7 @@ class SlotPool:
             InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
                 they are not as many as are wanted.
         """
-        given = as_slots(slots, self.max_slots)
+        given = as_ids("slots", slots, self.max_slots)
         kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
         wanted = len(given) if num_wanted is None else num_wanted
         if kept or len(set(given)) < len(given) or len(given) != wanted:
@@ -864,7 +859,7 @@ class SlotPool:
         self._block_to_slot[block_id] = slot
         self._slot_to_block[slot] = block_id
         if self._observers and block_id in self._hash_of:
-            self._untold.append((StatesStored, slot, block_id, self._hash_of[block_id]))
+            self._unsent.append((StatesStored, slot, block_id, self._hash_of[block_id]))
 
     def _unassign(self, slots: Sequence[int]) -> None:
         """End the cached slots' ties to their blocks, and the blocks' hashes with it.
@@ -881,8 +876,8 @@ class SlotPool:
             self._slot_to_block[slot] = -1
             self._block_to_slot[block_id] = -1
             self.pin_counts[slot] = 0
-            self._num_ends += 1
-            self.generations[slot] = self._num_ends
+            self._last_generation += 1
+            self.generations[slot] = self._last_generation
 
     def _free_blocks(self, block_ids: Iterable[int]) -> None:
         """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
@@ -910,13 +905,8 @@ class SlotPool:
         self._register(block_ids, hash_ids)
         if stored:
             self.policy.on_stored(list(stored), list(stored.values()))
-        self._tell()
+        self._notify()
         return self._slots_of(block_ids)
-
-    def _end_arrival(self, copy: CopyInFlight) -> None:
-        self._copies.end(copy)
-        for slot in copy.ids:
-            self._awaited.discard(self._arriving.pop(slot))
 
     def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
@@ -930,7 +920,7 @@ class SlotPool:
             self._hash_of[block_id] = hash_id
             self.hash_to_block_id[hash_id] = block_id
             if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
-                self._untold.append((StatesStored, slot, block_id, hash_id))
+                self._unsent.append((StatesStored, slot, block_id, hash_id))
 
     def _forget_block(self, block_id: int) -> None:
         """Forget the hash under which a block was registered here, if it was."""
@@ -939,7 +929,7 @@ class SlotPool:
             return
         self._unlink(block_id, hash_id)
         if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
-            self._untold.append((StatesRemoved, slot, block_id, hash_id))
+            self._unsent.append((StatesRemoved, slot, block_id, hash_id))
 
     def _forget_hash(self, hash_id: int) -> None:
         """Make a hash find nothing."""
@@ -952,49 +942,30 @@ class SlotPool:
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
 
-    def _tell(self, *, hands_out: bool = False) -> None:
-        """Call the observers with what happened.
+    def _notify(self, *, hands_out: bool = False) -> None:
+        """Call the observers with what became findable or ceased to be.
 
         Args:
-            hands_out: Whether the caller is about to hand out what nobody could give back if an
-                observer raised. Otherwise the books are right then.
+            hands_out: Whether the caller is about to return slots that an observer's error would
+                lose. Otherwise the bookkeeping is right even if one raises.
         """
-        if not self._untold:
+        if not self._unsent:
             return
         was_changing = self._guard.is_changing
         self._guard.is_changing = hands_out
         events = [
             kind(*zip(*(entry[1:] for entry in entries), strict=True))
-            for kind, entries in groupby(self._untold, key=itemgetter(0))
+            for kind, entries in groupby(self._unsent, key=itemgetter(0))
         ]
         self._call_observers(events)
         self._guard.is_changing = was_changing
 
     def _call_observers(self, events: Sequence[StateEvent]) -> None:
         """Call each observer with each event; whatever one raises, the others are called."""
-        failure: Exception | None = None
-        for event in events:
-            for observer in self._observers:
-                try:
-                    observer(event)
-                except Exception as error:  # noqa: PERF203 - the others must run
-                    failure = failure or error
-        self._untold = []
+        failure = call_all((observer, (e,)) for e in events for observer in self._observers)
+        self._unsent = []
         if failure is not None:
             raise failure
-
-
-def as_slots(values: Iterable[Any], max_slots: int) -> list[int]:
-    """Read slots, as ``as_ints`` does.
-
-    Raises:
-        InvalidArgumentError: One of them is no int, or outside [0, max_slots).
-    """
-    slots = as_ints("slots", values)
-    wrong = outside(slots, 0, max_slots - 1)
-    if wrong:
-        raise InvalidArgumentError(f"slots must be in [0, {max_slots}), got {wrong}")
-    return slots
 
 
 def check_same_length(**lists: list[int]) -> None:
@@ -1008,25 +979,28 @@ def check_same_length(**lists: list[int]) -> None:
         raise InvalidArgumentError(f"these must be equally long: {lengths}")
 
 
-def _as_block_ids(values: Iterable[Any], num_blocks: int) -> list[int]:
-    ids = as_ints("block ids", values)
-    wrong = outside(ids, 0, num_blocks - 1)
-    if wrong:
-        raise UnknownBlockError(f"block ids must be in [0, {num_blocks}), got {wrong}")
-    return ids
-
-
 def _as_hash_ids(values: Iterable[Any]) -> list[int]:
     """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
-    hash_ids = as_ints("hashes", values)
-    if hash_ids and max(hash_ids) > INT64_MAX:
-        raise InvalidArgumentError(f"a hash id must be at most {INT64_MAX}, got {max(hash_ids)}")
-    return hash_ids
+    return as_ids("hashes", values, INT64_MAX + 1, start=-INT64_MAX - 1)
 
 
-def _as_saved_tokens(values: Sequence[int]) -> list[int]:
-    given = as_items("saved_tokens", values, "ints")
-    return [check_int("saved_tokens", tokens, minimum=0, maximum=INT32_MAX) for tokens in given]
+def _read_states(
+    slots: list[int],
+    block_ids: list[int],
+    hashes: Iterable[Any],
+    saved_tokens: Sequence[int] | None,
+) -> tuple[list[int], list[int]]:
+    """Read the hash id of each state that is to be published, and the tokens that it saves.
+
+    Raises:
+        InvalidArgumentError: The lists differ in length, or hold what is no int or out of range.
+    """
+    hash_ids, saved = _as_hash_ids(hashes), [1] * len(slots)
+    if saved_tokens is not None:
+        given = as_items("saved_tokens", saved_tokens, "ints")
+        saved = [check_int("saved_tokens", n, minimum=0, maximum=INT32_MAX) for n in given]
+    check_same_length(slots=slots, block_ids=block_ids, hashes=hash_ids, saved_tokens=saved)
+    return hash_ids, saved
 
 
 def _num_kv_blocks(kv_blocks: Any) -> int:

@@ -1,4 +1,4 @@
-"""Where control meets data: states moved between live rows, slots and the scratch."""
+"""Copies of states between live rows, slots and the scratch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StateTransfers:
         for wanted, state in zip(self._layer_states, states, strict=True):
             _check_fits(state, wanted)
         if self._quantization is not None:
-            conv, ssm = states
+            conv, ssm = states  # which alone are stored so
             states = (conv, *quantize_states(ssm, self._quantization))
         self.num_calls += 1
         for tensor, state in zip(self._slots, states, strict=True):
@@ -118,7 +118,7 @@ class StateTransfers:
         """Fill the first rows of the scratch with what is no state: NaN, or 0 for integers.
 
         Args:
-            num_rows: Rows whose states are saved.
+            num_rows: Rows of which the states are saved.
         """
         for tensor in self._scratch:
             if num_rows:

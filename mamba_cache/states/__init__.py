@@ -4,7 +4,11 @@ from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states._backend import CopyBackend
 from mamba_cache.states._rows import RowIndices
 from mamba_cache.states.copier import StateCopier
-from mamba_cache.states.extraction import extract_checkpoint_states
+from mamba_cache.states.extraction import (
+    CHECKPOINT_FIELDS,
+    extract_checkpoint_states,
+    plan_extraction,
+)
 from mamba_cache.states.pool import StatePool, as_device
 from mamba_cache.states.quantization import (
     SlotQuantization,
@@ -15,6 +19,7 @@ from mamba_cache.states.quantization import (
 from mamba_cache.states.quantizers import StateDequantizer, StateQuantizer
 from mamba_cache.states.spec import (
     KVCacheSpec,
+    LayerKind,
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
@@ -23,10 +28,12 @@ from mamba_cache.states.spec import (
 )
 
 __all__ = [
+    "CHECKPOINT_FIELDS",
     "PAD_SLOT_ID",
     "ZERO_SOURCE",
     "CopyBackend",
     "KVCacheSpec",
+    "LayerKind",
     "RowIndices",
     "SlotQuantization",
     "SlotRounding",
@@ -40,6 +47,7 @@ __all__ = [
     "blocks_in_budget",
     "dequantize_states",
     "extract_checkpoint_states",
+    "plan_extraction",
     "quantize_states",
     "scratch_slots",
     "slots_in_budget",

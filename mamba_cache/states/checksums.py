@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend
 from mamba_cache.states.kernels import checksum_torch
@@ -36,7 +36,7 @@ class TensorChecksums:
             memory of its own that could be read, or the backend is unknown or not for them.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, tensors: Sequence[torch.Tensor], *, backend: CopyBackend = "auto") -> None:
         devices = sorted({str(tensor.device) for tensor in tensors})
         if len(devices) != 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import RowMover, check_tensors
 from mamba_cache.states.kernels.plan import plan_copy
@@ -34,7 +34,7 @@ class StateCopier(RowMover):
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         sources: Sequence[torch.Tensor],
@@ -43,6 +43,7 @@ class StateCopier(RowMover):
         backend: CopyBackend = "auto",
     ) -> None:
         check_tensors(sources, destinations)
-        kernels = kernels_for(backend, sources[0].device)
-        copy_rows = kernels.copy_states(plan_copy(sources, destinations))
+        device = sources[0].device
+        plan = plan_copy(sources, destinations, device=device)
+        copy_rows = kernels_for(backend, device).copy_states(plan)
         super().__init__(sources, destinations, copy_rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -11,18 +12,27 @@ from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import check_are_tensors, check_devices
 from mamba_cache.states.quantization import SlotQuantization
 
-__all__ = ["extract_checkpoint_states"]
+__all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
+
+CHECKPOINT_FIELDS = (
+    "checkpoint_chunks",
+    "checkpoint_conv_ends",
+    "checkpoint_seq_starts",
+    "checkpoint_rows",
+    "checkpoint_slots",
+)
+"""The fields of ``StepMetadata`` that say what to extract, in the order that kernels take them."""
 
 # States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def extract_checkpoint_states(
-    slot_conv: torch.Tensor,
-    slot_ssm: torch.Tensor,
-    live_conv: torch.Tensor,
-    chunk_states: torch.Tensor,
-    conv_input: torch.Tensor,
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
     *,
     checkpoint_chunks: torch.Tensor,
     checkpoint_conv_ends: torch.Tensor,
@@ -41,14 +51,18 @@ def extract_checkpoint_states(
     number is known; in a captured CUDA graph padding is cheap. Nothing waits for the device, and
     rows on it are not checked.
 
+    A layer without a window leaves out ``slot_conv``, ``live_conv`` and ``conv_input`` (None), and
+    one without another state ``slot_ssm`` and ``chunk_states``. With more tensors than one of each
+    call it once for each pair.
+
     Args:
-        slot_conv: [slots, conv_dim, W], written. Slots at any distance.
-        slot_ssm: [slots, heads, head_dim, state_dim], written. Slots at any distance. int8 for
-            quantised slots.
-        live_conv: [rows, conv_dim, W]. The last W inputs of each request before this step's chunk,
-            newest last. Rows at any distance.
-        chunk_states: [num_chunks, heads, head_dim, state_dim]. State at each SSM chunk's end.
-            Chunks at any distance.
+        slot_conv: [slots, conv_dim, W], written. Slots at any distance. [slots, conv_dim] for a
+            window of one input, such as a token shift.
+        slot_ssm: [slots, *state], written; [slots, heads, head_dim, state_dim] int8 for quantised
+            slots. Slots at any distance.
+        live_conv: [rows, conv_dim, W], or [rows, conv_dim] likewise. The last W inputs of each
+            request before this step's chunk, newest last. Rows at any distance.
+        chunk_states: [num_chunks, *state]. State at each chunk's end. Chunks at any distance.
         conv_input: [num_prefill_tokens, conv_dim], any strides. The convolution's inputs, packed.
         checkpoint_chunks: The chunk at whose end the state is saved.
         checkpoint_conv_ends: The packed token after the checkpoint.
@@ -61,9 +75,9 @@ def extract_checkpoint_states(
         backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
 
     Raises:
-        InvalidArgumentError: Shapes, dtypes or layouts do not fit, or the backend is unknown or not
-            for the tensors' device. Without ``quantization`` a state is never converted: rounded,
-            it would be another state.
+        InvalidArgumentError: Shapes, dtypes or layouts do not fit, a window or a state is given in
+            part, or the backend is unknown or not for the tensors' device. Without
+            ``quantization`` a state is never converted: rounded, it would be another state.
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
     fields = (
@@ -73,32 +87,107 @@ def extract_checkpoint_states(
         checkpoint_rows,
         checkpoint_slots,
     )
-    scales = () if slot_scales is None else (slot_scales,)
-    _check_tensors(fields, slot_conv, slot_ssm, live_conv, chunk_states, conv_input, *scales)
-    device = slot_conv.device
-    _check_conv(slot_conv, live_conv, conv_input)
-    _check_layouts(slot_conv, slot_ssm, live_conv, chunk_states)
-    _check_fields(fields, device)
+    check_are_tensors("fields", fields)
+    write = plan_extraction(
+        slot_conv,
+        slot_ssm,
+        live_conv,
+        chunk_states,
+        conv_input,
+        fields=fields,
+        slot_scales=slot_scales,
+        quantization=quantization,
+        backend=backend,
+    )
+    written = slot_ssm if slot_conv is None else slot_conv
+    assert written is not None
+    _check_fields(fields, written.device)
+    write()
+
+
+def plan_extraction(
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
+    *,
+    fields: tuple[torch.Tensor, ...],
+    slot_scales: torch.Tensor | None = None,
+    quantization: SlotQuantization | None = None,
+    backend: CopyBackend = "auto",
+) -> Callable[[], None]:
+    """Returns what does what ``extract_checkpoint_states`` says, of states that are checked.
+
+    So a layer of several tensors can have all of them checked before the first is written. The
+    fields are not checked: a context makes them itself.
+
+    Args:
+        slot_conv: As there, like all that follow.
+        slot_ssm: Likewise.
+        live_conv: Likewise.
+        chunk_states: Likewise.
+        conv_input: Likewise.
+        fields: Those named in ``CHECKPOINT_FIELDS``, in that order.
+        slot_scales: Likewise.
+        quantization: Likewise.
+        backend: Likewise.
+
+    Raises:
+        InvalidArgumentError: As there.
+        MissingExtraError: As there.
+    """
+    given = (slot_conv, slot_ssm, live_conv, chunk_states, conv_input, slot_scales)
+    tensors = [tensor for tensor in given if tensor is not None]
+    check_are_tensors("states", tensors)
+    check_devices(*tensors)
+    _check_whole(slot_conv, slot_ssm, live_conv, chunk_states, conv_input)
+    device = tensors[0].device
+    conv = live = inputs = ssm = states = None
+    if slot_conv is not None and live_conv is not None and conv_input is not None:
+        if slot_conv.dim() == live_conv.dim() == 2:
+            slot_conv, live_conv = slot_conv.unsqueeze(-1), live_conv.unsqueeze(-1)
+        _check_conv(slot_conv, live_conv, conv_input)
+        _check_layouts(slot_conv, live_conv)
+        conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
     kernels = kernels_for(backend, device)
-    conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
-    if slot_scales is None or quantization is None:
-        _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
-        ssm, states = map(_as_bits, (slot_ssm, chunk_states))
-        kernels.extract_states(conv, ssm, None, live, states, inputs, *fields, None)
-        return
-    _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
-    _check_scales(slot_scales, slot_ssm)
-    quantized = (conv, slot_ssm, slot_scales, live, chunk_states, inputs)
-    kernels.extract_states(*quantized, *fields, quantization.hash_seed)
+    scales, hash_seed = None, None
+    if slot_ssm is not None and chunk_states is not None:
+        _check_layouts(slot_ssm, chunk_states)
+        if slot_scales is None or quantization is None:
+            _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
+            ssm, states = map(_as_bits, (slot_ssm, chunk_states))
+        else:
+            _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
+            _check_scales(slot_scales, slot_ssm)
+            ssm, states, scales = slot_ssm, chunk_states, slot_scales
+            hash_seed = quantization.hash_seed
+    tensors_given = (conv, ssm, scales, live, states, inputs)
+    return partial(kernels.extract_states, *tensors_given, *fields, hash_seed)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def _check_tensors(fields: Sequence[torch.Tensor], *states: torch.Tensor) -> None:
-    check_are_tensors("states and fields", (*states, *fields))
-    check_devices(*states)
+def _check_whole(
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
+) -> None:
+    no_window, no_state = slot_conv is None, slot_ssm is None
+    is_whole = (
+        (live_conv is None) is (conv_input is None) is no_window
+        and (chunk_states is None) is no_state
+        and not (no_window and no_state)
+    )
+    if not is_whole:
+        raise InvalidArgumentError(
+            "give slot_conv, live_conv and conv_input together, or none of them, and slot_ssm and "
+            "chunk_states likewise, but not none at all"
+        )
 
 
 def _check_conv(slot_conv: torch.Tensor, live_conv: torch.Tensor, conv_input: torch.Tensor) -> None:
@@ -113,21 +202,27 @@ def _check_conv(slot_conv: torch.Tensor, live_conv: torch.Tensor, conv_input: to
 
 def _check_ssm(
     slot_ssm: torch.Tensor,
-    slot_conv: torch.Tensor,
+    slot_conv: torch.Tensor | None,
     chunk_states: torch.Tensor,
     slot_dtype: torch.dtype,
 ) -> None:
     wanted = (slot_dtype, tuple(chunk_states.shape[1:]))
     given = (slot_ssm.dtype, tuple(slot_ssm.shape[1:]))
-    if given != wanted or slot_ssm.shape[:1] != slot_conv.shape[:1]:
+    num_slots = slot_ssm.shape[:1] if slot_conv is None else slot_conv.shape[:1]
+    if given != wanted or slot_ssm.shape[:1] != num_slots:
         raise InvalidArgumentError(
             f"slot_ssm and chunk_states must share dtype (int8 if quantised) and shape, and "
             f"slot_ssm must have as many slots as slot_conv, got {given} where {wanted} must be, "
-            f"{[*slot_ssm.shape[:1]]} and {[*slot_conv.shape[:1]]} slots"
+            f"{[*slot_ssm.shape[:1]]} and {[*num_slots]} slots"
         )
 
 
 def _check_scales(slot_scales: torch.Tensor, slot_ssm: torch.Tensor) -> None:
+    if slot_ssm.dim() != 4:
+        raise InvalidArgumentError(
+            "states in quantised slots must be [heads, head_dim, state_dim], got "
+            f"{tuple(slot_ssm.shape[1:])}"
+        )
     slots, heads, _, state_dim = slot_ssm.shape
     wanted, given = (slots, heads, state_dim), tuple(slot_scales.shape)
     if given != wanted or slot_scales.dtype != torch.float32:

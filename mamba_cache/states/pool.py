@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mamba_cache._checks import INT32_MAX, as_ints, check_int
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
 
@@ -44,7 +44,7 @@ class StatePool:
             such device.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, spec: StateSpec, num_rows: int, *, device: torch.device | str) -> None:
         if not isinstance(spec, StateSpec):
             raise InvalidArgumentError(f"spec must be a StateSpec, got {spec!r}")

@@ -1,4 +1,4 @@
-"""Slots that keep SSM states in 8 bits: the choice, and what such a slot holds."""
+"""Slots that keep recurrent states in 8 bits: the choice, and what such a slot holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.kernels import quantize_torch
 from mamba_cache.states.spec import StateSpec, StateTensorSpec
@@ -16,12 +17,13 @@ __all__ = ["SlotQuantization", "SlotRounding", "dequantize_states", "quantize_st
 SlotRounding = Literal["nearest", "stochastic"]
 """How a state's value becomes one of 255 codes."""
 
-_SSM_DIMS = 3
+_STATE_DIMS = 3
+_SCALES = "_scales"
 
 
 @dataclass(frozen=True, slots=True)
 class SlotQuantization:
-    """SSM states in int8, with one float32 scale for each head and state column.
+    """Recurrent states in int8, with one float32 scale for each head and state column.
 
     In a column [head_dim] of a head's state, ``a`` is the largest magnitude, or 2**-100 if that is
     more. Its scale is ``a * (1 / 127)``, and the code of ``x`` is ``x * (127 / a)``, rounded, all
@@ -33,52 +35,61 @@ class SlotQuantization:
             near to the higher one, so that errors average out; chance is a hash of the seed, the
             value and its place in the layer's state, so a state is stored alike in every slot.
         seed: For "stochastic"; from 0 to 2**31 - 1.
+        tensors: Which tensors of a state, by the names in a ``StateSpec``. All others are kept as
+            they are.
 
     Raises:
-        InvalidArgumentError: The rounding is unknown or the seed out of range.
+        InvalidArgumentError: The rounding is unknown, the seed out of range, or ``tensors`` are no
+            different names.
     """
 
     rounding: SlotRounding = "nearest"
     seed: int = 0
+    tensors: tuple[str, ...] = ("ssm",)
 
     def __post_init__(self) -> None:
-        if self.rounding not in ("nearest", "stochastic"):
-            raise InvalidArgumentError(
-                f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}"
-            )
-        is_int = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not is_int or not 0 <= self.seed < 2**31:
-            raise InvalidArgumentError(f"seed must be an int in [0, 2**31), got {self.seed!r}")
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        check_int("seed", self.seed, minimum=0, maximum=INT32_MAX)
+        object.__setattr__(self, "tensors", check_names("tensors", self.tensors))
 
     @property
     def hash_seed(self) -> int | None:
         """The seed where it is used; None: nothing is left to chance."""
         return self.seed if self.rounding == "stochastic" else None
 
+    def scales_of(self, name: str) -> str | None:
+        """Return what the scales of a tensor are called in a slot; None if it is kept as it is."""
+        return name + _SCALES if name in self.tensors else None
+
     def slot_spec(self, spec: StateSpec) -> StateSpec:
-        """Describes the slots of such states: "ssm" in int8, and "ssm_scales" after it.
+        """Describes the slots of such states: codes in int8, and "..._scales" after them.
 
         Args:
-            spec: Live states, as ``StateSpec.mamba`` makes them, ssm [heads, head_dim, state_dim].
+            spec: Live states, those of ``tensors`` floating-point and [heads, head_dim, state_dim].
 
         Raises:
-            InvalidArgumentError: The spec is another, or its SSM states are not floating-point.
+            InvalidArgumentError: The spec has no tensor of such a name, or one of another kind.
         """
-        names = [tensor.name for tensor in spec.tensors]
-        ssm = spec.tensors[-1]
-        if (
-            names != ["conv", "ssm"]
-            or len(ssm.shape) != _SSM_DIMS
-            or not ssm.dtype.is_floating_point
-        ):
+        missing = set(self.tensors) - {tensor.name for tensor in spec.tensors}
+        chosen = [tensor for tensor in spec.tensors if tensor.name in self.tensors]
+        fits = all(len(t.shape) == _STATE_DIMS and t.dtype.is_floating_point for t in chosen)
+        if missing or not fits:
             raise InvalidArgumentError(
-                f"quantised slots need states of 'conv' and 'ssm', ssm floating-point and "
-                f"[heads, head_dim, state_dim], got {spec}"
+                f"quantised slots need states of {[*self.tensors]}, floating-point and [heads, "
+                f"head_dim, state_dim], got {spec}"
             )
-        heads, _, state_dim = ssm.shape
-        codes = StateTensorSpec("ssm", ssm.num_layers, ssm.shape, torch.int8)
-        scales = StateTensorSpec("ssm_scales", ssm.num_layers, (heads, state_dim), torch.float32)
-        return StateSpec((spec.tensors[0], codes, scales))
+        return StateSpec(tuple(part for tensor in spec.tensors for part in self._parts_of(tensor)))
+
+    def _parts_of(self, tensor: StateTensorSpec) -> tuple[StateTensorSpec, ...]:
+        """Return what a slot holds of a tensor."""
+        scales = self.scales_of(tensor.name)
+        if scales is None:
+            return (tensor,)
+        heads, _, state_dim = tensor.shape
+        return (
+            StateTensorSpec(tensor.name, tensor.num_layers, tensor.shape, torch.int8),
+            StateTensorSpec(scales, tensor.num_layers, (heads, state_dim), torch.float32),
+        )
 
 
 def quantize_states(

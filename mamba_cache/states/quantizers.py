@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states._mover import RowMover, check_devices, check_side, check_tensors
-from mamba_cache.states.kernels.plan import plan_copy
+from mamba_cache.states._mover import (
+    RowMover,
+    check_are_tensors,
+    check_devices,
+    check_side,
+    check_tensors,
+)
+from mamba_cache.states.kernels.plan import CopyPlan, RowCopy, plan_copy
 from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
 from mamba_cache.states.quantization import SlotQuantization
 
@@ -22,22 +28,25 @@ _STATE_DIMS = 5
 class StateQuantizer(RowMover):
     """Stores live states in quantised slots: all layers of all tensors in one launch.
 
-    As with ``StateCopier`` the tensors must keep their storage.
+    Where several tensors are quantised, each takes a launch of its own; the first of them moves
+    also all that is kept as it is. As with ``StateCopier`` the tensors must keep their storage.
 
     Args:
-        live: Conv states [num_layers, rows, *conv] and SSM states [num_layers, rows, heads,
-            head_dim, state_dim], floating-point, inner axes contiguous.
-        slots: Conv states of the same dtype and inner shape, codes [num_layers, slots, heads,
-            head_dim, state_dim] int8, and scales [num_layers, slots, heads, state_dim] float32.
+        live: At least one, each [num_layers, rows, *inner], inner axes contiguous.
+        slots: For each of them one of the same dtype and inner shape; or, for floating-point
+            states [num_layers, rows, heads, head_dim, state_dim], two in a row: codes [num_layers,
+            slots, heads, head_dim, state_dim] int8, and scales [num_layers, slots, heads,
+            state_dim] float32. So ``SlotQuantization.slot_spec`` orders them.
         quantization: How to round.
         backend: As in ``StateCopier``.
 
     Raises:
-        InvalidArgumentError: The tensors do not fit each other, or as in ``StateCopier``.
-        MissingExtraError: Likewise.
+        InvalidArgumentError: The tensors do not fit each other, none is quantised, or as in
+            ``StateCopier``.
+        MissingExtraError: As in ``StateCopier``.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         live: Sequence[torch.Tensor],
@@ -46,15 +55,18 @@ class StateQuantizer(RowMover):
         *,
         backend: CopyBackend = "auto",
     ) -> None:
-        _check_states(live, slots)
-        unchanged = plan_copy(live[:1], slots[:1])
-        plan = QuantizedPlan(unchanged, live[1], slots[1], slots[2], quantization.hash_seed)
+        pairs, plans = _match(live, slots)
+        unchanged = plan_copy(*pairs, device=live[0].device)
         kernels = kernels_for(backend, live[0].device)
-        super().__init__(live, slots, kernels.quantize_states(plan))
+        launches = [
+            kernels.quantize_states(QuantizedPlan(plan, *tensors, quantization.hash_seed))
+            for plan, tensors in _with_first(unchanged, plans)
+        ]
+        super().__init__(live, slots, _one_after_another(launches))
 
 
 class StateDequantizer(RowMover):
-    """Restores live states from quantised slots: all layers of all tensors in one launch.
+    """Restores live states from quantised slots: in as many launches as ``StateQuantizer``.
 
     Args:
         slots: As in ``StateQuantizer``.
@@ -66,7 +78,7 @@ class StateDequantizer(RowMover):
         MissingExtraError: Likewise.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         slots: Sequence[torch.Tensor],
@@ -74,31 +86,88 @@ class StateDequantizer(RowMover):
         *,
         backend: CopyBackend = "auto",
     ) -> None:
-        _check_states(live, slots)
-        unchanged = plan_copy(slots[:1], live[:1])
-        plan = QuantizedPlan(unchanged, live[1], slots[1], slots[2], hash_seed=None)
+        (sources, targets), plans = _match(live, slots)
+        unchanged = plan_copy(targets, sources, device=live[0].device)
         kernels = kernels_for(backend, live[0].device)
-        super().__init__(slots, live, kernels.dequantize_states(plan))
+        launches = [
+            kernels.dequantize_states(QuantizedPlan(plan, *tensors, hash_seed=None))
+            for plan, tensors in _with_first(unchanged, plans)
+        ]
+        super().__init__(slots, live, _one_after_another(launches))
 
 
-def _check_states(live: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
-    given = [(str(t.dtype), tuple(t.shape[:1] + t.shape[2:])) for t in (*live, *slots)]
-    if (len(live), len(slots)) != (2, 3) or live[1].dim() != _STATE_DIMS:
+_Tensors = list[torch.Tensor]
+_Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Live states, codes and scales."""
+
+
+def _with_first(
+    unchanged: CopyPlan, quantized: Sequence[_Quantized]
+) -> list[tuple[CopyPlan, _Quantized]]:
+    """Give what is copied as it is to the first launch."""
+    nothing = plan_copy([], [], device=unchanged.chunks.device)
+    rest = [(nothing, tensors) for tensors in quantized[1:]]
+    return [(unchanged, quantized[0]), *rest]
+
+
+def _one_after_another(launches: Sequence[RowCopy]) -> RowCopy:
+    if len(launches) == 1:
+        return launches[0]
+
+    def copy(source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int) -> None:
+        for launch in launches:
+            launch(source_rows, destination_rows, num_pairs)
+
+    return copy
+
+
+def _match(
+    live: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]
+) -> tuple[tuple[_Tensors, _Tensors], list[_Quantized]]:
+    """Check tensors, and tell those that are kept as they are from those that are quantised."""
+    check_are_tensors("live states", live)
+    check_are_tensors("slots", slots)
+    left = list(slots)
+    unchanged: tuple[_Tensors, _Tensors] = ([], [])
+    quantized: list[_Quantized] = []
+    for state in live:
+        is_quantized = state.is_floating_point() and left and left[0].dtype == torch.int8
+        if is_quantized and len(left) > 1:
+            quantized.append((state, left.pop(0), left.pop(0)))
+        elif left:
+            unchanged[0].append(state)
+            unchanged[1].append(left.pop(0))
+        else:
+            break
+    if left or not quantized or len(unchanged[0]) + len(quantized) < len(live):
+        given = [(str(t.dtype), tuple(t.shape[:1] + t.shape[2:])) for t in (*live, *slots)]
         raise InvalidArgumentError(
-            f"live states must be conv and SSM states, the latter of {_STATE_DIMS} axes, and slots "
-            f"conv states, codes and scales, got {given}"
+            "slots must hold one tensor for each of the live states, or codes in int8 and their "
+            f"scales, and those of at least one state, got {given}"
         )
-    check_tensors(live[:1], slots[:1])
+    if unchanged[0]:
+        check_tensors(*unchanged)
     check_side("live states", live)
     check_side("slots", slots)
     check_devices(*live, *slots)
-    layers, heads, head_dim, state_dim = given[1][1]
+    for tensors in quantized:
+        _check_quantized(*tensors)
+    return unchanged, quantized
+
+
+def _check_quantized(states: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    given = [(str(t.dtype), tuple(t.shape[:1] + t.shape[2:])) for t in (states, codes, scales)]
+    if states.dim() != _STATE_DIMS:
+        raise InvalidArgumentError(
+            f"quantised states must have {_STATE_DIMS} axes, got {tuple(states.shape)}"
+        )
+    layers, heads, head_dim, state_dim = given[0][1]
     wanted = [
         (str(torch.int8), (layers, heads, head_dim, state_dim)),
         (str(torch.float32), (layers, heads, state_dim)),
     ]
-    if given[3:] != wanted or not live[1].dtype.is_floating_point:
+    if given[1:] != wanted:
         raise InvalidArgumentError(
-            f"for floating-point SSM states of {given[1]}, codes and scales must be {wanted}, "
-            f"got {given[3:]}"
+            f"for floating-point states of {given[0]}, codes and scales must be {wanted}, "
+            f"got {given[1:]}"
         )

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
     "KVCacheSpec",
+    "LayerKind",
     "StateSpec",
     "StateTensorSpec",
     "blocks_in_budget",
@@ -23,7 +25,6 @@ __all__ = [
 
 _GIB = 2**30
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_CHECKPOINTS_PER_REQUEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class StateTensorSpec:
     """One tensor of a state, the same in each of its layers.
 
     Attributes:
-        name: What the tensor is called in a ``StatePool``.
+        name: What the tensor is called in a ``StatePool``: "kind.tensor" where its layers are of a
+            kind that has a name, as in ``LayerKind``.
         num_layers: Layers that have it; 0 where a pipeline stage has none.
         shape: Shape of one layer's part of one state.
         dtype: A floating-point or integer dtype. It must be the one that the model's kernel keeps
@@ -63,8 +65,64 @@ class StateTensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of a model that keep the same tensors, such as all its Gated DeltaNet layers.
+
+    Attributes:
+        name: What the layers are called. "" where a model has one kind alone and its tensors need
+            no prefix. It holds no dot.
+        num_layers: How many there are; 0 where a pipeline stage has none.
+        tensors: Name, shape and dtype of each tensor that one layer keeps, as ``StateTensorSpec``
+            takes them. The names hold no dot.
+
+    Raises:
+        InvalidArgumentError: A name is no string, is empty or has a dot, two tensors share one,
+            there is no tensor, or a shape or dtype is none.
+    """
+
+    name: str
+    num_layers: int
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or "." in self.name:
+            raise InvalidArgumentError(
+                f"a kind's name must be a string without a dot, got {self.name!r}"
+            )
+        checked = []
+        for triple in as_items("tensors", self.tensors, "triples of a name, a shape and a dtype"):
+            if not isinstance(triple, (tuple, list)) or len(triple) != 3:
+                raise InvalidArgumentError(
+                    f"each of tensors must be a name, a shape and a dtype, got {triple!r}"
+                )
+            name, shape, dtype = triple
+            tensor = StateTensorSpec(name, self.num_layers, shape, dtype)
+            if "." in tensor.name:
+                raise InvalidArgumentError(f"a tensor's name must have no dot, got {name!r}")
+            checked.append((tensor.name, tensor.shape, tensor.dtype))
+        if not checked or len({name for name, _, _ in checked}) < len(checked):
+            raise InvalidArgumentError(
+                f"layers of a kind need tensors of different names, got {[*self.names]}"
+            )
+        object.__setattr__(self, "num_layers", tensor.num_layers)
+        object.__setattr__(self, "tensors", tuple(checked))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors within a layer."""
+        return tuple(name for name, _, _ in self.tensors)
+
+    def name_in_pool(self, tensor: str) -> str:
+        """Return what a tensor of these layers is called in a ``StatePool``."""
+        return f"{self.name}.{tensor}" if self.name else tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StateSpec:
     """The tensors that make up a state.
+
+    ``StateSpec.mamba`` describes models whose only state is that of Mamba layers, and
+    ``StateSpec.of`` any others.
 
     Attributes:
         tensors: At least one, each of a different name.
@@ -106,6 +164,63 @@ class StateSpec:
         ssm = StateTensorSpec("ssm", num_layers, _as_shape("ssm", ssm_shape), ssm_dtype)
         return cls((conv, ssm))
 
+    @classmethod
+    def of(cls, *kinds: LayerKind) -> StateSpec:
+        """Describes a model by the kinds of its layers that keep a state.
+
+        Args:
+            *kinds: At least one, each of a different name.
+
+        Raises:
+            InvalidArgumentError: There is none, two share a name, or one is no ``LayerKind``.
+        """
+        for kind in kinds:
+            if not isinstance(kind, LayerKind):
+                raise InvalidArgumentError(f"kinds must be LayerKinds, got {kind!r}")
+        names = [kind.name for kind in kinds]
+        if not names or len(set(names)) < len(names):
+            raise InvalidArgumentError(f"a state needs kinds of different names, got {names}")
+        return cls(
+            tuple(
+                StateTensorSpec(kind.name_in_pool(name), kind.num_layers, shape, dtype)
+                for kind in kinds
+                for name, shape, dtype in kind.tensors
+            )
+        )
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, in the order of their first tensors, told by the tensors' names.
+
+        Raises:
+            InvalidArgumentError: Tensors of one kind differ in the number of layers.
+        """
+        groups: dict[str, list[StateTensorSpec]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(_kind_and_name(tensor)[0], []).append(tensor)
+        for kind, tensors in groups.items():
+            if len({tensor.num_layers for tensor in tensors}) > 1:
+                raise InvalidArgumentError(
+                    f"tensors of one kind must have equally many layers, but those of {kind!r} "
+                    f"have {[(tensor.name, tensor.num_layers) for tensor in tensors]}: give "
+                    "layers of other kinds other names, as StateSpec.of does"
+                )
+        return tuple(
+            LayerKind(
+                kind,
+                tensors[0].num_layers,
+                tuple((_kind_and_name(each)[1], each.shape, each.dtype) for each in tensors),
+            )
+            for kind, tensors in groups.items()
+        )
+
+    @property
+    def is_mamba(self) -> bool:
+        """Whether ``StateSpec.mamba`` could have made it."""
+        conv, ssm = self.tensors[0], self.tensors[-1]
+        names = [tensor.name for tensor in self.tensors]
+        return names == ["conv", "ssm"] and conv.num_layers == ssm.num_layers
+
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one whole state: all tensors, all layers."""
@@ -146,7 +261,7 @@ class KVCacheSpec:
         token_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return token_values * block_size_tokens * self.dtype.itemsize
 
-    @lasting
+    @outside_inference_mode
     def allocate(
         self, num_blocks: int, block_size_tokens: int, device: torch.device | str
     ) -> torch.Tensor:
@@ -180,7 +295,9 @@ def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) ->
     max_tokens = check_int("max_tokens", max_tokens, minimum=1)
     block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
     max_requests = check_int("max_requests", max_requests, minimum=1)
-    return min(-(-max_tokens // block_size_tokens), _CHECKPOINTS_PER_REQUEST * max_requests)
+    return min(
+        -(-max_tokens // block_size_tokens), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * max_requests
+    )
 
 
 def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0) -> int:
@@ -232,6 +349,12 @@ def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: 
             f"{least * unit_bytes / _GIB} GiB to hold {needed_for} of {unit_bytes} bytes each"
         )
     return num_units
+
+
+def _kind_and_name(tensor: StateTensorSpec) -> tuple[str, str]:
+    """Return the kind of a tensor's layers, "" if it has no name, and its name within a layer."""
+    kind, dot, name = tensor.name.partition(".")
+    return (kind, name) if dot else ("", kind)
 
 
 def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from step_plans import decode_batch
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode, decode_numpy
-from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
+from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
 from mamba_cache.reference import HybridModel, verify_greedy_on_device
 
 pytestmark = pytest.mark.gpu
@@ -129,7 +129,7 @@ class Case:
         self.plan = StepPlan(
             decodes=decode_batch(pieces[:decodes]),
             prefills=pieces[decodes:],
-            boundaries=[BoundaryEntry(i, int(self.ints(1, 100)), 7) for i in saved],
+            boundaries=[CheckpointEntry(i, int(self.ints(1, 100)), 7) for i in saved],
         )
         self.tables = self.ints(0, 2**27, ROWS, 8).int().numpy()
         self.start = {

@@ -30,6 +30,7 @@ def shown(page: str, command: str) -> str:
     [
         ("tutorial/embed.md", "embed_in_your_engine"),
         ("explanation/placement.md", "custom_policy"),
+        ("how-to/forks.md", "forks"),
     ],
 )
 def test_output_is_as_shown(page, name, capsys):

@@ -78,6 +78,37 @@ ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 print(json.dumps(re.findall(r"ld[.](global\\S+)", ptx)))
 """
 
+PRINT_STORES_OF_EXTRACTION = """
+import json, re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.states.kernels.extract import _COPY_OPTIONS, _extract_kernel
+
+names = _extract_kernel.arg_names
+WINDOW, STATE = ("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")
+sizes = {
+    "WIDTH": 3, "WIDTH_POWER_OF_2": 4, "CHANNELS": 256, "SLOT_ALIGNMENT": 16, "STOCHASTIC": False,
+    "HEAD_DIM": 1, "STATE_DIM": 4096, "ROWS": 1, "COLUMNS": 1024, "ENTRIES": 1,
+}
+
+def stores(window, state):
+    types = {"slot_conv": "*i16", "live_conv": "*i16", "conv_input": "*i16", "slot_ssm": "*i32",
+             "chunk_states": "*i32", **dict.fromkeys(names[6:11], "*i32")}
+    constants = {**sizes, "slot_scales": None}
+    constants |= {} if window else dict.fromkeys(WINDOW)
+    constants |= {} if state else dict.fromkeys(STATE)
+    source = ASTSource(
+        _extract_kernel,
+        {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index("chunk_states"),): [["tt.divisibility", 16]]} if state else {},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_COPY_OPTIONS)
+    return sorted(set(re.findall(r"st[.](global\\S+)", compiled.asm["ptx"])))
+
+print(json.dumps([stores(True, True), stores(True, False), stores(False, True)]))
+"""
+
 
 def run_compiler(script, tmp_path):
     compiled = subprocess.run(
@@ -107,3 +138,11 @@ def test_kernel_compiles_and_accesses_16_bytes_where_they_fit(tmp_path):
 def test_checksums_read_16_bytes_at_a_time_and_four_rounds_together(tmp_path):
     loads = run_compiler(PRINT_LOADS_OF_CHECKSUMS, tmp_path)
     assert loads.count("global.v2.b64") == 4 * 2
+
+
+def test_extraction_compiles_for_a_window_alone_and_a_state_alone(tmp_path):
+    both, window, state = run_compiler(PRINT_STORES_OF_EXTRACTION, tmp_path)
+    assert window == ["global.b16"]
+    assert state
+    assert "global.b16" not in state
+    assert both == sorted({*window, *state})

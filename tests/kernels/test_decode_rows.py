@@ -11,7 +11,7 @@ from step_plans import decode_batch
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode, decode_numpy
-from mamba_cache.metadata import BoundaryEntry, SequenceSlice, StepBuffers, StepPlan
+from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4
 
@@ -88,7 +88,7 @@ def tensors(case, device):
     plan = StepPlan(
         decodes=decode_batch(slices[: case.num_decodes]),
         prefills=slices[case.num_decodes :],
-        boundaries=[BoundaryEntry(i, p, 50 + i) for i, p in case.boundaries.items()],
+        boundaries=[CheckpointEntry(i, p, 50 + i) for i, p in case.boundaries.items()],
     )
     rows = DecodeRows.make(MAX_REQUESTS, case.ring, device)
     rows.num_computed[:] = torch.tensor(case.computed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import extract_checkpoint_states
+from mamba_cache.states import SlotQuantization, extract_checkpoint_states
 
 CONV_DIM, WIDTH = 6, 4
 SSM = (2, 3, 5)
@@ -33,16 +33,17 @@ def fields(checkpoints, device, dtype=torch.int32):
 
 
 def check_extract(layer, checkpoints, device, backend, dtype=torch.int32):
-    before = {name: tensor.clone() for name, tensor in layer.items()}
-    expected = {name: tensor.clone() for name, tensor in layer.items()}
+    given = {name: tensor for name, tensor in layer.items() if tensor is not None}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    expected = {name: tensor.clone() for name, tensor in given.items()}
     for chunk, end, start, row, slot in checkpoints:
-        if slot < 0:
-            continue
-        expected["slot_ssm"][slot] = before["chunk_states"][chunk]
-        inputs = torch.cat([before["live_conv"][row].T, before["conv_input"][start:end]])
-        expected["slot_conv"][slot] = inputs[-WIDTH:].T
+        if slot >= 0 and "slot_ssm" in given:
+            expected["slot_ssm"][slot] = before["chunk_states"][chunk]
+        if slot >= 0 and "slot_conv" in given:
+            inputs = torch.cat([before["live_conv"][row].T, before["conv_input"][start:end]])
+            expected["slot_conv"][slot] = inputs[-WIDTH:].T
     extract_checkpoint_states(**layer, **fields(checkpoints, device, dtype), backend=backend)
-    for name, tensor in layer.items():
+    for name, tensor in given.items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -119,3 +120,43 @@ def test_shapes_that_do_not_fit_are_refused(layer, device, backend, name, shape)
     layer[name] = torch.ones(shape, device=device)
     with pytest.raises(InvalidArgumentError, match="must"):
         extract_checkpoint_states(**layer, **fields([(3, 20, 8, 2, 3)], device), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "absent", [("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")]
+)
+def test_a_layer_may_have_a_window_alone_or_a_state_alone(layer, device, backend, absent):
+    given = {name: None if name in absent else tensor for name, tensor in layer.items()}
+    untouched = {name: layer[name].clone() for name in absent}
+    check_extract(given, [(3, 20, 8, 2, 4), PADDING, (1, 8, 0, 5, 0)], device, backend)
+    assert all(torch.equal(layer[name], tensor) for name, tensor in untouched.items())
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [
+        ("slot_conv",),
+        ("live_conv",),
+        ("conv_input",),
+        ("slot_ssm",),
+        ("chunk_states",),
+        ("slot_conv", "live_conv", "conv_input", "slot_ssm", "chunk_states"),
+    ],
+)
+def test_windows_and_states_are_given_whole_or_not_at_all(layer, device, absent):
+    given = {name: None if name in absent else tensor for name, tensor in layer.items()}
+    with pytest.raises(InvalidArgumentError, match="give slot_conv, live_conv and conv_input"):
+        extract_checkpoint_states(**given, **fields([(3, 20, 8, 2, 4)], device))
+
+
+def test_states_in_quantised_slots_have_three_axes(layer, device):
+    layer["slot_ssm"] = torch.zeros(5, 6, 5, dtype=torch.int8, device=device)
+    layer["chunk_states"] = torch.zeros(9, 6, 5, device=device)
+    scales = torch.zeros(5, 6, 5, device=device)
+    with pytest.raises(InvalidArgumentError, match=r"must be \[heads, head_dim, state_dim\]"):
+        extract_checkpoint_states(
+            **layer,
+            **fields([(3, 20, 8, 2, 4)], device),
+            slot_scales=scales,
+            quantization=SlotQuantization(),
+        )

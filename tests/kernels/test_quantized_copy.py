@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,6 +229,9 @@ def test_extraction_stores_what_a_copy_would(generator, device, backend, quantiz
         lambda live, slots: ([live[0], live[1].int()], slots),
         lambda live, slots: ([live[0], live[1].flatten(3)], slots),
         lambda live, slots: (live[:1], slots),
+        lambda live, slots: (live, slots[:1]),
+        lambda live, slots: (live, slots[:2]),
+        lambda live, slots: (live[:1], slots[:1]),  # nothing that is quantised
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(generator, device, wrong):
@@ -264,7 +268,14 @@ def test_extraction_refuses_slots_that_do_not_fit(generator, device, name, chang
 
 
 @pytest.mark.parametrize(
-    ("rounding", "seed"), [("up", 0), ("nearest", -1), ("nearest", 2**31), ("nearest", True)]
+    ("rounding", "seed"),
+    [
+        ("up", 0),
+        (np.arange(2), 0),  # found by drawing: a foreign ValueError
+        ("nearest", -1),
+        ("nearest", 2**31),
+        ("nearest", True),
+    ],
 )
 def test_settings_out_of_range_are_refused(rounding, seed):
     with pytest.raises(InvalidArgumentError, match="must be"):

@@ -1,5 +1,6 @@
 """The engine under every order of calls: each answer is that of a run alone and without a cache."""
 
+from dataclasses import replace
 from functools import cache
 
 from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
@@ -25,6 +26,7 @@ SAMPLINGS = [
     SamplingParams(max_new_tokens=1),
     SamplingParams(max_new_tokens=14),
     SamplingParams(max_new_tokens=23, temperature=1.0, top_k=9, seed=5),
+    SamplingParams(max_new_tokens=23, temperature=2.0, stop_tokens=range(0, 256, 7)),
     SamplingParams(max_new_tokens=23, stop_tokens=range(0, 256, 9)),
 ]
 
@@ -83,14 +85,19 @@ class EngineMachine(RuleBasedStateMachine):
         sampling=st.sampled_from(SAMPLINGS),
         tenant=st.just({}) | st.sampled_from(TENANTS),
         positions=st.lists(st.integers(0, 60), max_size=2),
+        n=st.sampled_from([1, 2, 4]),
     )
-    def submit(self, stem, tail, sampling, tenant, positions):
+    def submit(self, stem, tail, sampling, tenant, positions, n):
         prompt = (STEM[:stem] + tail or [1])[: self.config.max_sequence_length]
         tokens = answer(tuple(prompt), sampling)
         self.newest = prompt, tokens
-        request_id = self.engine.submit(prompt, sampling, checkpoint_positions=positions, **tenant)
-        self.wanted[request_id] = prompt, sampling, tokens
-        self.received[request_id] = []
+        n = n if sampling.temperature else 1
+        first = self.engine.submit(prompt, sampling, n=n, checkpoint_positions=positions, **tenant)
+        for index in range(n):
+            request_id = (first, index) if index else first
+            its_own = replace(sampling, seed=sampling.seed + index)
+            self.wanted[request_id] = prompt, its_own, answer(tuple(prompt), its_own)
+            self.received[request_id] = []
 
     @rule(times=st.integers(1, 12), fails=st.booleans())
     def steps(self, times, fails):
@@ -103,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def cancel(self, data):
-        self.end(data.draw(st.sampled_from(sorted(self.wanted))))
+        self.end(data.draw(st.sampled_from(list(self.wanted))))
 
     def end(self, request_id):
         self.engine.cancel(request_id)

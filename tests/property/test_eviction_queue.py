@@ -23,10 +23,19 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.push(item, priority)
         self.model[item] = priority
 
-    @rule(item=ITEMS)
-    def discard(self, item: int) -> None:
-        self.queue.discard(item)
-        self.model.pop(item, None)
+    @rule(items=st.lists(ITEMS, max_size=3))
+    def discard(self, items: list[int]) -> None:
+        self.queue.discard(items)
+        for item in items:
+            self.model.pop(item, None)
+
+    @rule(item=ITEMS, priority=PRIORITIES)
+    def push_pop(self, item: int, priority: float) -> None:
+        if item in self.model:
+            return
+        self.model[item] = priority
+        lowest = min(self.model, key=lambda item: (self.model[item], item))
+        assert self.queue.push_pop(item, priority) == (lowest, self.model.pop(lowest))
 
     @rule()
     def pop(self) -> None:

@@ -13,6 +13,8 @@ from mamba_cache.blocks import (
     BlocksRemoved,
     KVBlockAllocator,
     compute_block_hashes,
+    kv_block_allocator,
+    prefix_tree,
 )
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -81,9 +83,11 @@ class Model:
 
 class AllocatorMachine(RuleBasedStateMachine):
     policy = EvictionPolicy.LRU
+    few = prefix_tree.FEW
 
     @initialize()
     def start(self):
+        prefix_tree.FEW = kv_block_allocator.FEW = self.few
         self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
         self.model = Model()
         self.requests = []
@@ -154,16 +158,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.model.refs[block] = 1
         return taken
 
-    @rule(blocks=st.lists(BLOCKS, max_size=3))
-    def retain(self, blocks):
+    @rule(blocks=st.lists(BLOCKS, max_size=3), times=st.sampled_from([1, 1, 2, 5]))
+    def retain(self, blocks, times=1):
         if set(blocks) & {*self.model.free(), *self.model.in_flight}:
             with pytest.raises(UnknownBlockError):
-                self.pool.retain_memory_blocks(blocks)
+                self.pool.retain_memory_blocks(blocks, times)
             return
-        self.pool.retain_memory_blocks(blocks)
+        self.pool.retain_memory_blocks(blocks, times)
         self.model.touch(blocks)
         for block in blocks:
-            self.model.refs[block] += 1
+            self.model.refs[block] += times
 
     @rule(prefix=SEQUENCES, looks_first=st.booleans())
     def start_request(self, prefix, looks_first):
@@ -357,10 +361,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert (pool.num_used_blocks, pool.num_cached_blocks) == (used, cached)
         assert (pool.evicted_blocks_total, pool.hash_collisions_total) == (self.evicted, 0)
 
+    def teardown(self):
+        prefix_tree.FEW = kv_block_allocator.FEW = AllocatorMachine.few
+
 
 class RefZeroMachine(AllocatorMachine):
     policy = EvictionPolicy.REF_ZERO
 
 
+class WholeArraysMachine(AllocatorMachine):
+    """Blocks are counted by whole arrays, as otherwise only many of them are."""
+
+    few = 0
+
+
 TestLru = AllocatorMachine.TestCase
 TestRefZero = RefZeroMachine.TestCase
+TestWholeArrays = WholeArraysMachine.TestCase

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import torch
 from speculation_machine import SpeculationMachine
 
 from mamba_cache.context.restore_order import SideStream
@@ -58,6 +59,15 @@ class SideStreamMachine(SpeculationMachine):
             self.streams.check_restore(sources, [row // ring for row in rows])
             restore(sources, rows)
 
+        copy_states, _ = self.context._forker._make_copiers()
+        copy = copy_states.copy
+
+        def watched_copy(sources, rows):
+            used = [*torch.as_tensor(sources).tolist(), *torch.as_tensor(rows).tolist()]
+            self.streams.use([], {row // ring for row in used})
+            copy(sources, rows)
+
+        copy_states.copy = watched_copy
         slots.transfers.live_to_slots = watched_save
         slots.transfers.slots_to_live = watched_restore
 

@@ -8,7 +8,6 @@ from step_plans import decode_batch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.metadata import (
-    BoundaryEntry,
     CheckpointEntry,
     SequenceSlice,
     StepBuffers,
@@ -52,7 +51,7 @@ def plans(draw):
     pairs = st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), max_size=MAX_REQUESTS)
     saved = draw(st.lists(st.sampled_from(range(len(slices))), unique=True)) if slices else []
     boundaries = [
-        BoundaryEntry(i, draw(st.integers(0, 99)), draw(st.integers(0, 9))) for i in saved
+        CheckpointEntry(i, draw(st.integers(0, 99)), draw(st.integers(0, 9))) for i in saved
     ]
     return (
         chunk,
@@ -134,9 +133,9 @@ def list_saved(out, plan, decodes, live_rows):
 
 def list_checkpoints(out, plan, starts, chunk_ending, live_rows):
     for entry in plan.checkpoints:
-        piece = plan.prefills[entry.prefill_index]
-        start = starts[entry.prefill_index]
-        out["checkpoint_chunks"].append(chunk_ending[entry.prefill_index, entry.position])
+        piece = plan.prefills[entry.index]
+        start = starts[entry.index]
+        out["checkpoint_chunks"].append(chunk_ending[entry.index, entry.position])
         out["checkpoint_conv_ends"].append(start + entry.position - piece.start)
         out["checkpoint_seq_starts"].append(start)
         out["checkpoint_rows"].append(piece.row * live_rows)

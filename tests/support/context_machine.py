@@ -28,6 +28,7 @@ TENANTS = [
     {"multimodal_keys": [(20, "a"), (3, "b")]},
     {"cache_salt": "a", "multimodal_keys": [(3, "a"), (45, "a")]},
 ]
+CHANGES = st.lists(st.sampled_from([0, 0, 1, 5]), min_size=1, max_size=3)
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
 
 
@@ -38,10 +39,24 @@ class Seen:
         self.prompt, self.tenant = tuple(prompt), tenant
         self.generated = []
         self.admission = None
+        # The tokens from which on it is greedy.
+        self.origin = self.prompt
 
     @property
     def tokens(self):
         return self.prompt + tuple(self.generated)
+
+    def fork(self, last_token):
+        """What goes on from where this stands, with a last token of its own."""
+        fork = Seen(self.prompt, self.tenant)
+        fork.generated = [*self.generated[:-1], last_token]
+        is_same = fork.generated == self.generated
+        fork.origin = self.origin if is_same else fork.tokens
+        return fork
+
+    def logits(self, runs, index=0):
+        """What runs without a cache say of its next token, or of the ``index``-th after that."""
+        return runs.logits(self.origin, len(self.tokens) - len(self.origin) + index)
 
     def prefix(self, end):
         """All that a state after ``end`` tokens may depend on."""
@@ -82,7 +97,8 @@ class Breaking:
             rows[:, [request.row for request in self._step.requests]] = torch.nan
         slots = self._context.slot_allocator
         reserved = list(slots.pool.reserved)
-        slots.conv_states[:, reserved] = slots.ssm_states[:, reserved] = torch.nan
+        for tensor in slots.states.tensors.values():
+            tensor[:, reserved] = torch.nan
         places = metadata.kv_slot_mapping[: metadata.num_tokens].long()
         self._context.kv_cache.flatten(2, 3)[:, :, places[places >= 0]] = torch.nan
 
@@ -95,6 +111,7 @@ class ContextMachine(RuleBasedStateMachine):
     """
 
     longest_answer = 12
+    model, uncached = MODEL, UNCACHED
 
     @initialize(
         ample=st.booleans(),
@@ -126,10 +143,12 @@ class ContextMachine(RuleBasedStateMachine):
                 **settings,
                 **sizes,
             ),
+            model=self.model,
             placement=placement,
             slot_policy=slot_policy and slot_policy(),
         )
         self.requests = {}
+        self.shared_kv = {}
         self.next_id = self.num_commits = 0
         self.forget()
 
@@ -182,8 +201,14 @@ class ContextMachine(RuleBasedStateMachine):
         self.check_match(self.requests[chosen])
 
     @precondition(lambda self: self.requests)
-    @rule(times=st.integers(1, 16), chunk=st.none() | st.integers(1, 40), some=st.booleans())
-    def steps(self, times, chunk, some):
+    @rule(
+        times=st.integers(1, 16),
+        chunk=st.none() | st.integers(1, 40),
+        some=st.booleans(),
+        changes=st.none() | CHANGES,
+    )
+    def steps(self, times, chunk, some, changes):
+        """Several steps, and often forks of the oldest that decodes then."""
         for _ in range(times):
             for chosen in self.with_status(RequestStatus.PREFILLING):
                 try:
@@ -193,17 +218,20 @@ class ContextMachine(RuleBasedStateMachine):
             decoding = self.with_status(RequestStatus.DECODING)
             if self.can_step():
                 self.step(decoding[::2] if some and decoding else None)
+        decoding = self.with_status(RequestStatus.DECODING)
+        if changes is not None and decoding:
+            self.fork_one(decoding[0], changes)
 
     def step(self, decode_ids):
         step = self.begin(decode_ids)
         if step is None:
             return
-        logits = MODEL.forward(step.metadata, self.caches())
+        logits = self.model.forward(step.metadata, self.caches())
         new_tokens = {}
         for request, row in zip(step.requests, logits, strict=True):
             if request.samples:
                 seen = self.requests[request.request_id]
-                wanted = UNCACHED.logits(seen.prompt, len(seen.generated))
+                wanted = seen.logits(self.uncached)
                 torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
                 new_tokens[request.request_id] = int(wanted.argmax())
         assert tuple(new_tokens) == step.sampling_ids
@@ -235,6 +263,62 @@ class ContextMachine(RuleBasedStateMachine):
     def forget_all_uncollected(self):
         """Likewise, for all requests."""
 
+    @precondition(lambda self: self.with_status(RequestStatus.DECODING))
+    @rule(data=st.data(), changes=CHANGES)
+    def fork(self, data, changes):
+        self.fork_one(data.draw(st.sampled_from(self.with_status(RequestStatus.DECODING))), changes)
+
+    def fork_one(self, chosen, changes):
+        """Some go on from where one stands; their copies are equal, bit for bit.
+
+        ``changes`` says how the last token of each differs from that of the one they come from.
+        """
+        if not self.can_be_forked(chosen):
+            return
+        seen = self.requests[chosen]
+        tokens = [(seen.generated[-1] + change) % VOCAB for change in changes]
+        new_ids = [self.next_id + index for index in range(len(tokens))]
+        last_tokens = tokens if any(changes) else None
+        try:
+            with self.unchanged_by_an_error():
+                made = self.context.fork(chosen, new_ids, last_tokens=last_tokens)
+        except CapacityError:
+            return
+        self.next_id += len(tokens)
+        for request_id, token in zip(new_ids, tokens, strict=True):
+            self.requests[request_id] = seen.fork(token)
+            assert self.context.output(request_id) == self.requests[request_id].generated
+        self.compare_copies(chosen, made)
+
+    def can_be_forked(self, request_id):
+        """Whether all tokens of a decoding request are known; for machines that give them late."""
+        return True
+
+    def compare_copies(self, request_id, made):
+        """Remembers the shared blocks, too: nobody may write them."""
+        context = self.context
+        rest = context.progress(request_id).num_computed % BLOCK
+        assert len(made.blocks) == (len(made.rows) if rest else 0)
+        for block in made.blocks:
+            kept, copied = (context.kv_cache[:, :, b, :rest] for b in (made.source_block, block))
+            assert torch.equal(kept, copied)
+        for row in made.rows:
+            for read, written in zip(
+                self.live_state(made.source_row), self.live_state(row), strict=True
+            ):
+                assert torch.equal(read, written)
+                assert not read.isnan().any()
+        [active] = [a for a in context._requests if a.row == made.source_row]
+        for block in active.block_ids[: context.progress(request_id).num_computed // BLOCK]:
+            self.shared_kv[block] = context.kv_cache[:, :, block].clone()
+
+    def live_state(self, row):
+        """The tensors of the live state that a request's next step reads."""
+        cursors = self.context._runner.cursors
+        place = row * self.context.config.live_rows_per_request
+        place += 0 if cursors is None else int(cursors[row])
+        return [tensor[:, place] for tensor in self.context.live_states.tensors.values()]
+
     @precondition(lambda self: self.can_step())
     @rule(breaks_at=st.integers(0, 12))
     def abort(self, breaks_at):
@@ -243,7 +327,7 @@ class ContextMachine(RuleBasedStateMachine):
         if step is None:
             return
         with contextlib.suppress(ForwardError):
-            MODEL.forward(step.metadata, Breaking(self.context, step, breaks_at))
+            self.model.forward(step.metadata, Breaking(self.context, step, breaks_at))
         assert set(self.context.abort_step()) == {r.request_id for r in step.requests}
         for request in step.requests:
             self.forget_uncollected(request.request_id)
@@ -292,8 +376,8 @@ class ContextMachine(RuleBasedStateMachine):
         self.context.scrub()
         slots = self.context.slot_allocator
         free = slots.free_slots[: slots.free_count].long()
-        assert not slots.conv_states[:, free].any()
-        assert not slots.ssm_states[:, free].any()
+        for tensor in slots.states.tensors.values():
+            assert not tensor[:, free].any()
 
     @rule(what=st.sampled_from(["requests", "slots", "everything"]))
     def reset(self, what):
@@ -317,6 +401,14 @@ class ContextMachine(RuleBasedStateMachine):
             assert self.context.request_rows.num_free_rows == 4 - len(
                 [i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED]
             )
+
+    @invariant()
+    def shared_blocks_are_never_written(self):
+        known = getattr(self, "shared_kv", {})
+        counts = self.context.kv_block_allocator.block_ref_counts if known else ()
+        self.shared_kv = {block: bits for block, bits in known.items() if counts[block] > 1}
+        for block, bits in self.shared_kv.items():
+            assert torch.equal(self.context.kv_cache[:, :, block], bits), block
 
     @contextlib.contextmanager
     def unchanged_by_an_error(self):
@@ -401,6 +493,6 @@ class ContextMachine(RuleBasedStateMachine):
                 if block is not None and slots.has_state(block):
                     known[slots.get_slot(block)] = seen.prefix((index + 1) * BLOCK)
         for slot, key in known.items():
-            state = {"conv": slots.conv_states[:, slot], "ssm": slots.ssm_states[:, slot]}
+            state = {name: tensor[:, slot] for name, tensor in slots.states.tensors.items()}
             assert not any(tensor.isnan().any() for tensor in state.values()), key
             self.snapshots[key] = {name: tensor.clone() for name, tensor in state.items()}

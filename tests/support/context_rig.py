@@ -38,31 +38,24 @@ def make_config(**changes):
     return CacheConfig(**(settings | changes))
 
 
-def make_context(config=None, *, poison=True, **options):
+def make_context(config=None, *, model=MODEL, poison=True, **options):
     """A context whose memory holds NaN wherever nothing was written."""
     config = config or make_config()
-    context = DynamicInferenceContext(
-        config,
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        **options,
-    )
+    specs = model.config.state_spec(torch.float64), model.config.kv_spec(torch.float64)
+    context = DynamicInferenceContext(config, *specs, **options)
     if poison:
-        slots = context.slot_allocator
-        for tensor in (
-            context.kv_cache,
-            *context.live_states.tensors.values(),
-            slots.conv_states,
-            slots.ssm_states,
-        ):
-            tensor.fill_(torch.nan)
+        pools = context.live_states, context.slot_allocator.states
+        states = [tensor for pool in pools for tensor in pool.tensors.values()]
+        for tensor in (context.kv_cache, *states):
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
     return context
 
 
-def run_step(context, decode_ids=None):
+def run_step(context, decode_ids=None, *, model=MODEL):
     """One whole step, greedy; returns {request id: (logits, token)} of those that sampled."""
     step = context.begin_step(decode_ids)
-    logits = MODEL.forward(step.metadata, context)
+    logits = model.forward(step.metadata, context)
     sampled = {
         request.request_id: (row, int(row.argmax()))
         for request, row in zip(step.requests, logits, strict=True)
@@ -72,12 +65,12 @@ def run_step(context, decode_ids=None):
     return sampled
 
 
-def generate(context, prompt, num_tokens, *, request_id="only", **options):
+def generate(context, prompt, num_tokens, *, request_id="only", model=MODEL, **options):
     """Runs one request alone; returns its tokens, the logits of each, and its admission."""
     admission = context.add_request(Request(request_id=request_id, prompt_tokens=prompt, **options))
     tokens, logits = [], []
     while len(tokens) < num_tokens:
-        row, token = run_step(context)[request_id]
+        row, token = run_step(context, model=model)[request_id]
         tokens.append(token)
         logits.append(row)
     context.finish(request_id)
@@ -117,16 +110,17 @@ def prepared(context, prompt):
 class UncachedRuns:
     """What greedy decoding gives for a prompt without a cache, computed once for each prompt."""
 
-    def __init__(self, num_tokens=12):
+    def __init__(self, num_tokens=12, *, model=MODEL):
         config = make_config(enable_prefix_caching=False, max_requests=1)
-        self._num_tokens = num_tokens
-        self._context = make_context(config)
+        self._num_tokens, self._model = num_tokens, model
+        self._context = make_context(config, model=model)
         self._runs = {}
 
     def logits(self, prompt, index):
         """Logits of the ``index``-th generated token."""
         run = self._runs.get(prompt)
         if run is None or len(run) <= index:
-            _, run, _ = generate(self._context, list(prompt), max(index + 1, self._num_tokens))
+            wanted = max(index + 1, self._num_tokens)
+            _, run, _ = generate(self._context, list(prompt), wanted, model=self._model)
             self._runs[prompt] = run
         return run[index]

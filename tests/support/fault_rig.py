@@ -30,6 +30,7 @@ from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 SHARED = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
 BRANCH = [*SHARED[: 2 * BLOCK], 7, 7, *SHARED[:BLOCK]]
+FORKS = ("fork", "other fork")
 UNCACHED = UncachedRuns()
 NUM_DRAFTS = 2
 
@@ -101,6 +102,12 @@ def schedule_all(context):
     context.schedule_prefill("prefilling", chunk_tokens=BLOCK)
 
 
+def fork(context):
+    """Of a request whose last token completes a block; one fork has another token there."""
+    [token] = context.output("decoding")
+    context.fork("decoding", FORKS, last_tokens=[token, (token + 1) % 13])
+
+
 CALLS = {
     "add_request": Call(lambda context, _: add_sharing(context)),
     "resume_request": Call(lambda context, _: context.resume_request("preempted")),
@@ -127,6 +134,8 @@ CALLS = {
     "collect_step": Call(
         lambda context, _: context.collect_step(), before=commit_on_device, num_drafts=NUM_DRAFTS
     ),
+    "fork": Call(lambda context, _: fork(context)),
+    "fork, with drafts possible": Call(lambda context, _: fork(context), num_drafts=NUM_DRAFTS),
     "preempt": Call(lambda context, _: context.preempt("decoding")),
     "finish": Call(lambda context, _: context.finish("decoding")),
     "match": Call(lambda context, _: context.match(context.prepare(probe()))),
@@ -224,7 +233,7 @@ def drive_to_the_end(context):
         "new": [*SHARED, 1, 2],
         "preempted": OTHER,
         "prefilling": BRANCH,
-        "decoding": OTHER[: 2 * BLOCK - 1],
+        **dict.fromkeys(("decoding", *FORKS), OTHER[: 2 * BLOCK - 1]),
     }
     with suppress(StepOrderError):  # there may be none in flight
         context.abort_step()
@@ -242,7 +251,9 @@ def drive_to_the_end(context):
                 context.schedule_prefill(request_id)
             run_step(context)
         else:
-            check_tokens(prompt, context.finish(request_id))
+            tokens = context.finish(request_id)
+            given = 1 if request_id in FORKS else 0
+            check_tokens([*prompt, *tokens[:given]], tokens[given:])
         context.check_invariants()
     for prompt in prompts.values():
         check_tokens(prompt, generate(context, prompt, 2)[0])
@@ -256,7 +267,7 @@ def check_tokens(prompt, tokens):
 
 
 _SKIPPED = (
-    *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
+    *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
     # What was answered last, kept for the next time it is asked.
     *("_group", "_group_made_at", "_named", "_named_at"),
 )

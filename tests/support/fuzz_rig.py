@@ -18,6 +18,7 @@ from context_rig import (
     run_step,
 )
 from fault_rig import frozen
+from kinds_rig import MIXED
 from kv_rig import cache, prefix
 from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states, make_pool
 from slot_rig import full as full_slots
@@ -30,6 +31,7 @@ from mamba_cache import (
     EveryNthBlock,
     KVBlockAllocator,
     KVCacheSpec,
+    LayerKind,
     Request,
     StateSpec,
     compute_block_hashes,
@@ -37,7 +39,12 @@ from mamba_cache import (
 )
 from mamba_cache.blocks import BlockHashChain
 from mamba_cache.slots import SlotLease, SlotPool
-from mamba_cache.states import StateCopier, StatePool, extract_checkpoint_states
+from mamba_cache.states import (
+    SlotQuantization,
+    StateCopier,
+    StatePool,
+    extract_checkpoint_states,
+)
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 NAN = float("nan")
@@ -93,6 +100,28 @@ def context_in_step():
     context = busy_context()
     MODEL.forward(context.begin_step().metadata, context)
     return context
+
+
+def kinds_in_step():
+    """A step whose layers are asked for their states, of kinds that have names."""
+    context = make_context(model=MIXED, placement=EveryNthBlock(1))
+    add(context, "scheduled", PROMPT)
+    context.begin_step()
+    return context
+
+
+def handed_over(context):
+    """What a layer of Gated DeltaNet hands over."""
+    metadata = context._runner.step.metadata
+    conv, recurrent = (shape for _, shape, _ in context.live_states.spec.kinds[0].tensors)
+    tokens, chunks = metadata.num_prefill_tokens, metadata.num_chunks
+    return {
+        "kind": "gdn",
+        "layer": 1,
+        "chunk_states": {"recurrent": torch.ones(chunks, *recurrent)},
+        "window_inputs": {"conv": torch.ones(tokens, conv[0], dtype=torch.bfloat16)},
+        "metadata": metadata,
+    }
 
 
 def kv_pool():
@@ -180,6 +209,7 @@ REQUEST = {
     "checkpoint_positions": [BLOCK],
 }
 HASHES = prefix(5, 6)
+ONE_TENSOR = ("x", (2, 3), torch.float32)
 TARGETS = {
     "context.prepare": Target(
         busy_context, partial(request_of, call="prepare"), lambda _: dict(REQUEST)
@@ -228,12 +258,18 @@ TARGETS = {
     "context.count_extractions(it)": method(
         context_in_step, "count_extractions", captured=CapturedExtractions({0: (99, 99)})
     ),
+    "context.extract_states": Target(
+        kinds_in_step, lambda it, **given: it.extract_states(**given), handed_over
+    ),
+    "context.fork": method(
+        busy_context, "fork", request_id="decoding", new_ids=["fork"], last_tokens=[1]
+    ),
     "context.preempt": method(busy_context, "preempt", request_id="decoding"),
     "context.finish": method(busy_context, "finish", request_id="decoding"),
     "context.status": method(busy_context, "status", request_id="decoding"),
     "context.reset": method(busy_context, "reset", preserve_prefix_cache=True),
     "kv.allocate": method(kv_pool, "allocate_memory_blocks", num_blocks=3),
-    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1]),
+    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1], num_references=2),
     "kv.release": method(kv_pool, "release_memory_blocks", block_ids=[4]),
     "kv.register": method(
         kv_pool, "register_kv_block_hashes", block_ids=[4, 5], block_hashes=HASHES, parent_hash=5
@@ -373,6 +409,7 @@ TARGETS = {
         max_checkpoints_per_step=3,
         num_speculative_tokens=1,
         slot_quantization=None,
+        quantized_tensors=["ssm"],
         slot_rounding="nearest",
         slot_rounding_seed=3,
         hash_algorithm="sha256",
@@ -386,6 +423,19 @@ TARGETS = {
         conv_dtype=DTYPES[0],
         ssm_dtype=DTYPES[1],
     ),
+    "layer_kind": plain(LayerKind, name="gdn", num_layers=2, tensors=[("conv", CONV, DTYPES[0])]),
+    "layer_kind(tensor)": plain(
+        lambda name, shape, dtype: LayerKind("gdn", 2, [(name, shape, dtype)]),
+        name="conv",
+        shape=CONV,
+        dtype=DTYPES[0],
+    ),
+    "state_spec.of": plain(
+        lambda **kinds: StateSpec.of(*kinds.values()),
+        first=LayerKind("a", 1, [ONE_TENSOR]),
+        second=LayerKind("b", 2, [ONE_TENSOR]),
+    ),
+    "quantization": plain(SlotQuantization, rounding="nearest", seed=3, tensors=["ssm"]),
     "kv_spec": plain(KVCacheSpec, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32),
     "placement": plain(EveryNthBlock, n=2),
     "state_pool.make": plain(

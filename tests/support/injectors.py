@@ -122,9 +122,10 @@ class Broken(_Patching):
         for name in ("restore_slots", "copy_live_to_slots"):
             yield slots, name
         yield self.context.step_buffers, "fill"
+        yield self.context._forker, "_copy"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._planner._placement, "positions"
+        yield self.context._checkpoints._placement, "positions"
         yield self.context.kv_block_allocator, "on_blocks_deregistered"
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import signal
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from injectors import Interrupt, LineInterrupt
 from mamba_cache import KVBlockAllocator, MambaSlotAllocator
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.errors import PoisonedError, UnknownRequestError
-from mamba_cache.reference import Engine
+from mamba_cache.reference import Engine, SamplingParams
 
 
 class WrongAnswer(AssertionError):
@@ -96,13 +97,22 @@ PROMPTS = {
     "long": [(13 * i + 5) % 256 for i in range(4 * BLOCK)],
 }
 NUM_TOKENS = {"shared": 5, "branch": 4, "other": 9, "long": 3}
+SEVERAL = "other"  # the prompt of which several answers are drawn
+DRAWN = SamplingParams(max_new_tokens=4, temperature=1.5)
 ANSWERS = {}
 
 
 def answer(name):
     if name not in ANSWERS:
-        ANSWERS[name] = alone(PROMPTS[name], greedy(NUM_TOKENS[name]))
+        ANSWERS[name] = alone(*prompt_and_sampling(name))
     return ANSWERS[name]
+
+
+def prompt_and_sampling(name):
+    """Of the answers to one prompt the first is "several", the others are ("several", index)."""
+    if name in PROMPTS:
+        return PROMPTS[name], greedy(NUM_TOKENS[name])
+    return PROMPTS[SEVERAL], replace(DRAWN, seed=0 if name == "several" else name[1])
 
 
 class EngineRun:
@@ -118,7 +128,11 @@ class EngineRun:
 
     def submit(self, name):
         self.told[name] = []
-        self.engine.submit(PROMPTS[name], greedy(NUM_TOKENS[name]), request_id=name)
+        self.engine.submit(*prompt_and_sampling(name), request_id=name)
+
+    def submit_several(self, n):
+        self.told |= {name: [] for name in ("several", *(("several", i) for i in range(1, n)))}
+        self.engine.submit(*prompt_and_sampling("several"), n=n, request_id="several")
 
     def take(self, events):
         for event in events:
@@ -245,6 +259,10 @@ ENGINE_CALLS = {
         lambda made: _busy(made, 4), _step, num_kv_blocks=5
     ),
     "Engine.step, with drafts": EngineCall(_busy, _step, num_speculative_tokens=2),
+    "Engine.step, one is forked": EngineCall(
+        lambda made: [made.submit("shared"), made.step(), made.submit_several(3)], _step,
+        max_requests=4,
+    ),
     "Engine.submit": EngineCall(
         lambda made: [made.submit("shared"), made.step()], _submit
     ),

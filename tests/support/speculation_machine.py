@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from context_machine import ContextMachine
-from context_rig import BLOCK, MODEL, VOCAB, UncachedRuns, saved_prefix_lengths
+from context_rig import BLOCK, VOCAB, UncachedRuns, saved_prefix_lengths
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -29,6 +29,7 @@ class SpeculationMachine(ContextMachine):
     """
 
     longest_answer = LONGEST_ANSWER
+    uncached = UNCACHED
 
     def more_settings(self):
         self.uncollected = {}
@@ -101,7 +102,7 @@ class SpeculationMachine(ContextMachine):
         return [(t + (i >= right)) % VOCAB for i, t in enumerate(drafts)]
 
     def wanted(self, seen, index):
-        return int(UNCACHED.logits(seen.prompt, len(seen.generated) + index).argmax())
+        return int(seen.logits(self.uncached, index).argmax())
 
     def cut(self, drafts):
         """On the host drafts must fit whatever the outcome of the last step is."""
@@ -124,7 +125,7 @@ class SpeculationMachine(ContextMachine):
 
     def accepted(self, data, step, drafts):
         """The tokens that greedy verification takes of each request, some cut short."""
-        logits = iter(MODEL.forward(step.metadata, self.caches()))
+        logits = iter(self.model.forward(step.metadata, self.caches()))
         for request in step.requests:
             seen = self.requests[request.request_id]
             rows = [next(logits) for _ in range(1 if request.is_prefill else request.num_tokens)]
@@ -139,7 +140,7 @@ class SpeculationMachine(ContextMachine):
     def verify(self, seen, drafted, rows):
         taken = []
         for index, row in enumerate(rows):
-            wanted = UNCACHED.logits(seen.prompt, len(seen.generated) + index)
+            wanted = seen.logits(self.uncached, index)
             torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
             taken.append(self.wanted(seen, index))
             if index == len(drafted) or drafted[index] != taken[-1]:
@@ -199,6 +200,13 @@ class SpeculationMachine(ContextMachine):
             return
         with pytest.raises(StepOrderError, match="uncollected"):
             self.context.scrub()
+
+    def can_be_forked(self, request_id):
+        if request_id not in self.uncollected:
+            return True
+        with pytest.raises(StepOrderError, match="collect_step"), self.unchanged_by_an_error():
+            self.context.fork(request_id, [self.next_id])
+        return False
 
     def forget_uncollected(self, request_id):
         lost = self.uncollected.pop(request_id, [])

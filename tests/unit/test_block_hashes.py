@@ -272,6 +272,33 @@ def test_a_snapshot_does_not_see_what_is_appended_later(tokens):
         early[5]
 
 
+@pytest.mark.parametrize("num_blocks", range(8))
+@pytest.mark.parametrize("num_appended", [0, 1, 4])
+def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
+    """And goes on from there, with the keys of the blocks that are hashed anew."""
+    keys = [(0, "a"), (9, "b"), (11, "c"), (20, b"d"), (29, "e"), (33, "f")]
+    chain = BlockHashChain(4, multimodal_keys=keys, cache_salt="salt")
+    chain.append(tokens[: 28 + num_appended])
+    before = chain.hashes
+    copied = chain.copy(num_blocks)
+    assert (copied.num_tokens, copied.hashes) == (4 * num_blocks, before[:num_blocks])
+    other = [*tokens[: 4 * num_blocks], *(token ^ 1 for token in tokens[4 * num_blocks : 37])]
+    copied.append(other[4 * num_blocks :])
+    options = {"multimodal_keys": keys, "cache_salt": "salt"}
+    assert copied.hashes == compute_block_hashes(other, 4, **options)
+    assert chain.hashes == before
+    chain.append(tokens[28 + num_appended : 37])
+    assert chain.hashes == compute_block_hashes(tokens[:37], 4, **options)
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 1.0, True, "1"])
+def test_a_chain_is_not_copied_past_its_blocks(tokens, bad):
+    chain = BlockHashChain(4)
+    chain.append(tokens[:11])
+    with pytest.raises(InvalidArgumentError, match=r"num_blocks must be an int in \[0, 2\]"):
+        chain.copy(bad)
+
+
 def test_block_hashes_are_an_immutable_sequence(tokens):
     all_hashes = hashes(tokens)
     ids = list(all_hashes)

@@ -145,10 +145,10 @@ def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch
         if by_an_observer:
             patches.setattr(pool, "on_blocks_deregistered", interrupted)
         else:
-            patches.setattr(pool, "_tell", interrupted)
+            patches.setattr(pool, "_notify", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.deregister_blocks(blocks)
-    with pytest.raises(PoisonedError, match="not everybody was told of"):
+    with pytest.raises(PoisonedError, match="observers were not called with"):
         pool.find_block(1)
     pool.reset()
     assert told == [(blocks, [1, 2])]

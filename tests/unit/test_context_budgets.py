@@ -60,10 +60,14 @@ def test_own_kv_cache_needs_a_block_count():
     assert context.kv_block_allocator.pool_size == 4
 
 
-def test_states_of_other_tensors_are_refused():
-    spec = StateSpec((StateTensorSpec("other", 1, (2,), torch.float32),))
-    with pytest.raises(errors.InvalidArgumentError, match="'conv' and 'ssm'"):
-        DynamicInferenceContext(make_config(), spec, KV)
+def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():
+    """Layers are numbered by kind: two tensors of one kind cannot have other numbers of layers."""
+    other = StateTensorSpec("other", 1, (2,), torch.float32)
+    context = DynamicInferenceContext(make_config(), StateSpec((other,)), KV)
+    assert context.bytes_per_slot == 8
+    odd = StateSpec((other, StateTensorSpec("odd", 2, (2,), torch.float32)))
+    with pytest.raises(errors.InvalidArgumentError, match="equally many layers"):
+        DynamicInferenceContext(make_config(), odd, KV)
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_invariants_see_a_lost_reservation(busy):
 
 
 def test_invariants_see_lost_room_for_checkpoints(busy):
-    busy._planner._room -= 1
+    busy._checkpoints._room -= 1
     with pytest.raises(errors.InvariantError, match="room for"):
         busy.check_invariants()
 

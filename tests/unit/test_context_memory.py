@@ -5,8 +5,8 @@ import torch
 from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.context import memory as memory_module
 from mamba_cache.context.decode_rows import DecodeRows
+from mamba_cache.states import CHECKPOINT_FIELDS
 
 
 def test_a_context_has_every_field_that_slots_read():
@@ -66,15 +66,16 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
     add(context, "a", [1] * num_tokens)
     metadata = context.begin_step().metadata
     calls = []
-    monkeypatch.setattr(
-        memory_module, "extract_checkpoint_states", lambda *_, **options: calls.append(options)
-    )
+
+    def plan(*_, **options):
+        calls.append(options["fields"])
+        return lambda: None
+
+    monkeypatch.setattr("mamba_cache.context.context.plan_extraction", plan)
     states, inputs = torch.empty(metadata.num_chunks, 0), torch.empty(num_tokens, 0)
     context.extract_checkpoint_states(0, states, inputs, metadata)
     assert len(metadata.checkpoint_slots) > num_checkpoints == metadata.num_checkpoints
     assert len(calls) == bool(num_checkpoints)
-    for call in calls:
-        names = [name for name in call if name.startswith("checkpoint_")]
-        assert len(names) == 5
-        for name in names:
-            assert torch.equal(call[name], getattr(metadata, name)[:num_checkpoints])
+    for fields in calls:
+        for name, field in zip(CHECKPOINT_FIELDS, fields, strict=True):
+            assert torch.equal(field, getattr(metadata, name)[:num_checkpoints])

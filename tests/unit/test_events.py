@@ -165,7 +165,7 @@ def test_what_was_not_told_poisons_and_a_reset_tells_it():
     [block] = pool.allocate_memory_blocks(1)
     with pytest.raises(KeyboardInterrupt):
         pool.register_kv_block_hashes([block], prefix(1))
-    with pytest.raises(PoisonedError, match="not everybody was told of BlocksStored"):
+    with pytest.raises(PoisonedError, match="observers were not called with BlocksStored"):
         pool.allocate_memory_blocks(1)
     pool._observers[:] = [heard.append]
     pool.reset()
@@ -290,7 +290,7 @@ def test_a_state_that_an_observer_made_findable_unwritten_poisons():
 
 
 def test_the_proof_finds_what_was_not_told(allocator):
-    allocator._untold.append((StatesStored, 0, 0, 100))
-    with pytest.raises(InvariantError, match="not everybody was told"):
+    allocator._unsent.append((StatesStored, 0, 0, 100))
+    with pytest.raises(InvariantError, match="observers were not called"):
         allocator.check_invariants()
-    allocator._untold.clear()
+    allocator._unsent.clear()

@@ -25,8 +25,8 @@ def test_a_push_moves_an_item_either_way():
 def test_an_item_discarded_and_pushed_again_leaves_once():
     queue = EvictionQueue()
     queue.push(1, 5)
-    queue.discard(1)
-    queue.discard(1)
+    queue.discard([1])
+    queue.discard([1, 2])
     assert 1 not in queue
     queue.push(1, 5)
     assert queue.pop() == (1, 5)
@@ -34,11 +34,20 @@ def test_an_item_discarded_and_pushed_again_leaves_once():
         queue.pop()
 
 
+def test_push_pop_is_a_push_and_a_pop():
+    queue = EvictionQueue()
+    assert queue.push_pop(4, 9) == (4, 9)
+    for item, priority in ((1, 5), (2, 5), (3, 7)):
+        queue.push(item, priority)
+    assert [queue.push_pop(0, 5), queue.push_pop(5, 6), queue.pop()] == [(0, 5), (1, 5), (2, 5)]
+    assert [queue.pop(), queue.pop(), len(queue)] == [(5, 6), (3, 7), 0]
+
+
 def test_memory_follows_the_live_items():
     queue = EvictionQueue()
     for item in range(1_000):
         queue.push(item, item)
     for item in range(1_000):
-        queue.discard(item)
+        queue.discard([item])
     queue.push(7, 7)
     assert len(queue._heap) == 1

@@ -300,7 +300,6 @@ def test_what_is_in_flight_shows_in_the_fingerprint():
 
 @pytest.mark.parametrize("spoil", [
     lambda it, copy: it._copies.end(copy),
-    lambda it, copy: it._arriving.clear(),
     lambda it, copy: it._awaited.clear(),
 ])  # fmt: skip
 def test_the_proof_finds_slots_that_arrive_for_nobody(spoil):

@@ -161,10 +161,31 @@ def test_from_spec_makes_the_same():
     assert (made.policy, made.placement, made.num_mamba_layers) == (policy, placement, 2)
 
 
-def test_from_spec_refuses_other_states():
-    spec = StateSpec((StateTensorSpec("ssm", 2, SSM, torch.float32),))
-    with pytest.raises(InvalidArgumentError, match="must be of conv and ssm states"):
-        MambaSlotAllocator.from_spec(make_context(), 3, spec)
+def test_from_spec_takes_states_of_any_kinds():
+    spec = StateSpec((StateTensorSpec("wkv", 3, SSM, torch.float32),))
+    made = MambaSlotAllocator.from_spec(make_context(), 3, spec)
+    assert made.states["wkv"].shape == (3, 3, *SSM)
+    assert made.conv_states is made.ssm_states is made.ssm_scales is None
+    assert made.intermediate_conv_out is made.intermediate_ssm_out is None
+    assert (made.num_mamba_layers, made.max_intermediate_count) == (3, 0)
+
+
+def test_calls_for_conv_and_ssm_states_refuse_other_kinds():
+    spec = StateSpec((StateTensorSpec("wkv", 2, SSM, torch.float32),))
+    with pytest.raises(InvalidArgumentError, match="a scratch holds conv and SSM states"):
+        MambaSlotAllocator.from_spec(
+            make_context(max_mamba_intermediate_states_per_step=6), 3, spec
+        )
+    made = MambaSlotAllocator.from_spec(make_context(), 3, spec)
+    made.allocate_slots_batch([1])
+    state = torch.zeros(SSM)
+    with pytest.raises(InvalidArgumentError, match="takes conv and SSM states"):
+        made.store_from_tensors(1, 0, state, state)
+    with pytest.raises(InvalidArgumentError, match="spec"):
+        MambaSlotAllocator.from_spec(make_context(), 3, [spec])
+    odd = StateSpec((*spec.tensors, StateTensorSpec("odd", 5, SSM, torch.float32)))
+    with pytest.raises(InvalidArgumentError, match="equally many layers"):
+        MambaSlotAllocator.from_spec(make_context(), 3, odd)
 
 
 def test_a_block_keeps_its_slot_and_duplicates_share_one():

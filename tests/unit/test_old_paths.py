@@ -128,3 +128,18 @@ def test_the_page_on_architecture_lists_the_old_paths() -> None:
     rows = re.findall(r"^\| (`mamba_cache[^|]*) \| `(mamba_cache[\w.]*)` \|$", page, re.MULTILINE)
     listed = {old: new for cell, new in rows for old in re.findall(r"`([\w.]+)`", cell)}
     assert listed == {old: new.__name__ for old, new in OLD_PACKAGES.items()}
+
+
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        ("mamba_cache.context", "CacheMemory", "DynamicInferenceContext"),
+        ("mamba_cache.metadata", "BoundaryEntry", "CheckpointEntry"),
+    ],
+)
+def test_old_names_of_classes_lead_to_what_took_their_place(package, old, new):
+    module = importlib.import_module(package)
+    with pytest.warns(DeprecationWarning, match=f"{old} is an old name of {new}"):
+        assert getattr(module, old) is getattr(module, new)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        module.no_such_name  # noqa: B018

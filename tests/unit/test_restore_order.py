@@ -120,6 +120,32 @@ def test_a_row_is_restored_after_the_step_that_used_it_last(context, streams):
         assert streams.waits[-1] == streams.steps - 1
 
 
+@pytest.mark.parametrize("ends", ["parent", "fork"])
+def test_a_row_is_restored_after_the_fork_that_used_it_last(context, streams, ends):
+    """The copy reads one row and writes the other."""
+    add(context, "parent", [3] * 5)
+    run_step(context)
+    context.fork("parent", ["fork"])
+    forked_at = streams.steps
+    context.finish(ends)
+    add(context, "next", [4] * 5)
+    run_step(context)
+    assert streams.waits[-1] == forked_at == streams.steps - 1
+
+
+def test_a_fork_after_the_embedder_has_moved_states_counts_for_all(context, streams):
+    add(context, "parent", [3] * 5)
+    run_step(context)
+    context.slot_allocator.restore_slots([-2], [3])
+    context.fork("parent", ["fork"])
+    moved_at = streams.steps
+    context.finish("parent")
+    for row in range(3):
+        add(context, row, [4 + row] * 5)
+    run_step(context)
+    assert streams.waits[-1] == moved_at
+
+
 def test_an_aborted_step_counts(context, streams):
     add(context, "aborted", [3] * 5)
     context.begin_step()

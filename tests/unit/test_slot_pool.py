@@ -266,9 +266,9 @@ def test_a_block_may_have_a_hash_before_it_has_a_slot(pool):
 
 def test_registering_is_all_or_nothing(pool):
     for too_large in (2**63, 2**70):
-        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+        with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
             pool.register_block_hashes_batch([7, 8], [1, too_large])
-        with pytest.raises(InvalidArgumentError, match=f"{2**63 - 1}, got {too_large}"):
+        with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
             pool.commit_reserved([2], [9], [too_large])
     with pytest.raises(UnknownBlockError):
         pool.register_block_hashes_batch([7, 10], [1, 2])
@@ -378,7 +378,7 @@ def test_reset_forgets_everything_but_old_leases_stay_old(pool):
         (lambda p: p.free_slots.__setitem__(0, 1), "are not each of 5 slots once"),
         (lambda p: p.block_to_slot.__setitem__(7, 3), "disagree"),
         (lambda p: p.block_to_slot.__setitem__(1, 3), "3 blocks share 2 cached slots"),
-        (lambda p: p.pin_counts.__setitem__(4, -1), "less than no readers"),
+        (lambda p: p.pin_counts.__setitem__(4, -1), "negative number of readers"),
         (lambda p: p.pin_counts.__setitem__(0, 1), "holds no state has readers"),
         (lambda p: p.hash_to_block_id.__setitem__(5, 1), "hash 5 finds block 1, which lost its"),
         (

@@ -9,6 +9,7 @@ import torch
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.states import (
     KVCacheSpec,
+    LayerKind,
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
@@ -177,3 +178,76 @@ def test_numpy_ints_are_kept_as_plain_ints():
     assert kv.bytes_per_block(np.int32(2**14)) == 2**37
     values = (tensor.num_layers, *tensor.shape, kv.num_layers, kv.num_kv_heads, kv.head_dim)
     assert {type(value) for value in values} == {int}
+
+
+GDN = LayerKind(
+    "gdn", 3, [("conv", [10, 3], torch.bfloat16), ("recurrent", (2, 5, 7), torch.float32)]
+)
+SHORT = LayerKind("short_conv", 0, (("conv", (6, 2), torch.bfloat16),))
+
+
+def test_kinds_of_layers_are_named_tensors():
+    """In a pool, a tensor's name begins with its kind's."""
+    spec = StateSpec.of(GDN, SHORT)
+    assert spec.tensors == (
+        StateTensorSpec("gdn.conv", 3, (10, 3), torch.bfloat16),
+        StateTensorSpec("gdn.recurrent", 3, (2, 5, 7), torch.float32),
+        StateTensorSpec("short_conv.conv", 0, (6, 2), torch.bfloat16),
+    )
+    assert spec.kinds == (GDN, SHORT)
+    assert spec.bytes_per_slot == 3 * (10 * 3 * 2 + 2 * 5 * 7 * 4)
+    assert GDN.names == ("conv", "recurrent")
+    assert GDN.name_in_pool("conv") == "gdn.conv"
+    assert {spec: 1}[StateSpec.of(GDN, SHORT)] == 1
+
+
+def test_mamba_layers_are_a_kind_without_a_name():
+    [kind] = MAMBA.kinds
+    assert (kind.name, kind.num_layers, kind.names) == ("", 3, ("conv", "ssm"))
+    assert StateSpec.of(kind) == MAMBA
+    assert MAMBA.is_mamba
+    assert not StateSpec.of(GDN).is_mamba
+    assert not StateSpec(MAMBA.tensors[::-1]).is_mamba
+    odd = StateTensorSpec("ssm", 4, (2,), torch.float32)
+    assert not StateSpec((MAMBA.tensors[0], odd)).is_mamba
+
+
+def test_tensors_of_a_kind_have_equally_many_layers():
+    odd = StateTensorSpec("odd", 5, (), torch.int8)
+    named = StateTensorSpec("more.odd", 5, (), torch.int8)
+    assert [kind.num_layers for kind in StateSpec((*MAMBA.tensors, named)).kinds] == [3, 5]
+    with pytest.raises(InvalidArgumentError, match=r"those of '' have .*\('odd', 5\)"):
+        StateSpec((*MAMBA.tensors, odd)).kinds  # noqa: B018 - it is what raises
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "tensors", "message"),
+    [
+        ("a.b", 1, [("x", (2,), torch.float32)], "without a dot"),
+        (None, 1, [("x", (2,), torch.float32)], "must be a string"),
+        ("a", 1, [], "different names"),
+        ("a", 1, [("x", (2,), torch.float32)] * 2, "different names"),
+        ("a", 1, [("x.y", (2,), torch.float32)], "must have no dot"),
+        ("a", 1, [("", (2,), torch.float32)], "not empty"),
+        ("a", 1, ["xyz"], "a name, a shape and a dtype"),
+        ("a", 1, [("x", (2,))], "a name, a shape and a dtype"),
+        ("a", 1, 3, "must be a collection"),
+        ("a", -1, [("x", (2,), torch.float32)], "num_layers"),
+        ("a", 1, [("x", (0,), torch.float32)], "must be"),
+        ("a", 1, [("x", (2,), torch.bool)], "must be"),
+    ],
+)
+def test_bad_kinds(name, num_layers, tensors, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        LayerKind(name, num_layers, tensors)
+
+
+@pytest.mark.parametrize("kinds", [(), (GDN, GDN)])
+def test_a_state_needs_kinds_of_different_names(kinds):
+    with pytest.raises(InvalidArgumentError, match="kinds of different names"):
+        StateSpec.of(*kinds)
+
+
+def test_kinds_are_layer_kinds():
+    with pytest.raises(InvalidArgumentError, match="must be LayerKinds"):
+        StateSpec.of(GDN, MAMBA)

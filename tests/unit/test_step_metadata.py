@@ -6,7 +6,6 @@ import torch
 from step_plans import decode_batch
 
 from mamba_cache.metadata import (
-    BoundaryEntry,
     CheckpointEntry,
     SequenceSlice,
     StepBuffers,
@@ -31,7 +30,7 @@ PLAN = StepPlan(
     ],
     checkpoints=[CheckpointEntry(1, 8, 70), CheckpointEntry(0, 8, 71), CheckpointEntry(1, 10, 72)],
     restores=[(6, 4), (ZERO_SOURCE, 2)],
-    boundaries=[BoundaryEntry(0, 10, 73), BoundaryEntry(3, 11, 74)],
+    boundaries=[CheckpointEntry(0, 10, 73), CheckpointEntry(3, 11, 74)],
 )
 ROWS = [3, 1, 4, 2]
 COUNTS = {

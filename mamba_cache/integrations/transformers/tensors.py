@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 
 __all__ = ["PrefixLayout", "PrefixTensors"]
@@ -170,7 +170,7 @@ class PrefixTensors:
         num_blocks: KV blocks.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
         self._layout = layout
         size, device = layout.block_size_tokens, layout.device

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
 from mamba_cache.integrations.vllm.copy_specs import describe_states
@@ -63,7 +63,7 @@ class MambaSpecDecodeGPUContext:
     is_initialized: bool = False
 
     @classmethod
-    @lasting
+    @outside_inference_mode
     def create(
         cls,
         max_num_reqs: int,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
@@ -37,7 +37,7 @@ class CpuGpuBuffer:
         gpu: [n] on the device.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(self, n: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         device = torch.device(device)
         on_cuda = device.type == "cuda"
@@ -123,7 +123,7 @@ class MambaCopyBuffers:
     backend: CopyBackend = "auto"
 
     @classmethod
-    @lasting
+    @outside_inference_mode
     def create(
         cls,
         max_num_reqs: int,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.protocols import KVCacheConfig
 
@@ -155,7 +155,7 @@ def get_temporal_copy_spec(
     return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
-@lasting
+@outside_inference_mode
 def describe_states(
     kv_cache_config: KVCacheConfig,
     group_ids: Sequence[int],

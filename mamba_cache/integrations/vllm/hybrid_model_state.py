@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.align_on_gpu import MambaSpecDecodeGPUContext
@@ -95,7 +95,7 @@ class MambaHybridModelState:
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self,
         vllm_config: EngineConfig,

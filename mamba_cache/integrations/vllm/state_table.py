@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mamba_cache._lasting import lasting
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copy_specs import StateMemory
 
@@ -64,7 +64,7 @@ class StateTable:
         block_tables: [rows, columns] int32 of each group.
     """
 
-    @lasting
+    @outside_inference_mode
     def __init__(
         self, num_states: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:

@@ -1,6 +1,6 @@
 """Checkpoint states of one layer as one Triton kernel: SSM states and conv windows together.
 
-Into quantised slots the states change their kind on the way.
+Either may be absent. Into quantised slots the states change their dtype on the way.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -128,33 +128,35 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
     for entry in range(first, end):
         slot = tl.load(slots + entry).to(tl.int64)
         if (slot >= 0) & (tile < num_window_tiles):
-            row = tl.load(rows + entry).to(tl.int64)
-            _write_window_tile(
-                slot_conv + slot * slot_conv_stride,
-                live_conv + row * live_conv_stride,
-                conv_input,
-                tl.load(seq_starts + entry).to(tl.int64),
-                tl.load(conv_ends + entry).to(tl.int64),
-                tile,
-                token_stride,
-                channel_stride,
-                conv_dim,
-                WIDTH,
-                WIDTH_POWER_OF_2,
-                CHANNELS,
-            )
-        elif slot >= 0:
-            chunk = tl.load(chunks + entry).to(tl.int64)
-            chunk_state = chunk_states + chunk * chunk_stride
-            slot_state = tl.multiple_of(slot_ssm + slot * slot_ssm_stride, SLOT_ALIGNMENT)
-            state_tile = tile - num_window_tiles
-            if slot_scales is None:
-                _copy_state_tile(chunk_state, slot_state, state_tile, STATE_DIM, COLUMNS)
-            else:
-                quantize_tile(
-                    chunk_state, slot_state, slot_scales + slot * slot_scales_stride,
-                    state_tile, seed, HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC,
-                )  # fmt: skip
+            if slot_conv is not None:
+                row = tl.load(rows + entry).to(tl.int64)
+                _write_window_tile(
+                    slot_conv + slot * slot_conv_stride,
+                    live_conv + row * live_conv_stride,
+                    conv_input,
+                    tl.load(seq_starts + entry).to(tl.int64),
+                    tl.load(conv_ends + entry).to(tl.int64),
+                    tile,
+                    token_stride,
+                    channel_stride,
+                    conv_dim,
+                    WIDTH,
+                    WIDTH_POWER_OF_2,
+                    CHANNELS,
+                )
+        elif slot >= 0:  # noqa: SIM102 - the other condition is decided when it is compiled
+            if slot_ssm is not None:
+                chunk = tl.load(chunks + entry).to(tl.int64)
+                chunk_state = chunk_states + chunk * chunk_stride
+                slot_state = tl.multiple_of(slot_ssm + slot * slot_ssm_stride, SLOT_ALIGNMENT)
+                state_tile = tile - num_window_tiles
+                if slot_scales is None:
+                    _copy_state_tile(chunk_state, slot_state, state_tile, STATE_DIM, COLUMNS)
+                else:
+                    quantize_tile(
+                        chunk_state, slot_state, slot_scales + slot * slot_scales_stride,
+                        state_tile, seed, HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC,
+                    )  # fmt: skip
 
 
 _launch = Launcher(_extract_kernel)
@@ -176,6 +178,9 @@ class _StateTiles(NamedTuple):
     options: Mapping[str, Any]
 
 
+_NO_TILES = _StateTiles(TileSizes(1, 1, 1, 1), 0, 1, _COPY_OPTIONS)
+
+
 def _copied_tiles(states: torch.Tensor) -> _StateTiles:
     size, tile = states.shape[1:].numel(), _COPIED_BYTES // states.element_size()
     return _StateTiles(
@@ -191,12 +196,12 @@ def _quantized_tiles(states: torch.Tensor) -> _StateTiles:
 
 
 def extract_states(
-    slot_conv: torch.Tensor,
-    slot_ssm: torch.Tensor,
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
     slot_scales: torch.Tensor | None,
-    live_conv: torch.Tensor,
-    chunk_states: torch.Tensor,
-    conv_input: torch.Tensor,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
     chunks: torch.Tensor,
     conv_ends: torch.Tensor,
     seq_starts: torch.Tensor,
@@ -210,20 +215,26 @@ def extract_states(
     """
     if not len(slots):
         return
-    tiles = _copied_tiles(chunk_states) if slot_scales is None else _quantized_tiles(chunk_states)
+    tiles = _NO_TILES
+    if chunk_states is not None:
+        cut = _copied_tiles if slot_scales is None else _quantized_tiles
+        tiles = cut(chunk_states)
     device = slots.get_device()
     entries = entries_per_program(len(slots), on_gpu=device >= 0, captured=_ENTRIES_IN_GRAPH)
     tensors = (slot_conv, slot_ssm, slot_scales, live_conv, chunk_states, conv_input)
     fields = (chunks, conv_ends, seq_starts, rows, slots)
-    conv_dim, width = slot_conv.shape[1:]
+    conv_dim, width = (0, 1) if slot_conv is None else slot_conv.shape[1:]
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in tensors)
-    sizes = (*strides, conv_input.stride(1), conv_dim)
-    slot_bytes = strides[1] * slot_ssm.element_size()
+    sizes = (*strides, 0 if conv_input is None else conv_input.stride(1), conv_dim)
+    alignment = 1
+    if slot_ssm is not None:
+        slot_bytes = strides[1] * slot_ssm.element_size()
+        alignment = math.gcd(tiles.widest, slot_ssm.data_ptr(), slot_bytes)
     constants = (
         width,
         triton.next_power_of_2(width),
         _CHANNELS,
-        math.gcd(tiles.widest, slot_ssm.data_ptr(), slot_bytes),
+        alignment,
         hash_seed is not None,
         *tiles.sizes,
         entries,

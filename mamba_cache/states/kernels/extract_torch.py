@@ -13,12 +13,12 @@ __all__ = ["extract_states"]
 
 
 def extract_states(
-    slot_conv: torch.Tensor,
-    slot_ssm: torch.Tensor,
+    slot_conv: torch.Tensor | None,
+    slot_ssm: torch.Tensor | None,
     slot_scales: torch.Tensor | None,
-    live_conv: torch.Tensor,
-    chunk_states: torch.Tensor,
-    conv_input: torch.Tensor,
+    live_conv: torch.Tensor | None,
+    chunk_states: torch.Tensor | None,
+    conv_input: torch.Tensor | None,
     chunks: torch.Tensor,
     conv_ends: torch.Tensor,
     seq_starts: torch.Tensor,
@@ -32,24 +32,30 @@ def extract_states(
     It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
     """
     # Nothing to read or nowhere to write: all entries must be padding.
-    if not all(map(len, (slots, slot_conv, conv_input, chunk_states))):
+    given = (slots, slot_conv, slot_ssm, conv_input, chunk_states)
+    if not all(len(tensor) for tensor in given if tensor is not None):
         return
     # Padded entries repeat the first real one, so that a slot is only ever written with its state.
     is_real = slots >= 0
     entries = torch.arange(len(is_real), device=is_real.device)
     entries = torch.where(is_real, entries, is_real.long().argmax())
     target_slots = slots[entries].long().clamp(min=0)
-    windows = _conv_windows(
-        live_conv[rows[entries].long().clamp(min=0)],
-        conv_input,
-        seq_starts[entries].long(),
-        conv_ends[entries].long(),
-    )
-    states = chunk_states[chunks[entries].long().clamp(min=0)]
-    written = [(slot_conv, windows), (slot_ssm, states)]
-    if slot_scales is not None:
-        codes, scales = quantize(states, hash_seed)
-        written[1:] = [(slot_ssm, codes), (slot_scales, scales)]
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if slot_conv is not None and live_conv is not None and conv_input is not None:
+        windows = _conv_windows(
+            live_conv[rows[entries].long().clamp(min=0)],
+            conv_input,
+            seq_starts[entries].long(),
+            conv_ends[entries].long(),
+        )
+        written.append((slot_conv, windows))
+    if slot_ssm is not None and chunk_states is not None:
+        states = chunk_states[chunks[entries].long().clamp(min=0)]
+        if slot_scales is None:
+            written.append((slot_ssm, states))
+        else:
+            codes, scales = quantize(states, hash_seed)
+            written += [(slot_ssm, codes), (slot_scales, scales)]
     # If no entry is real, slot 0 is written with what it holds.
     any_real = is_real.any()
     for target, stored in written:

@@ -65,12 +65,18 @@ class _Segment(NamedTuple):
     size: int
 
 
-def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> CopyPlan:
+def plan_copy(
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    *,
+    device: torch.device,
+) -> CopyPlan:
     """Plans copies from rows of ``sources`` to rows of ``destinations``, which are paired in order.
 
     Args:
         sources: Each [num_layers, source rows, *inner], any dtype, inner axes contiguous.
         destinations: Each [num_layers, destination rows, *inner] of its source's dtype.
+        device: Where they are.
     """
     pairs = [
         (_as_bytes(source), _as_bytes(destination))
@@ -89,7 +95,7 @@ def plan_copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
     tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, _power_of_2(-(-most_words // TILE_WORDS)))
     wide_chunks = _chunks(wide, _WIDEST_WORD_BYTES, tiles_per_chunk)
     table = np.concatenate([wide_chunks, _chunks(narrow, narrow_bytes, tiles_per_chunk)])
-    device, chunks = sources[0].device, torch.from_numpy(table)
+    chunks = torch.from_numpy(table)
     if device.type == "cuda":
         # From pageable memory the transfer would wait for the work queued before it.
         chunks = chunks.pin_memory()

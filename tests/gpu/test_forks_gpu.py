@@ -1,0 +1,108 @@
+"""Forks on a GPU: bit for bit what they come from, right answers, and nobody waits."""
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, VOCAB, UncachedRuns, make_config
+from gpu_rig import BUSY_CYCLES, assert_same_bits, random_bits_, waiting_raises
+
+from mamba_cache import DeviceTokens
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.reference import HybridModel
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [(7 * i * i + 3 * i) % VOCAB for i in range(2 * BLOCK + 3)]
+DRAFTS = 2
+UNCACHED = UncachedRuns(3 * BLOCK)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
+
+
+@pytest.fixture(params=[0, DRAFTS], ids=["without drafts", "with drafts"])
+def context(request):
+    context = DynamicInferenceContext(
+        make_config(num_speculative_tokens=request.param, restore_on_side_stream=True),
+        MODEL_CONFIG.state_spec(torch.float64),
+        MODEL_CONFIG.kv_spec(torch.float64),
+        device="cuda",
+    )
+    for tensor in (context.kv_cache, *context.live_states.tensors.values()):
+        tensor.fill_(torch.nan)
+    return context
+
+
+def run_step(context, model, **options):
+    step = context.begin_step(**options)
+    logits = model.forward(step.metadata, context).cpu()
+    context.commit_step(logits.argmax(1).tolist())
+    return dict(zip(step.request_ids, logits, strict=True))
+
+
+def tokens_of(context, name):
+    return tuple(PROMPT) + tuple(context.output(name))
+
+
+def test_forks_go_on_as_their_tokens_say(context, model):
+    context.add_request(Request(request_id="parent", prompt_tokens=PROMPT))
+    for _ in range(3):
+        run_step(context, model)
+    for new_ids in (["a"], ["b", "c"]):  # the second time the copiers are there
+        with waiting_raises():
+            torch.cuda._sleep(BUSY_CYCLES)
+            context.fork("parent", new_ids, last_tokens=[4, 5][: len(new_ids)])
+    starts = {name: tokens_of(context, name) for name in ("parent", "a", "b", "c")}
+    for index in range(2 * BLOCK):
+        for name, logits in run_step(context, model).items():
+            wanted = UNCACHED.logits(starts[name], index)
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)
+        if index == BLOCK:
+            context.preempt("b")
+            context.resume_request("b")  # restored on the side stream, beside the others
+        context.check_invariants()
+    assert context.stats().forks == 3
+
+
+def test_nothing_but_the_copies_is_written(context, model):
+    context.add_request(Request(request_id="parent", prompt_tokens=PROMPT))
+    run_step(context, model)
+    memory = [context.kv_cache, *context.live_states.tensors.values()]
+    before = [random_bits_(tensor).clone() for tensor in memory]
+    forks = context.fork("parent", ["a", "b", "c"])
+    ring = context.config.live_rows_per_request
+    rows = [row * ring for row in (forks.source_row, *forks.rows)]  # after a prefill the first
+    before[0][:, :, list(forks.blocks)] = before[0][:, :, [forks.source_block]]
+    for tensor in before[1:]:
+        tensor[:, rows[1:]] = tensor[:, rows[:1]]
+    for tensor, wanted in zip(memory, before, strict=True):
+        assert_same_bits(tensor, wanted)
+
+
+def test_a_fork_after_drafts_whose_number_the_device_decided(model):
+    """The live state is one of a ring; which, the host never learns."""
+    for taken in range(DRAFTS + 2):
+        context = DynamicInferenceContext(
+            make_config(num_speculative_tokens=DRAFTS),
+            MODEL_CONFIG.state_spec(torch.float64),
+            MODEL_CONFIG.kv_spec(torch.float64),
+            device="cuda",
+        )
+        context.add_request(Request(request_id="parent", prompt_tokens=PROMPT))
+        run_step(context, model)
+        start = tokens_of(context, "parent")
+        right = [int(UNCACHED.logits(start, index).argmax()) for index in range(DRAFTS + 1)]
+        step = context.begin_step(drafts={"parent": right[:DRAFTS]})
+        model.forward(step.metadata, context)
+        tokens = torch.tensor([right], device="cuda")
+        counts = torch.tensor([taken], dtype=torch.int32, device="cuda")
+        context.commit_step(DeviceTokens(tokens, counts))
+        assert context.collect_step() == {"parent": right[:taken]}
+        with waiting_raises():
+            context.fork("parent", ["a", "b"], last_tokens=[8, 9])
+        starts = {name: tokens_of(context, name) for name in ("parent", "a", "b")}
+        for index in range(BLOCK):
+            for name, logits in run_step(context, model).items():
+                wanted = UNCACHED.logits(starts[name], index)
+                torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)

@@ -1,0 +1,211 @@
+"""States of several kinds on a GPU: no waiting, CUDA graphs, and a hit that equals a miss."""
+
+import pytest
+import torch
+from context_rig import BLOCK, generate, make_config, make_context, saved_prefix_lengths
+from gpu_rig import assert_same_bits, random_bits_, waiting_raises
+from kinds_rig import MODELS, KindsModel
+
+from mamba_cache import CacheConfig, DynamicInferenceContext, Request
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.states import (
+    ZERO_SOURCE,
+    LayerKind,
+    SlotQuantization,
+    StateCopier,
+    StateDequantizer,
+    StatePool,
+    StateQuantizer,
+    StateSpec,
+    dequantize_states,
+    extract_checkpoint_states,
+    quantize_states,
+)
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+GDN = LayerKind("gdn", 6, [("conv", (8192, 3), BF16), ("recurrent", (32, 128, 128), F32)])
+MAMBA2 = LayerKind("mamba2", 3, [("conv", (1028, 3), BF16), ("ssm", (16, 64, 128), BF16)])
+RWKV7 = LayerKind(
+    "rwkv7", 2, [("shift", (2050,), BF16), ("wkv", (32, 64, 64), F32), ("ffn_shift", (2050,), BF16)]
+)
+SHORT_CONV = LayerKind("short_conv", 5, [("conv", (2049, 2), BF16)])
+SPEC = StateSpec.of(GDN, MAMBA2, RWKV7, SHORT_CONV)
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 3)]
+CHECKPOINTS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
+
+
+def filled(spec, num_rows):
+    pool = StatePool(spec, num_rows, device="cuda")
+    for tensor in pool.tensors.values():
+        random_bits_(tensor)
+    return pool
+
+
+def tensors(pool):
+    return list(pool.tensors.values())
+
+
+def on_device(rows):
+    return torch.tensor(rows, dtype=torch.int32, device="cuda")
+
+
+def test_one_copy_moves_every_kind():
+    """Some sizes are no multiples of 16 bytes, or of 4."""
+    live, slots = filled(SPEC, 4), filled(SPEC, 5)
+    expected = {name: tensor.clone() for name, tensor in slots.tensors.items()}
+    for name, tensor in live.tensors.items():
+        expected[name][:, [4, 0]] = tensor[:, [1, 3]]
+        expected[name][:, 2] = 0
+    copier = StateCopier(tensors(live), tensors(slots))
+    rows = on_device([1, 3, ZERO_SOURCE]), on_device([4, 0, 2])
+    copier.copy(*rows)
+    with waiting_raises():
+        copier.copy(*rows)
+    for name, tensor in slots.tensors.items():
+        assert_same_bits(tensor, expected[name])
+
+
+def test_int8_of_several_kinds():
+    quantization = SlotQuantization("stochastic", 3, ("gdn.recurrent", "mamba2.ssm", "rwkv7.wkv"))
+    live = StatePool(SPEC, 3, device="cuda")
+    for tensor in live.tensors.values():
+        tensor.normal_()
+    slots = StatePool(quantization.slot_spec(SPEC), 4, device="cuda")
+    before = {name: tensor.clone() for name, tensor in live.tensors.items()}
+    store = StateQuantizer(tensors(live), tensors(slots), quantization)
+    restore = StateDequantizer(tensors(slots), tensors(live))
+    for _ in range(2):
+        store.copy(on_device([2]), on_device([1]))
+        restore.copy(on_device([1, ZERO_SOURCE]), on_device([0, 1]))
+    with waiting_raises():
+        store.copy(on_device([2]), on_device([1]))
+        restore.copy(on_device([1, ZERO_SOURCE]), on_device([0, 1]))
+    for name, states in before.items():
+        assert_same_bits(live[name][:, 2], states[:, 2])
+        assert not live[name][:, 1].any()
+        if name not in quantization.tensors:
+            assert_same_bits(live[name][:, 0], states[:, 2])
+            continue
+        codes, scales = quantize_states(states[:, 2], quantization)
+        assert torch.equal(slots[name][:, 1], codes), name
+        assert torch.equal(slots[f"{name}_scales"][:, 1], scales), name
+        restored = dequantize_states(codes, scales, states.dtype)
+        assert torch.equal(live[name][:, 0], restored), name
+
+
+@pytest.mark.parametrize("shape", [(2049, 3), (2050,)])
+def test_windows_alone_and_states_alone(shape):
+    entries = torch.tensor([(3, 20, 8, 2, 4), (-1,) * 5, (1, 10, 8, 6, 0)], device="cuda").T
+    columns = zip(CHECKPOINTS, entries.int().contiguous(), strict=True)
+    fields = {f"checkpoint_{name}": column for name, column in columns}
+    slots = random_bits_(torch.empty(5, *shape, dtype=BF16, device="cuda"))
+    live = random_bits_(torch.empty(7, *shape, dtype=BF16, device="cuda"))
+    inputs = random_bits_(torch.empty(40, shape[0], dtype=BF16, device="cuda"))
+    saved = random_bits_(torch.empty(5, 3, 129, device="cuda"))
+    states = random_bits_(torch.empty(9, 3, 129, device="cuda"))
+    for _ in range(2):
+        extract_checkpoint_states(slots, None, live, None, inputs, **fields)
+        extract_checkpoint_states(None, saved, None, states, None, **fields)
+    with waiting_raises():
+        extract_checkpoint_states(slots, None, live, None, inputs, **fields)
+        extract_checkpoint_states(None, saved, None, states, None, **fields)
+    width = shape[1] if len(shape) == 2 else 1
+    for end, start, row, slot in ((20, 8, 2, 4), (10, 8, 6, 0)):
+        old = live[row].view(shape[0], width)
+        window = torch.cat([old, inputs[start:end].T], dim=1)[:, -width:]
+        assert_same_bits(slots[slot].view(shape[0], width), window)
+    assert_same_bits(saved[[4, 0]], states[[3, 1]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("on_side_stream", [False, True])
+def test_a_hit_equals_a_miss(name, on_side_stream):
+    patterns = {
+        "gdn": "GG",
+        "rwkv7": "RR",
+        "short_conv": "C*C",
+        "mixed": "GMC*G",
+        "every": "KRM*CG",
+    }
+    model = KindsModel(patterns[name], device="cuda")
+    config = make_config(restore_on_side_stream=on_side_stream)
+    context = make_context(config, model=model, device="cuda", placement=EveryNthBlock(1))
+    tokens, logits, history = model.answer(PROMPT, 3)
+    for number in range(2):
+        run = generate(context, PROMPT, 3, model=model, request_id=number)
+        assert run[2].skip_tokens == number * 3 * BLOCK
+        assert run[0] == tokens
+        torch.testing.assert_close(torch.stack(run[1]), torch.stack(logits), rtol=0, atol=1e-9)
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+    add = context.add_request(Request(request_id="again", prompt_tokens=PROMPT))
+    row = context.begin_step().requests[0].row
+    for name, tensor in context.live_states.tensors.items():
+        wanted = history[add.skip_tokens - 1][name]
+        torch.testing.assert_close(tensor[:, row], wanted, rtol=0, atol=1e-6)
+
+
+def test_a_captured_graph_hands_over_every_kind():
+    kinds = LayerKind("gdn", 2, [("conv", (70, 3), BF16), ("recurrent", (2, 8, 16), F32)]), RWKV7
+    context = DynamicInferenceContext(
+        CacheConfig(
+            block_size_tokens=8, ssm_chunk_size=4, max_requests=2, max_tokens=64,
+            max_sequence_length=64, num_kv_blocks=20, max_slots=8,
+        ),
+        StateSpec.of(*kinds),
+        device="cuda",
+        placement=EveryNthBlock(1),
+    )  # fmt: skip
+    handed_over = {}
+    for kind in kinds:
+        for name, shape, dtype in kind.tensors:
+            is_window = name not in ("recurrent", "wkv")
+            size = (kind.num_layers, 64, *(shape[:1] if is_window else shape))
+            handed_over[kind.name, name] = torch.empty(size, dtype=dtype, device="cuda")
+
+    def launch(metadata):
+        for kind in kinds:
+            for layer in range(kind.num_layers):
+                given = {name: handed_over[kind.name, name][layer] for name in kind.names}
+                states = {n: given.pop(n) for n in ("recurrent", "wkv") if n in given}
+                context.extract_states(kind.name, layer, states, given, metadata)
+
+    context.add_request(Request(request_id="captured", prompt_tokens=range(30)))
+    metadata = context.begin_step().metadata
+    with context.capture_extractions():
+        launch(metadata)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with context.capture_extractions() as captured, torch.cuda.graph(graph):
+        launch(metadata)
+    context.abort_step()
+    context.finish("captured")
+
+    context.add_request(Request(request_id="replayed", prompt_tokens=range(1, 30)))
+    metadata = context.begin_step().metadata
+    for tensor in handed_over.values():
+        random_bits_(tensor)
+    with waiting_raises():
+        graph.replay()
+        context.count_extractions(captured)
+    context.commit_step({"replayed": 1})
+    assert context.stats().unwritten_states == 0
+    saved = context.slot_allocator.states
+    entries = zip(
+        metadata.checkpoint_slots[: metadata.num_checkpoints].tolist(),
+        metadata.checkpoint_chunks.tolist(),
+        metadata.checkpoint_conv_ends.tolist(),
+        strict=False,
+    )
+    assert metadata.num_checkpoints == 3
+    for slot, chunk, end in entries:
+        for kind in kinds:
+            for name, shape, _ in kind.tensors:
+                given = handed_over[kind.name, name]
+                wanted = given[:, chunk]
+                if name not in ("recurrent", "wkv"):
+                    width = shape[1] if len(shape) == 2 else 1
+                    wanted = given[:, end - width : end].transpose(1, 2)
+                stored = saved[f"{kind.name}.{name}"][:, slot]
+                assert_same_bits(stored, wanted.reshape(stored.shape).contiguous())

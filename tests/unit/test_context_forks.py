@@ -1,0 +1,684 @@
+"""Forks: equal to requests of their own, all of them or none; what is shared is never written."""
+
+import re
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    MODEL,
+    MODEL_CONFIG,
+    VOCAB,
+    UncachedRuns,
+    add,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    saved_prefix_lengths,
+)
+
+from mamba_cache import DeviceTokens
+from mamba_cache.blocks import compute_block_hashes
+from mamba_cache.context import DynamicInferenceContext, Forks, Request, RequestStatus
+from mamba_cache.errors import (
+    BlockCapacityError,
+    InvalidArgumentError,
+    RequestCapacityError,
+    StepOrderError,
+    TokenCapacityError,
+    UnknownRequestError,
+)
+from mamba_cache.slots import EveryNthBlock, LruSlotPolicy
+
+PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(2 * BLOCK + 3)]
+AT_BOUNDARY = PROMPT[: 2 * BLOCK]
+DRAFTS = 2
+UNCACHED = UncachedRuns(24)
+
+
+def parent_of(context, prompt=PROMPT, steps=1, name="parent", **options):
+    """A request that decodes: its prompt is computed, and ``steps`` tokens are sampled."""
+    context.add_request(Request(request_id=name, prompt_tokens=prompt, **options))
+    for _ in range(steps):
+        run_step(context)
+    return context.request_rows.blocks_of(row_of(context, name)).tolist()
+
+
+def row_of(context, name):
+    return context._requests.find(name).row
+
+
+def blocks_of(context, name):
+    return context._requests.find(name).block_ids
+
+
+def tokens_of(context, name):
+    active = context._requests.find(name)
+    return active.tokens(0, active.num_tokens).tolist()
+
+
+def step_alone(context, name):
+    """One token of one request in a batch of its own; returns its logits."""
+    return run_step(context, [name])[name][0]
+
+
+def check_continuation(context, names, steps=2 * BLOCK):
+    """Steps of all together; each goes on as a run of its own tokens would without a cache."""
+    starts = {name: (tuple(tokens_of(context, name)), len(context.output(name))) for name in names}
+    for index in range(steps):
+        for name, (row, _) in run_step(context, names).items():
+            wanted = UNCACHED.logits(starts[name][0], index)
+            torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+        context.check_invariants()
+
+
+# What a fork is.
+
+
+@pytest.mark.parametrize("steps", [1, 4, BLOCK - 2, BLOCK - 1])
+@pytest.mark.parametrize("prompt", [PROMPT, AT_BOUNDARY], ids=["inside", "at a boundary"])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_forks_equal_requests_of_their_own_bit_for_bit(prompt, steps, drafts):
+    """Each computed in a batch of its own, so that the same operations give the same bits."""
+    settings = {"num_speculative_tokens": drafts, "enable_prefix_caching": False}
+    forked, separate = (make_context(make_config(**settings)) for _ in range(2))
+    parent_of(forked, prompt, steps)
+    others = [(token + 1) % VOCAB for token in range(3)]
+    names = ["a", "b", "c"]
+    forked.fork("parent", names, last_tokens=others)
+    for name, token in zip(names, others, strict=True):
+        add(separate, name, prompt)
+        for index in range(steps):
+            step = separate.begin_step([] if not index else [name])
+            MODEL.forward(step.metadata, separate)
+            told = forked.output("parent")[index] if index < steps - 1 else token
+            separate.commit_step({name: told})
+    for _ in range(2 * BLOCK + 1):
+        for name in ("parent", *names):
+            logits = step_alone(forked, name)
+            if name in names:
+                assert torch.equal(logits, step_alone(separate, name))
+    for name in names:
+        assert forked.finish(name) == separate.finish(name)
+
+
+def test_forks_go_on_as_their_tokens_say():
+    context = make_context(make_config(max_requests=6))
+    parent_of(context, steps=3)
+    context.fork("parent", ["same", "also"])
+    context.fork("parent", ["other", ("tuple", 1)], last_tokens=np.array([1, 2]))
+    answer = context.output("parent")
+    assert context.output("same") == context.output("also") == answer
+    assert context.output("other") == [*answer[:-1], 1]
+    check_continuation(context, ["parent", "same", "also", "other", ("tuple", 1)])
+    assert context.stats().forks == 4
+    assert context.stats().requests == 1
+
+
+def test_a_fork_of_a_fork():
+    context = make_context()
+    parent_of(context, steps=2)
+    context.fork("parent", ["child"], last_tokens=[4])
+    run_step(context)
+    context.fork("child", ["grandchild"], last_tokens=torch.tensor([5]))
+    context.finish("child")
+    check_continuation(context, ["parent", "grandchild"])
+
+
+def test_full_blocks_are_shared_and_the_rest_is_copied():
+    context = make_context()
+    blocks = parent_of(context)
+    stamps = context.request_rows.table_stamps.copy()
+    forks = context.fork("parent", ["a", "b"])
+    assert (context.request_rows.table_stamps != stamps)[list(forks.rows)].all()
+    row, kv_blocks = row_of(context, "parent"), context.kv_block_allocator
+    assert forks == Forks(
+        ("a", "b"), row, (row_of(context, "a"), row_of(context, "b")), blocks[2], forks.blocks
+    )
+    assert blocks_of(context, "a") == [*blocks[:2], forks.blocks[0]]
+    assert blocks_of(context, "b") == [*blocks[:2], forks.blocks[1]]
+    assert [int(kv_blocks.block_ref_counts[block]) for block in blocks] == [3, 3, 1]
+    rest = len(PROMPT) % BLOCK
+    for block in forks.blocks:
+        assert torch.equal(
+            context.kv_cache[:, :, block, :rest], context.kv_cache[:, :, blocks[2], :rest]
+        )
+    for tensor in context.live_states.tensors.values():
+        assert not tensor[:, row].isnan().any()
+        for fork in forks.rows:
+            assert torch.equal(tensor[:, fork], tensor[:, row])
+
+
+def test_at_a_block_boundary_nothing_but_the_state_is_copied():
+    context = make_context()
+    blocks = parent_of(context, AT_BOUNDARY)
+    free = context.stats().free_blocks
+    before = context.kv_cache.clone()
+    forks = context.fork("parent", ["a", "b"])
+    assert (forks.source_block, forks.blocks) == (None, ())
+    assert blocks_of(context, "a") == blocks_of(context, "b") == blocks
+    assert context.stats().free_blocks == free
+    assert torch.equal(context.kv_cache.view(torch.int64), before.view(torch.int64))
+    check_continuation(context, ["parent", "a", "b"])
+
+
+@pytest.mark.parametrize("num_forks", [1, 3])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_two_launches_do_for_any_number_of_forks(num_forks, drafts):
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    launches = []
+    for copier in context._forker._make_copiers():
+        copier._launch = lambda *rows, launch=copier._launch: (launches.append(1), launch(*rows))
+    context.fork("parent", range(num_forks))
+    assert len(launches) == 2
+
+
+def test_a_context_without_keys_and_values_says_what_its_embedder_must_copy():
+    """One launch then, and the embedder's own copy."""
+
+    class Memory:
+        """An embedder's caches, of which the context has only the states."""
+
+        def __init__(self, context):
+            self.live_states = context.live_states
+            self.extract_checkpoint_states = context.extract_checkpoint_states
+            blocks = context.kv_block_allocator.pool_size
+            kv_spec = MODEL_CONFIG.kv_spec(torch.float64)
+            self.kv_cache = kv_spec.allocate(blocks, BLOCK, "cpu").fill_(torch.nan)
+
+    context = DynamicInferenceContext(make_config(), MODEL_CONFIG.state_spec(torch.float64))
+    memory = Memory(context)
+
+    def step():
+        step = context.begin_step()
+        logits = MODEL.forward(step.metadata, memory)
+        context.commit_step(logits.argmax(1).tolist())
+        return dict(zip(step.request_ids, logits, strict=True))
+
+    add(context, "parent", PROMPT)
+    step()
+    forks = context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    memory.kv_cache[:, :, list(forks.blocks)] = memory.kv_cache[:, :, [forks.source_block]]
+    starts = {name: tuple(tokens_of(context, name)) for name in context.statuses()}
+    for index in range(BLOCK):
+        for name, logits in step().items():
+            wanted = UNCACHED.logits(starts[name], index)
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)
+
+
+def test_slots_in_int8_round_nothing_of_a_fork():
+    context = make_context(make_config(slot_quantization="int8"), poison=False)
+    parent_of(context, steps=3)
+    [row] = context.fork("parent", ["a"]).rows
+    for tensor in context.live_states.tensors.values():
+        assert torch.equal(tensor[:, row], tensor[:, row_of(context, "parent")])
+    for _ in range(BLOCK):
+        assert torch.equal(step_alone(context, "parent"), step_alone(context, "a"))
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+@pytest.mark.parametrize("steps", range(1, 2 * BLOCK + 2))
+def test_the_hashes_of_a_fork_are_those_of_its_tokens(steps, is_observed):
+    """Also where the parent has hashed the token that the fork replaces, and keys lie around it."""
+    keys = [(1, "a"), (BLOCK + 2, "b"), (2 * BLOCK + 1, "c"), (3 * BLOCK + 1, b"d")]
+    context = make_context()
+    request = {"cache_salt": "salt", "lora_id": 3, "multimodal_keys": keys}
+    parent_of(context, PROMPT[: BLOCK + 3], steps, **request)
+    if is_observed:
+        context.fingerprint()  # hashes what is known, the last token too
+    context.fork("parent", ["a", "b"], last_tokens=[7, 8])
+    for name in ("parent", "a", "b"):
+        wanted = compute_block_hashes(tokens_of(context, name), BLOCK, **request)
+        active = context._requests.find(name)
+        assert active.hashes.digests == wanted.digests
+        assert active.request.cache_salt == "salt"
+    if steps + BLOCK + 3 == 3 * BLOCK:
+        assert context._requests.find("a").hashes[-1] != context._requests.find("b").hashes[-1]
+
+
+def test_forks_publish_what_they_fill():
+    """The same content once, other content of its own, each with its state."""
+    context = make_context(make_config(max_requests=6))
+    parent_of(context, name="parent")
+    context.fork("parent", ["same"])
+    context.fork("parent", ["other"], last_tokens=[(context.output("parent")[-1] + 1) % VOCAB])
+    for _ in range(BLOCK):
+        run_step(context)
+    names = ["parent", "same", "other"]
+    third = {name: blocks_of(context, name)[2] for name in names}
+    assert len(set(third.values())) == 3
+    hashes = context.kv_block_allocator.block_hashes
+    assert [int(hashes[third[name]]) >= 0 for name in names] == [True, False, True]
+    for name in names:
+        assert saved_prefix_lengths(context, tokens_of(context, name))[-1] == 3
+    ends = {name: tokens_of(context, name)[: 3 * BLOCK] for name in names}
+    for name in names:
+        context.finish(name)
+    for name in ("same", "other"):
+        found = add(context, name, [*ends[name], 1])
+        assert (found.skip_tokens, found.miss_reason) == (3 * BLOCK, None)
+    context.check_invariants()
+
+
+def test_a_state_of_a_fork_saves_what_one_of_its_parent_would():
+    """Policies hear how many tokens lie between a state and the one before it."""
+    heard = []
+
+    class Policy(LruSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            heard.extend(saved_tokens)
+            super().on_stored(slots, saved_tokens)
+
+    context = make_context(slot_policy=Policy())
+    parent_of(context)
+    assert heard == [2 * BLOCK]
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
+    assert heard == [2 * BLOCK] + [BLOCK] * 3
+
+
+def test_slots_that_the_parent_has_reserved_are_not_doubled():
+    """Positions that the caller wants are wanted of every fork, for its tokens may be others."""
+    context = make_context(make_config(save_decode_states=False, max_requests=8))
+    parent_of(context, checkpoint_positions=[3 * BLOCK])
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    assert context.stats().reserved_slots == 0
+    while len(tokens_of(context, "a")) <= 3 * BLOCK:
+        step = context.begin_step()
+        context.commit_step(MODEL.forward(step.metadata, context).argmax(1).tolist())
+        context.check_invariants()
+    for name in ("parent", "a", "b"):
+        assert saved_prefix_lengths(context, tokens_of(context, name))[-1] == 3
+
+
+def test_everybody_ends_in_any_order():
+    context = make_context(make_config(max_requests=8))
+    before = context.stats().free_blocks
+    parent_of(context)
+    context.fork("parent", ["a", "b"])
+    context.finish("parent")
+    check_continuation(context, ["a", "b"], steps=3)
+    context.fork("b", ["c", "parent"])  # an id that is free again
+    context.finish("a")
+    context.finish("b")
+    check_continuation(context, ["c", "parent"], steps=BLOCK)
+    context.finish("c")
+    context.finish("parent")
+    stats = context.stats()
+    assert (stats.used_blocks, stats.free_blocks + stats.cached_blocks) == (0, before)
+
+
+def test_a_fork_is_preempted_and_resumes():
+    context = make_context()
+    parent_of(context, steps=2)
+    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
+    context.preempt("a")
+    context.preempt("parent")
+    run_step(context)
+    for name in ("a", "parent"):
+        found = context.resume_request(name)
+        assert found.skip_tokens == 2 * BLOCK
+    run_step(context)
+    check_continuation(context, ["parent", "a", "b"])
+
+
+def test_a_step_with_forks_is_aborted():
+    context = make_context()
+    parent_of(context, steps=2)
+    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
+    context.begin_step()
+    assert set(context.abort_step()) == {"parent", "a", "b"}
+    for name in ("parent", "a", "b"):
+        context.resume_request(name)
+    run_step(context)
+    check_continuation(context, ["parent", "a", "b"])
+
+
+def test_forks_survive_the_end_of_what_was_cached():
+    context = make_context()
+    parent_of(context, steps=2)
+    context.fork("parent", ["a"], last_tokens=[4])
+    registered = (context.kv_block_allocator.block_hashes >= 0).nonzero().flatten().tolist()
+    context.kv_block_allocator.deregister_blocks(registered)
+    context.slot_allocator.reset()
+    check_continuation(context, ["parent", "a"])
+    # What the parent has published once, neither of them publishes again.
+    shared = blocks_of(context, "a")[:2]
+    assert (context.kv_block_allocator.block_hashes[shared] == -1).all()
+
+
+def test_scrubbing_leaves_forks_alone():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    parent_of(context, steps=2)
+    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
+    context.finish("parent")
+    context.scrub()
+    check_continuation(context, ["a", "b"])
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
+@pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
+def test_forks_in_and_out_of_inference_mode(first, second, drafts):
+    """What copies them is made at the first fork, and kept."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with first():
+        context.fork("parent", ["a"], last_tokens=[4])
+        run_step(context)
+    with second():
+        context.fork("a", ["b"], last_tokens=[5])
+        run_step(context)
+    with first():
+        context.fork("b", ["c"])
+    check_continuation(context, ["parent", "a", "b", "c"], steps=3)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_forks_lie_where_the_context_does(drafts):
+    """And not on PyTorch's default device, which holds no data here."""
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context)
+    with torch.device("meta"):
+        context.fork("parent", ["a"], last_tokens=[4])
+    check_continuation(context, ["parent", "a"], steps=3)
+
+
+# What is shared is not written, and what is not shared is nobody else's.
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_shared_blocks_are_never_written(drafts):
+    """By nobody and in no way of going on: steps, drafts, preemption, another prefill, a scrub."""
+    context = make_context(
+        make_config(num_speculative_tokens=drafts, max_requests=6), placement=EveryNthBlock(2)
+    )
+    shared = parent_of(context, steps=2)[:2]
+    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
+    bits = context.kv_cache[:, :, shared].clone()
+    wrong = {name: [1] * drafts for name in ("parent", "a", "b")} if drafts else None
+    for round_ in range(3):
+        for _ in range(4):
+            step = context.begin_step(drafts=wrong)
+            logits = MODEL.forward(step.metadata, context)
+            ends = np.cumsum([r.num_tokens for r in step.requests]) - [
+                r.num_tokens for r in step.requests
+            ]
+            context.commit_step(logits[ends.tolist()].argmax(1).tolist())
+        name = ("parent", "a", "b")[round_]
+        context.preempt(name)
+        context.scrub()
+        # From the first state on: the second block is matched, and computed again.
+        found = context.resume_request(name)
+        assert found.kv_matched_blocks >= 2
+        run_step(context)
+        add(context, round_, PROMPT)
+        run_step(context)
+        context.finish(round_)
+        assert torch.equal(context.kv_cache[:, :, shared], bits)
+    check_continuation(context, ["parent", "a", "b"])
+
+
+@pytest.mark.parametrize("spoiled", ["parent", "a"])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_what_one_writes_of_its_own_the_others_do_not_see(spoiled, drafts):
+    context = make_context(make_config(num_speculative_tokens=drafts))
+    parent_of(context, steps=2)
+    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
+    ring = context.config.live_rows_per_request
+    row = row_of(context, spoiled)
+    for tensor in context.live_states.tensors.values():
+        tensor[:, row * ring : (row + 1) * ring] = torch.nan
+    context.kv_cache[:, :, blocks_of(context, spoiled)[2:]] = torch.nan
+    check_continuation(context, [name for name in ("parent", "a", "b") if name != spoiled])
+
+
+# Speculation.
+
+
+def on_device(*requests):
+    tokens = torch.full((len(requests), 1 + DRAFTS), -7)
+    for row, new in zip(tokens, requests, strict=True):
+        row[: len(new)] = torch.tensor(new)
+    return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_a_fork_takes_the_live_state_that_is_current(taken):
+    """Of the ring: wherever accepted drafts have moved it, block boundaries included."""
+    for steps in range(1, BLOCK):
+        context = make_context(make_config(num_speculative_tokens=DRAFTS))
+        parent_of(context, steps=steps)
+        right = tokens_of(context, "parent")
+        drafts = [int(UNCACHED.logits(tuple(right), i).argmax()) for i in range(DRAFTS + 1)]
+        step = context.begin_step(drafts={"parent": drafts[:DRAFTS]})
+        MODEL.forward(step.metadata, context)
+        context.commit_step({"parent": drafts[:taken]})
+        context.fork("parent", ["same"])
+        context.fork("parent", ["other"], last_tokens=[9])
+        check_continuation(context, ["parent", "same", "other"], steps=BLOCK + 1)
+
+
+def test_tokens_that_only_the_device_knows_are_collected_first():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS))
+    parent_of(context, name="other")
+    add(context, "parent", [3, 1, 4])
+    step = context.begin_step([])
+    MODEL.forward(step.metadata, context)
+    context.commit_step(on_device([9]))
+    message = "knows the last tokens of request 'parent': collect_step brings them"
+    with refused(context, StepOrderError, message):  # its first token
+        context.fork("parent", ["a"])
+    context.fork("other", ["b"], last_tokens=[7])  # of which all is known
+    assert context.collect_step() == {"parent": [9]}
+    step = context.begin_step(["parent"], drafts={"parent": [1, 2]})
+    MODEL.forward(step.metadata, context)
+    context.commit_step(on_device([5]))
+    with refused(context, StepOrderError, message):  # how many drafts were right
+        context.fork("parent", ["a"])
+    context.collect_step()
+    context.fork("parent", ["a"], last_tokens=[8])
+    check_continuation(context, ["other", "b", "parent", "a"])
+
+
+# Refusals: nothing is changed.
+
+
+class refused:
+    """A call that raises, and changes nothing."""
+
+    def __init__(self, context, error, message):
+        self.context, self.expected = context, pytest.raises(error, match=re.escape(message))
+
+    def __enter__(self):
+        self.before = self._seen()
+        return self.expected.__enter__()
+
+    def __exit__(self, *raised):
+        assert self.expected.__exit__(*raised)
+        self.context.check_invariants()
+        assert self._seen() == self.before
+        return True
+
+    def _seen(self):
+        context = self.context
+        free_rows = context.request_rows._free_rows
+        return context.fingerprint(), context.stats(), context.statuses(), list(free_rows)
+
+
+class NotAnId:
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    ("new_ids", "options", "message"),
+    [
+        (["parent"], {}, "request id 'parent' is in use"),
+        (["a", "other"], {}, "request id 'other' is in use"),
+        (["a", "b", "a"], {}, "new_ids must be different, got ['a', 'b', 'a']"),
+        ([["a"]], {}, "request ids must be hashable, got list"),
+        ([NotAnId()], {}, "request ids must be hashable, got NotAnId"),
+        ("child", {}, "new_ids must be several ids, got one: 'child'"),
+        (b"child", {}, "new_ids must be several ids, got one: b'child'"),
+        (3, {}, "new_ids must be a collection of request ids, got 3"),
+        (["a"], {"last_tokens": []}, "one token for each of the 1 new ids, got 0"),
+        (["a"], {"last_tokens": [1, 2]}, "one token for each of the 1 new ids, got 2"),
+        ([], {"last_tokens": [1]}, "one token for each of the 0 new ids, got 1"),
+        (["a"], {"last_tokens": [VOCAB]}, "token ids must be below vocab_size (13), got 13"),
+        (["a"], {"last_tokens": [-1]}, "-1"),
+        (["a"], {"last_tokens": [1.5]}, "int"),
+        (["a"], {"last_tokens": 1}, "tokens must be a sequence of ints"),
+    ],
+)
+def test_arguments_that_are_refused(new_ids, options, message):
+    context = make_context()
+    parent_of(context, name="other")
+    parent_of(context)
+    with refused(context, InvalidArgumentError, message):
+        context.fork("parent", new_ids, **options)
+
+
+def test_no_ids_make_no_forks():
+    context = make_context()
+    parent_of(context)
+    before = context.fingerprint()
+    forks = context.fork("parent", [])
+    assert forks == Forks((), row_of(context, "parent"), (), None, ())
+    assert context.fingerprint() == before
+
+
+def test_only_a_request_that_decodes_can_be_forked():
+    context = make_context()
+    with refused(context, UnknownRequestError, "there is no request 'parent'"):
+        context.fork("parent", ["a"])
+    wanted = "this call takes one that is decoding"
+    add(context, "parent", PROMPT, chunk_tokens=5)
+    with refused(context, StepOrderError, f"request 'parent' is scheduled; {wanted}"):
+        context.fork("parent", ["a"])
+    run_step(context)
+    with refused(context, StepOrderError, f"request 'parent' is prefilling; {wanted}"):
+        context.fork("parent", ["a"])
+    context.schedule_prefill("parent")
+    step = context.begin_step()
+    with refused(context, StepOrderError, "a step is in flight"):
+        context.fork("parent", ["a"])
+    MODEL.forward(step.metadata, context)
+    context.commit_step([1])
+    context.preempt("parent")
+    with refused(context, StepOrderError, f"request 'parent' is preempted; {wanted}"):
+        context.fork("parent", ["a"])
+    assert context.stats().forks == 0
+
+
+def test_too_few_rows_make_no_fork():
+    context = make_context()
+    parent_of(context)
+    message = "4 request rows are required, but only 3 are available: finish or preempt"
+    with refused(context, RequestCapacityError, message):
+        context.fork("parent", range(4))
+    context.fork("parent", range(3))
+    check_continuation(context, ["parent", 0, 1, 2], steps=2)
+
+
+def test_too_few_blocks_make_no_fork():
+    context = make_context(make_config(num_kv_blocks=5))
+    parent_of(context)
+    message = "3 KV blocks are required, but only 2 are available: for request 'a', 'b', 'c'"
+    with refused(context, BlockCapacityError, message):
+        context.fork("parent", ["a", "b", "c"])
+    context.fork("parent", ["a", "b"])
+    assert context.stats().free_blocks == 0
+
+
+def test_cached_blocks_are_evicted_for_forks():
+    context = make_context(make_config(num_kv_blocks=5))
+    generate(context, [5] * 2 * BLOCK, 1)
+    parent_of(context)
+    assert context.stats().cached_blocks == 2
+    context.fork("parent", ["a", "b"])
+    assert (context.stats().cached_blocks, context.stats().evicted_blocks) == (0, 2)
+    check_continuation(context, ["parent", "a", "b"], steps=3)
+
+
+def test_forks_leave_the_room_that_scheduled_chunks_have():
+    """They were planned for it: the step's buffers would not hold both."""
+    context = make_context(make_config(max_tokens=21, max_requests=8))
+    parent_of(context)
+    add(context, "scheduled", [7] * 18)  # beside it there is room for two tokens more
+    message = "3 tokens in one step are required, but only 2 are available: chunks are scheduled"
+    with refused(context, TokenCapacityError, message):
+        context.fork("parent", range(3))
+    context.fork("parent", range(2))
+    run_step(context)
+    with pytest.raises(TokenCapacityError, match="18 tokens in one step are required"):
+        add(context, "more", [8] * 18)
+    context.fork("parent", range(2, 5))
+    assert len(run_step(context)) == 7
+
+
+def test_forks_may_be_more_than_one_step_holds():
+    context = make_context(make_config(max_tokens=19, max_requests=30))
+    parent_of(context)
+    context.fork("parent", range(20))
+    with refused(context, TokenCapacityError, "21 tokens in one step are required"):
+        context.begin_step()
+    check_continuation(context, [*range(10)], steps=2)
+    check_continuation(context, [*range(10, 20), "parent"], steps=2)
+
+
+# What breaks off.
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["copy", "mark_rows_used", "add_all"])
+def test_what_breaks_off_is_taken_back(monkeypatch, where, error):
+    context = make_context()
+    parent_of(context, steps=2)
+    context.fork("parent", ["first"])
+    context.finish("first")
+    owner = {
+        "copy": context._forker._copiers[1],
+        "mark_rows_used": context._runner,
+        "add_all": context._requests,
+    }[where]
+
+    def broken(*_):
+        raise error("broken")
+
+    monkeypatch.setattr(owner, where, broken)
+    with refused(context, error, "broken"):
+        context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    monkeypatch.undo()
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
+
+
+def test_what_breaks_off_when_all_is_done_is_taken_back_too(monkeypatch):
+    context = make_context()
+    parent_of(context)
+    add_all = context._requests.add_all
+
+    def interrupted(requests):
+        add_all(requests)
+        raise KeyboardInterrupt("then")
+
+    monkeypatch.setattr(context._requests, "add_all", interrupted)
+    with refused(context, KeyboardInterrupt, "then"):
+        context.fork("parent", ["a", "b"])
+    assert context.statuses() == {"parent": RequestStatus.DECODING}
+
+
+def test_blocks_are_given_back_if_the_shared_ones_cannot_be_had(monkeypatch):
+    context = make_context()
+    parent_of(context)
+
+    def refuse(*_):
+        raise InvalidArgumentError("refused")
+
+    monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", refuse)
+    with refused(context, InvalidArgumentError, "refused"):
+        context.fork("parent", ["a", "b"])

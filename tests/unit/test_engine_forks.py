@@ -1,0 +1,174 @@
+"""Several answers to one prompt: those of requests of their own, forked or not."""
+
+from dataclasses import replace
+
+import pytest
+from engine_rig import BLOCK, FailingModel, alone, draw_prompt, greedy, make_engine, run_checked
+
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.reference import FinishReason, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=11, temperature=1.5, top_k=40, seed=3)
+
+
+def check_answers(done, prompt, n, sampling=SAMPLING):
+    """Each is what a request of its seed says alone."""
+    for index in range(n):
+        name = ("x", index) if index else "x"
+        wanted = alone(prompt, replace(sampling, seed=sampling.seed + index))
+        assert done[name].tokens == wanted, name
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("length", [1, 2 * BLOCK, 2 * BLOCK + 3])
+def test_the_prompt_is_computed_once(rng, length, drafts):
+    engine, prompt = make_engine(num_speculative_tokens=drafts), draw_prompt(rng, length)
+    assert engine.submit(prompt, SAMPLING, n=5, request_id="x") == "x"
+    assert engine.num_requests == 5
+    done = run_checked(engine)
+    check_answers(done, prompt, 5)
+    assert len({completion.tokens for completion in done.values()}) == 5
+    assert engine.context.stats().forks == 4
+    assert engine.context.stats().requests == 1
+    for name, completion in done.items():
+        computed = (length, 0) if name == "x" else (0, length)
+        assert (completion.computed_tokens, completion.skipped_tokens) == computed
+        assert completion.ttft_seconds <= completion.total_seconds
+        assert completion.prompt_tokens == length
+
+
+def test_the_first_tokens_are_told_together(rng):
+    engine = make_engine()
+    engine.submit(draw_prompt(rng, 9), SAMPLING, n=3, request_id="x")
+    events = engine.step()
+    assert [(event.request_id, event.is_first) for event in events] == [
+        ("x", True), (("x", 1), True), (("x", 2), True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_requests": 3},
+        {"max_requests": 1},
+        {"num_kv_blocks": 6},
+        {"max_tokens": 3},
+        {"num_kv_blocks": 6, "max_slots": 0},
+        {"enable_prefix_caching": False, "max_requests": 2},
+    ],
+    ids=str,
+)
+def test_those_that_find_no_room_are_computed_by_themselves(rng, changes):
+    engine, prompt = make_engine(**changes), draw_prompt(rng, 2 * BLOCK + 3)
+    engine.submit(prompt, SAMPLING, n=6, request_id="x")
+    check_answers(run_checked(engine), prompt, 6)
+    stats = engine.context.stats()
+    assert stats.requests > 1
+    assert stats.forks < 5
+
+
+def test_others_run_beside_them(rng):
+    engine = make_engine(max_requests=5, max_tokens=24)
+    prompt, other = draw_prompt(rng, 30), draw_prompt(rng, 19)
+    engine.submit(other, greedy(9), request_id="before")
+    engine.submit(prompt, SAMPLING, n=3, request_id="x")
+    engine.submit(prompt, greedy(9), request_id="after")
+    done = run_checked(engine)
+    check_answers(done, prompt, 3)
+    assert done["before"].tokens == alone(other, greedy(9))
+    assert done["after"].tokens == alone(prompt, greedy(9))
+    assert engine.context.stats().forks == 2
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+def test_the_first_answer_may_end_at_its_first_token(rng, max_new_tokens):
+    """It is forked before it is forgotten."""
+    engine, prompt = make_engine(), draw_prompt(rng, 9)
+    sampling = replace(SAMPLING, max_new_tokens=max_new_tokens)
+    engine.submit(prompt, sampling, n=3, request_id="x")
+    check_answers(run_checked(engine), prompt, 3, sampling)
+    stopped = replace(SAMPLING, stop_tokens=alone(prompt, SAMPLING)[:1])
+    engine.submit(prompt, stopped, n=3, request_id="x")
+    done = run_checked(engine)
+    check_answers(done, prompt, 3, stopped)
+    assert done["x"].finish_reason is FinishReason.STOP
+    assert engine.context.stats().forks == 4
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_each_answer_is_cancelled_by_itself(rng, num_steps):
+    """Also the one that the others were to be forks of."""
+    engine, prompt = make_engine(max_tokens=8), draw_prompt(rng, 20)
+    engine.submit(prompt, SAMPLING, n=3, request_id="x")
+    for _ in range(num_steps):
+        engine.step()
+    engine.cancel("x")
+    engine.cancel(("x", 2))
+    done = run_checked(engine)
+    assert set(done) == {("x", 1)}
+    assert done["x", 1].tokens == alone(prompt, replace(SAMPLING, seed=4))
+    with pytest.raises(UnknownRequestError):
+        engine.cancel(("x", 1))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4, 5])
+def test_a_step_that_fails_loses_no_answer(rng, failing):
+    engine = make_engine(FailingModel(failing), max_tokens=12)
+    prompt = draw_prompt(rng, 20)
+    engine.submit(prompt, SAMPLING, n=3, request_id="x")
+    check_answers(run_checked(engine), prompt, 3)
+
+
+def test_forks_are_preempted_and_go_on(rng):
+    engine, prompt = make_engine(num_kv_blocks=8), draw_prompt(rng, BLOCK + 1)
+    sampling = replace(SAMPLING, max_new_tokens=30)
+    engine.submit(prompt, sampling, n=5, request_id="x")
+    done = run_checked(engine)
+    check_answers(done, prompt, 5, sampling)
+    stats = engine.context.stats()
+    assert min(stats.forks, stats.preemptions) > 0
+    # What a fork reports is what it began with, not what it found when it was resumed.
+    forked = [done["x", index] for index in range(1, 5)]
+    assert {completion.skipped_tokens for completion in forked} == {len(prompt)}
+    assert any(completion.computed_tokens for completion in forked)
+
+
+def test_one_that_fits_nowhere_fails_with_all_its_forks(rng):
+    engine = make_engine(num_kv_blocks=2)
+    engine.submit(draw_prompt(rng, 40), SAMPLING, n=3, request_id="x")
+    done = run_checked(engine)
+    assert len(done) == 3
+    for completion in done.values():
+        assert completion.finish_reason is FinishReason.FAILED
+        assert completion.tokens == ()
+
+
+def test_what_is_refused(rng):
+    engine, prompt = make_engine(), draw_prompt(rng, 5)
+    for bad in (0, -1, 1.5, True, None, "2"):
+        with pytest.raises(InvalidArgumentError, match="n must be an int >= 1"):
+            engine.submit(prompt, SAMPLING, n=bad)
+    with pytest.raises(InvalidArgumentError, match="n must be 1, got 2"):
+        engine.submit(prompt, greedy(3), n=2)
+    engine.submit(prompt, SAMPLING, request_id=("x", 1))
+    with pytest.raises(InvalidArgumentError, match=r"request id \('x', 1\) is in use"):
+        engine.submit(prompt, SAMPLING, n=2, request_id="x")
+    assert engine.num_requests == 1
+    engine.submit(prompt, SAMPLING, n=2, request_id="y")
+    assert len(run_checked(engine)) == 3
+
+
+def test_an_interrupt_before_the_forks_leaves_requests_of_their_own(rng, monkeypatch):
+    engine, prompt = make_engine(), draw_prompt(rng, 12)
+    engine.submit(prompt, SAMPLING, n=3, request_id="x")
+    with monkeypatch.context() as patches:
+
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+
+        patches.setattr(engine.context, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    done = run_checked(engine)
+    check_answers(done, prompt, 3)
+    assert engine.context.stats().forks == 0
