@@ -295,6 +295,23 @@ def test_slots_that_the_parent_has_reserved_are_not_doubled():
         assert saved_prefix_lengths(context, tokens_of(context, name))[-1] == 3
 
 
+def test_each_keeps_the_newest_state_of_its_own_answer():
+    """And gives up the one before it, be that from before the fork, but never another's."""
+    context = make_context()
+    parent_of(context, steps=BLOCK)
+    assert saved_prefix_lengths(context, tokens_of(context, "parent"))[-1] == 3
+    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
+    context.preempt("b")
+    check_continuation(context, ["parent", "a"], steps=BLOCK)
+    for name in ("parent", "a"):
+        assert saved_prefix_lengths(context, tokens_of(context, name)) == [2, 4]
+    assert context.resume_request("b").skip_tokens == 2 * BLOCK
+    run_step(context)
+    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
+    for name in ("parent", "a", "b"):
+        assert saved_prefix_lengths(context, tokens_of(context, name))[-1] == 4 + (name != "b")
+
+
 def test_everybody_ends_in_any_order():
     context = make_context(make_config(max_requests=8))
     before = context.stats().free_blocks
