@@ -152,7 +152,7 @@ class Admitter:
             return
         self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
-        chunk = active.chunk = replace(chunk, lease=None, inside=(), boundary=None)
+        chunk = active.chunk = replace(chunk, lease=None).with_checkpoints((), None)
         if not has_state:
             chunk = self._resume_elsewhere(active, chunk)
         active.chunk = self._checkpoints.plan(active, chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
@@ -73,7 +72,7 @@ class Checkpoints:
         kept = self._reserve(active, positions[without_room:])
         boundary = kept.pop() if kept and kept[-1].position == end else None
         self._room -= len(kept)
-        return replace(chunk, inside=tuple(kept), boundary=boundary)
+        return chunk.with_checkpoints(tuple(kept), boundary)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
@@ -106,7 +105,7 @@ class Checkpoints:
         """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
         self._cancel(chunk.inside)
         self.end(chunk)
-        return replace(chunk, inside=())
+        return chunk.with_checkpoints((), chunk.boundary)
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""

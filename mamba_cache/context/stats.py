@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch
-from mamba_cache.context.requests import Admission
 from mamba_cache.slots import SlotPool
 
 __all__ = ["CacheStats", "StatsCounters", "collect_stats"]
@@ -111,7 +110,7 @@ class StatsCounters:
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
-    def count_admission(self, admission: Admission | PrefixMatch) -> None:
+    def count_admission(self, admission: PrefixMatch) -> None:
         """Count a request that began to run."""
         self.requests += 1
         if admission.miss_reason is None:
@@ -130,24 +129,15 @@ def collect_stats(
     bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
+    own = {name: getattr(counters, name) for name in counters.__slots__}
+    # Another thread may be counting: a dict that grows cannot be iterated over.
+    own["misses"] = {reason.value: n for reason in MissReason if (n := own["misses"][reason])}
     return CacheStats(
-        requests=counters.requests,
-        hits=counters.hits,
-        # Another thread may be counting: a dict that grows cannot be iterated over.
-        misses={reason.value: n for reason in MissReason if (n := counters.misses[reason])},
-        kv_matched_blocks=counters.kv_matched_blocks,
-        state_matched_blocks=counters.state_matched_blocks,
-        skipped_tokens=counters.skipped_tokens,
-        computed_tokens=counters.computed_tokens,
-        saved_states=counters.saved_states,
+        **own,
         skipped_checkpoints=slots.skipped_checkpoints_total,
-        unwritten_states=counters.unwritten_states,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,
         hash_collisions=kv_blocks.hash_collisions_total,
-        aborted_steps=counters.aborted_steps,
-        preemptions=counters.preemptions,
-        forks=counters.forks,
         free_blocks=kv_blocks.num_free_blocks,
         cached_blocks=kv_blocks.num_cached_blocks,
         used_blocks=kv_blocks.num_used_blocks,

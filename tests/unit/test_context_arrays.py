@@ -204,6 +204,58 @@ def test_a_step_costs_as_many_lines_for_many_requests_as_for_few(monkeypatch, nu
     assert lines[0] == lines[1]
 
 
+def test_accepted_drafts_cost_as_many_lines_for_many_requests_as_for_few():
+    lines = []
+    for count in (2, 8):
+        context = decode(count, num_drafts=DRAFTS)
+        run_step(context)
+        drafts, tokens = np.full((count, DRAFTS), 3), np.full((count, DRAFTS + 1), 3)
+        counts = np.arange(count) * (DRAFTS + 1) % (DRAFTS + 2)  # 0 and all of them, and others
+
+        def step(context=context, drafts=drafts, tokens=tokens, counts=counts):
+            context.begin_step(drafts=drafts)
+            context.commit_step(tokens, counts)
+
+        lines.append(lines_executed(step))
+    assert lines[0] == lines[1]
+
+
+def test_collecting_tokens_looks_at_requests_only_to_name_them():
+    lines = []
+    for count in (2, 8):
+        context = decode(count, num_drafts=DRAFTS)
+        run_step(context)
+        context.begin_step()
+        tokens = torch.full((count, 1 + DRAFTS), 3)
+
+        def step(context=context, tokens=tokens, count=count):
+            context.commit_step(DeviceTokens(tokens, torch.ones(count).int()))
+            context.begin_step()
+            context.collect_step()
+
+        lines.append(lines_executed(step))
+    assert lines[1] - lines[0] <= 2 * (8 - 2)
+
+
+@pytest.mark.parametrize("widths", [(DRAFTS, DRAFTS), (DRAFTS, 0), (1, DRAFTS)])
+def test_drafts_that_cross_into_another_block_go_where_its_table_says(widths):
+    for length in range(BLOCK - DRAFTS - 2, BLOCK + 1):
+        context = make_context(make_config(num_speculative_tokens=DRAFTS))
+        add(context, "crosses", [1] * length)
+        add(context, "stays", [2])
+        run_step(context)
+        drafts = np.array([[3] * width + [-1] * (DRAFTS - width) for width in widths])
+        metadata = context.begin_step(drafts=drafts).metadata
+        positions = metadata.positions[: metadata.num_tokens].tolist()
+        requests = np.repeat([0, 1], np.array(widths) + 1).tolist()
+        tables = metadata.block_tables.tolist()
+        wanted = [
+            tables[request][position // BLOCK] * BLOCK + position % BLOCK
+            for request, position in zip(requests, positions, strict=True)
+        ]
+        assert metadata.kv_slot_mapping[: metadata.num_tokens].tolist() == wanted
+
+
 def test_adding_a_request_does_not_look_at_others():
     lines = []
     for count in (2, 8):
