@@ -7,7 +7,7 @@ scalar per head, the chunked algorithm section 6 and listing 1. With step size d
     h[t] = exp(dt[t] * A) * h[t-1] + dt[t] * x[t] (outer) B[t]
     y[t] = h[t] @ C[t]
 
-``mamba_cache.reference.ssd_naive`` computes the same one token at a time.
+``ssd_naive`` computes the same one token at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
+__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_naive", "ssd_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +167,28 @@ def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     dx = x * dt[..., None]
     states = states * torch.exp(dt * a)[..., None, None] + dx[..., None] * b[:, :, None]
     return torch.einsum("zhpn,zhn->zhp", states, c), states
+
+
+def ssd_naive(inputs: SSDInputs, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Scan one sequence, token by token and head by head: slow, and easy to believe.
+
+    Args:
+        inputs: Of one sequence.
+        initial_state: [heads, head_dim, state_size]; left as it is.
+
+    Returns:
+        Outputs [num_tokens, heads, head_dim], and the state after every token
+        [num_tokens, heads, head_dim, state_size].
+    """
+    x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
+    num_tokens, heads, _ = x.shape
+    outputs = torch.empty_like(x)
+    states = x.new_empty(num_tokens, *initial_state.shape)
+    for head in range(heads):
+        state, group = initial_state[head], head * b.shape[1] // heads
+        for t in range(num_tokens):
+            added = dt[t, head] * torch.outer(x[t, head], b[t, group])
+            state = torch.exp(dt[t, head] * a[head]) * state + added
+            states[t, head] = state
+            outputs[t, head] = state @ c[t, group]
+    return outputs, states
