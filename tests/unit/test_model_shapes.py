@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.bench.copy import SHAPES
-from mamba_cache.cli.built_in import BUILT_IN
-from mamba_cache.cli.model_files import load_shape
-from mamba_cache.cli.model_shapes import shape_of
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.model_shapes import BUILT_IN, load_shape, shape_of
 from mamba_cache.states import KVCacheSpec, StateSpec
 
 MAMBA2 = {
