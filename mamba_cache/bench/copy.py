@@ -14,7 +14,14 @@ from typing import Any, get_args
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, check_gpu, device_us, host_us, progress
+from mamba_cache.bench.measure import (
+    Measurement,
+    assert_same_bits,
+    check_gpu,
+    device_us,
+    host_us,
+    progress,
+)
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.integrations.model_shapes import BUILT_IN, shape_of
@@ -280,7 +287,7 @@ class _Pools:
         sources, destinations = _random_rows(self.num_rows, 4)
         self.copier.copy(sources, destinations)
         for read, write in zip(self.sources, self.destinations, strict=True):
-            _assert_same_bits(write[:, destinations], read[:, sources])
+            assert_same_bits(write[:, destinations], read[:, sources])
 
 
 class _WithoutExtraction:
@@ -332,8 +339,8 @@ class _Layer:
         width = self.live.shape[2]
         places = zip(self.order.tolist(), self.ends.tolist(), strict=True)
         for entry, (slot, end) in enumerate(places):
-            _assert_same_bits(self.slots["ssm"][slot], self.states[entry])
-            _assert_same_bits(self.slots["conv"][slot], self.inputs[end - width : end].T)
+            assert_same_bits(self.slots["ssm"][slot], self.states[entry])
+            assert_same_bits(self.slots["conv"][slot], self.inputs[end - width : end].T)
 
 
 def _compare(shape: CopyShape, pools: _Pools, num_slots: int) -> Iterator[Measurement]:
@@ -407,11 +414,6 @@ def _random_pool(spec: StateSpec, num_rows: int) -> StatePool:
     for tensor in pool.tensors.values():
         tensor.normal_()
     return pool
-
-
-def _assert_same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> None:
-    pair = [each.contiguous().view(torch.uint8) for each in (tensor, expected)]
-    assert torch.equal(*pair)
 
 
 def _check_quantized_bits(

@@ -19,10 +19,13 @@ from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
     "Measurement",
+    "as_dicts",
+    "assert_same_bits",
     "check_device",
     "check_gpu",
     "describe_run",
     "device_us",
+    "from_dicts",
     "host_us",
     "median_us",
     "print_json",
@@ -197,9 +200,26 @@ def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
     """Print one JSON object with every figure, its limit, and the machine that it holds for."""
     result = describe_run(benchmark) | {
         "passed": all(measurement.passed for measurement in measurements),
-        "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
+        "measurements": as_dicts(measurements),
     }
     print(json.dumps(result, indent=2))
+
+
+def as_dicts(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Return measurements as ``--json`` prints them."""
+    return [asdict(one) | {"passed": one.passed} for one in measurements]
+
+
+def from_dicts(figures: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """Return the measurements that ``as_dicts`` was given."""
+    names = Measurement.__dataclass_fields__
+    return [Measurement(**{name: one[name] for name in names}) for one in figures]
+
+
+def assert_same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that two tensors are equal bit for bit, as they must be before one is timed."""
+    pair = [each.contiguous().view(torch.uint8) for each in (tensor, expected)]
+    assert torch.equal(*pair)
 
 
 def print_table(benchmark: str, measurements: Sequence[Measurement]) -> None:

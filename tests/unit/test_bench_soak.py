@@ -9,10 +9,8 @@ from clocks import Clock
 
 from mamba_cache.bench import command
 from mamba_cache.bench import soak as soak_module
-from mamba_cache.bench.clients import Clients
 from mamba_cache.bench.no_model import NoModel
-from mamba_cache.bench.soak import MODELS, Soak, run_soak
-from mamba_cache.bench.soak_checks import check_conservation
+from mamba_cache.bench.soak import MODELS, Clients, Soak, check_conservation, run_soak
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.reference import Engine, SamplingParams
