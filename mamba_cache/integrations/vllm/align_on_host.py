@@ -13,7 +13,6 @@ import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
-from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers
 from mamba_cache.integrations.vllm.column_moves import (
     StateMove,
@@ -24,6 +23,7 @@ from mamba_cache.integrations.vllm.column_moves import (
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, Region
 from mamba_cache.integrations.vllm.copy_specs import StateMemory, describe_states
+from mamba_cache.integrations.vllm.kernels import kernels_for
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
     CacheSettings,
@@ -88,7 +88,7 @@ def preprocess_mamba(
         cache_config: The engine's cache settings.
         mamba_state_idx: Running column of each request; brought up to this step.
         input_batch: The batch. Accepted counts become 1 where a state was copied.
-        requests: ``RequestState`` by id.
+        requests: The running requests by id.
         forward_context: The layers by name.
         mamba_state_copy_funcs: What each kind of state is.
         copy_bufs: Where the copies are listed.
@@ -148,7 +148,7 @@ def postprocess_mamba(
         kv_cache_config: Names the layers of each group.
         cache_config: The engine's cache settings.
         input_batch: The batch. Accepted counts become 1 where a state was shifted in its column.
-        requests: ``RequestState`` by id, as before the step.
+        requests: The running requests by id, as before the step.
         mamba_state_idx: Running column of each request.
         num_spec_tokens: Drafts of a full step.
         num_reqs: Requests that "all" mode looks at.
@@ -199,7 +199,7 @@ def postprocess_mamba_all(
         scheduler_output: What the step computed.
         kv_cache_config: Names the layers of each group.
         input_batch: The batch.
-        requests: ``RequestState`` by id, as before the step.
+        requests: The running requests by id, as before the step.
         mamba_state_idx: Last column of each request; changed.
         num_spec_tokens: Drafts of a full step. Without any nothing is done.
         num_reqs: How many requests of the batch are looked at.

@@ -14,10 +14,10 @@ import torch
 
 from mamba_cache._lasting import lasting
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.align_on_gpu import MambaSpecDecodeGPUContext
 from mamba_cache.integrations.vllm.column_moves import previous_column
 from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer
+from mamba_cache.integrations.vllm.kernels import kernels_for
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
     EngineConfig,
