@@ -15,14 +15,7 @@ from mamba_cache._lasting import lasting
 from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, wait_until_sent
 from mamba_cache.integrations.vllm.copy_specs import describe_states
-from mamba_cache.integrations.vllm.kernels import kernels_for
-from mamba_cache.integrations.vllm.kernels.plain import (
-    check_moves,
-    decide_postcopy,
-    decide_postcopy_resident,
-    decide_precopy,
-    decide_precopy_resident,
-)
+from mamba_cache.integrations.vllm.kernels import kernels_for, plain
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
     HostDeviceBuffer,
@@ -172,19 +165,16 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = (
+        self._run(
+            "postcopy_columns",
+            num_reqs,
             num_accepted_tokens_gpu,
             mamba_state_idx_gpu,
             num_scheduled_tokens_gpu,
             num_computed_tokens_gpu,
             num_draft_tokens_gpu,
+            self.num_accepted_tokens_out,
         )
-        if self.check_columns:
-            check_moves(self.table, decide_postcopy(num_reqs, *inputs, self.table.block_size))
-        kernels = kernels_for(self.backend, self.table.device)
-        kernels.postcopy_columns(self.table, num_reqs, *inputs, self.num_accepted_tokens_out)
 
     def run_fused_precopy(
         self,
@@ -206,12 +196,8 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping
-        if self.check_columns:
-            check_moves(self.table, decide_precopy(*inputs))
-        kernels_for(self.backend, self.table.device).precopy_columns(self.table, *inputs)
+        columns = state_idx_gpu, src_col_gpu
+        self._run("precopy_columns", num_reqs, *columns, token_bias_gpu, idx_mapping)
 
     def run_resident_precopy(
         self,
@@ -242,20 +228,17 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = (
+        self._run(
+            "precopy_resident",
             num_reqs,
             idx_mapping,
             query_start_loc,
             num_computed_tokens_gpu,
             num_accepted_tokens_gpu,
             state_idx_gpu,
-        )
-        if self.check_columns:
-            check_moves(self.table, decide_precopy_resident(*inputs, self.table.block_size))
-        kernels_for(self.backend, self.table.device).precopy_resident(
-            self.table, *inputs, src_col_gpu, token_bias_gpu, accepted_by_row
+            src_col_gpu,
+            token_bias_gpu,
+            accepted_by_row,
         )
 
     def run_resident_postprocess(
@@ -279,25 +262,18 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
-        if not len(idx_mapping) or not self.is_initialized:
+        accepted, columns = num_accepted_tokens_gpu, state_idx_gpu
+        inputs = idx_mapping, num_sampled, accepted, columns, num_computed_tokens_gpu
+        self._run("postcopy_resident", *inputs)
+
+    def _run(self, name: str, rows: int | torch.Tensor, *inputs: Any) -> None:
+        """Launch one of the kernels; ``rows`` is how many there are, or a tensor of as many."""
+        num_reqs = rows if isinstance(rows, int) else len(rows)
+        if not num_reqs or not self.is_initialized:
             return
         if self.check_columns:
-            moves = decide_postcopy_resident(
-                idx_mapping,
-                num_sampled,
-                state_idx_gpu,
-                num_computed_tokens_gpu,
-                self.table.block_size,
-            )
-            check_moves(self.table, moves)
-        kernels_for(self.backend, self.table.device).postcopy_resident(
-            self.table,
-            idx_mapping,
-            num_sampled,
-            num_accepted_tokens_gpu,
-            state_idx_gpu,
-            num_computed_tokens_gpu,
-        )
+            getattr(plain, name)(self.table, rows, *inputs, only_checks=True)
+        getattr(kernels_for(self.backend, self.table.device), name)(self.table, rows, *inputs)
 
 
 @dataclass(slots=True)

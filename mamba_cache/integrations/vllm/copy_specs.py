@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,15 +175,7 @@ def describe_states(
         InvalidArgumentError: A copy function is unknown, a layer has fewer states than there are
             functions, or a block is not contiguous.
     """
-    return list(_walk_states(kv_cache_config, group_ids, forward_context, copy_funcs))
-
-
-def _walk_states(
-    kv_cache_config: KVCacheConfig,
-    group_ids: Sequence[int],
-    forward_context: Mapping[str, Any],
-    copy_funcs: Sequence[Callable[..., Any]],
-) -> Iterator[StateMemory]:
+    memories = []
     for group, group_id in enumerate(group_ids):
         for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
             states = forward_context[name].kv_cache
@@ -193,7 +185,8 @@ def _walk_states(
                     f"got {len(states)} in {name!r}"
                 )
             for state, copy_func in zip(states, copy_funcs, strict=False):
-                yield _describe(state, copy_func, group)
+                memories.append(_describe(state, copy_func, group))
+    return memories
 
 
 def _read(
