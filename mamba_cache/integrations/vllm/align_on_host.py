@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,13 +41,6 @@ __all__ = [
 ]
 
 _CopyFuncs: TypeAlias = "Sequence[Callable[..., Any]]"
-
-
-class _Copies(NamedTuple):
-    """Checked copies, and the tensors that keep their memory alive."""
-
-    regions: list[Region]
-    memories: list[StateMemory]
 
 
 def cleanup_mamba_state_idx(
@@ -314,11 +307,11 @@ def _plan_copies(
     states: tuple[KVCacheConfig, Mapping[str, Any], _CopyFuncs],
     input_batch: InputBatch,
     requests: Mapping[str, Any],
-) -> _Copies | None:
+) -> list[Region]:
     """Check the moves of requests by batch index, and return where their bytes go."""
     real = {index: move for index, move in moves.items() if not move.is_empty}
     if not real:
-        return None
+        return []
     kv_cache_config, forward_context, copy_funcs = states
     group_ids = copy_bufs.mamba_group_ids
     memories = describe_states(kv_cache_config, group_ids, forward_context, copy_funcs)
@@ -329,7 +322,7 @@ def _plan_copies(
         for memory in memories:
             regions += _regions(memory, by_group[memory.group], move, req_id)
     copy_bufs.check_room(len(regions))
-    return _Copies(regions, memories)
+    return regions
 
 
 def _regions(
@@ -358,8 +351,7 @@ def _regions(
         )
 
 
-def _launch(copies: _Copies | None, copy_bufs: MambaCopyBuffers) -> None:
-    if copies and copies.regions:
-        copy_bufs.fill(copies.regions)
-        device = copies.memories[0].blocks.device
-        kernels_for(copy_bufs.backend, device).copy_regions(copy_bufs)
+def _launch(regions: list[Region], copy_bufs: MambaCopyBuffers) -> None:
+    if regions:
+        copy_bufs.fill(regions)
+        kernels_for(copy_bufs.backend, copy_bufs.sizes.gpu.device).copy_regions(copy_bufs)
