@@ -15,13 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mamba_cache.bench.measure import (
-    Measurement,
-    assert_same_bits,
-    check_gpu,
-    device_us,
-    progress,
-)
+from mamba_cache.bench.measure import Measurement, assert_same_bits, check_gpu, device_us, progress
 from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpec,

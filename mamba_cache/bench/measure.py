@@ -189,11 +189,7 @@ def check_gpu(benchmark: str) -> None:
 
 def describe_run(benchmark: str) -> dict[str, Any]:
     """Return what every result begins with: the benchmark, and the machine that it holds for."""
-    return {
-        "benchmark": benchmark,
-        "machine": _machine(),
-        "python": platform.python_version(),
-    }
+    return {"benchmark": benchmark, "machine": _machine(), "python": platform.python_version()}
 
 
 def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:

@@ -159,12 +159,8 @@ def run_soak(
 ) -> dict[str, Any]:
     """Run clients against an engine for a while, and judge what was seen.
 
-    Args:
-        minutes: How long, checks included: one window at least. In a minute or less it finds what
-            breaks, but holds speed and memory to no limit: caches are still filling.
-        model: Which of ``MODELS``.
-        device: Where the tiny model runs.
-        seed: Of everything that is drawn.
+    It takes what ``add_soak_options`` adds, and serves one window at least. In a minute or less it
+    finds what breaks, but holds speed and memory to no limit: caches are still filling.
 
     Returns:
         "passed"; "measurements": each figure beside its limit; "counts": what happened how often;

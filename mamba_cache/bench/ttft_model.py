@@ -50,10 +50,7 @@ class Family:
 FAMILIES = {
     "nemotron-h-8b": Family(
         "nemotron_h",
-        {
-            **BUILT_IN["nemotron-h-8b"][1],
-            "max_position_embeddings": 131_072,
-        },
+        {**BUILT_IN["nemotron-h-8b"][1], "max_position_embeddings": 131_072},
         speedup={16_128: 10},
         peak_gib=20,
     ),

@@ -35,10 +35,7 @@ __all__ = ["CHECKS", "Check", "Status", "doctor", "run_checks"]
 Status = Literal["ok", "slow", "failed", "absent"]
 """Only "failed" is an error; what is "absent" is not needed for the rest."""
 
-_EXTRAS = {
-    "transformers": "prefix caching for transformers models",
-    "prometheus_client": "metrics",
-}
+_EXTRAS = {"transformers": "prefix caching for transformers models", "prometheus_client": "metrics"}
 _SLOW_COPY = 1.15
 _COPIED_SLOTS = 4
 _KERNEL_SECONDS = 300

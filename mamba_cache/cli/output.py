@@ -17,15 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = [
-    "AsJson",
-    "Command",
-    "Group",
-    "console",
-    "make_table",
-    "print_json",
-    "size_text",
-]
+__all__ = ["AsJson", "Command", "Group", "console", "make_table", "print_json", "size_text"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 """The option that every command has."""

@@ -271,10 +271,7 @@ def plan(
     _check_shared(shared, prompt)
     shape = load_shape(model)
     workload = Workload(
-        prompt_tokens=prompt,
-        output_tokens=output,
-        concurrency=concurrency,
-        shared_tokens=shared,
+        prompt_tokens=prompt, output_tokens=output, concurrency=concurrency, shared_tokens=shared
     )
     gpu = _memory(shape, memory, weights, reserve)
     made = make_plan(shape, workload, gpu, block_size_tokens=block_size, int8_slots=int8)
@@ -433,12 +430,7 @@ def _slot_bytes(shape: ModelShape, int8_slots: bool) -> int:
 
 
 def _count_sequences(
-    workload: Workload,
-    memory: GpuMemory,
-    *,
-    fixed_bytes: int,
-    live_bytes: int,
-    cached_bytes: int,
+    workload: Workload, memory: GpuMemory, *, fixed_bytes: int, live_bytes: int, cached_bytes: int
 ) -> int:
     """Count the sequences that fit: each takes ``cached_bytes``, and while it runs ``live_bytes``.
 

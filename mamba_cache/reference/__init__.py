@@ -12,12 +12,7 @@ from mamba_cache.reference.engine import Engine, LanguageModel, ModelShape
 from mamba_cache.reference.hybrid_model import HybridModel
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
-from mamba_cache.reference.sampling import (
-    SamplingParams,
-    sample,
-    verify,
-    verify_greedy_on_device,
-)
+from mamba_cache.reference.sampling import SamplingParams, sample, verify, verify_greedy_on_device
 
 __all__ = [
     "Completion",

@@ -13,7 +13,7 @@ __all__ = ["WeightMaker", "rms_norm"]
 
 
 class WeightMaker:
-    """Draws a model's weights, the same for a seed whatever the dtype and the device.
+    """The maker of a model's weights, the same for a seed whatever the dtype and the device.
 
     Args:
         seed: Of the random generator.

@@ -120,7 +120,7 @@ class MambaSpecDecodeGPUContext:
         mamba_state_copy_funcs: Sequence[Callable[..., Any]],
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """Learns where the states and block tables lie; every later call does nothing.
+        """Learn where the states and block tables lie; every later call does nothing.
 
         Args:
             kv_cache_config: Names the layers of each group.
@@ -326,7 +326,7 @@ def stage_mamba_state_idx_to_gpu(
     num_reqs: int,
     gpu_buf: HostDeviceBuffer,
 ) -> None:
-    """Brings the running columns of the first ``num_reqs`` requests to the device.
+    """Bring the running columns of the first ``num_reqs`` requests to the device.
 
     Args:
         mamba_state_idx: Running column of each request, as ``preprocess_mamba`` leaves it.
@@ -357,7 +357,7 @@ def stage_postprocess_metadata_to_gpu(
     num_computed_tokens_buf: HostDeviceBuffer,
     num_draft_tokens_buf: HostDeviceBuffer,
 ) -> None:
-    """Brings scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
 
     Args:
         scheduler_output: What the step computes.
@@ -393,7 +393,7 @@ def stage_postprocess_inputs_to_gpu(
     requests: Mapping[str, Any],
     mamba_state_idx: Mapping[str, int],
 ) -> None:
-    """Brings all that ``run_fused_postprocess`` reads to the buffers of ``ctx``.
+    """Bring all that ``run_fused_postprocess`` reads to the buffers of ``ctx``.
 
     Raises:
         UnknownRequestError: As in the two functions above.

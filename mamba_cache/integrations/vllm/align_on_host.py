@@ -46,7 +46,7 @@ _CopyFuncs: TypeAlias = "Sequence[Callable[..., Any]]"
 def cleanup_mamba_state_idx(
     scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[str, int]
 ) -> None:
-    """Forgets the running columns of requests that are finished, preempted or resumed.
+    """Forget the running columns of requests that are finished, preempted or resumed.
 
     A forced preemption shows up only among the resumed requests.
 
@@ -183,16 +183,13 @@ def postprocess_mamba_all(
     num_spec_tokens: int,
     num_reqs: int,
 ) -> None:
-    """Remembers the last column that each decoding request has written, in "all" mode.
+    """Remember the last column that each decoding request has written, in "all" mode.
 
     Kernels write all columns in place then, so nothing is copied. A request that did not verify a
     full set of drafts is forgotten.
 
     Args:
-        scheduler_output: What the step computed.
-        kv_cache_config: Names the layers of each group.
-        input_batch: The batch.
-        requests: The running requests by id, as before the step.
+        scheduler_output: As for ``postprocess_mamba``, like all that is not listed here.
         mamba_state_idx: Last column of each request; changed.
         num_spec_tokens: Drafts of a full step. Without any nothing is done.
         num_reqs: How many requests of the batch are looked at.

@@ -47,7 +47,7 @@ class CpuGpuBuffer:
         self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueues the copy of the first ``n`` elements, or of all.
+        """Enqueue the copy of the first ``n`` elements, or of all.
 
         The host side must not change before the copy is done: see ``wait``.
 

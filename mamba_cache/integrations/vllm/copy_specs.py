@@ -110,9 +110,9 @@ class StateMemory:
 def get_conv_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a conv state in SD layout after ``num_accepted_tokens``.
+    """Return what is read of a conv window in SD layout after ``num_accepted_tokens``.
 
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window.
 
     Args:
         state: [blocks, W, dim].
@@ -126,32 +126,14 @@ def get_conv_copy_spec(
 def get_conv_copy_spec_ds(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a conv state in DS layout after ``num_accepted_tokens``.
-
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
-
-    Args:
-        state: [blocks, dim, W].
-        block_ids: Physical block of each column.
-        cur_block_idx: The running column.
-        num_accepted_tokens: Accepted tokens, the first one included.
-    """
+    """Do the same for a conv window in DS layout: ``state`` is [blocks, dim, W]."""
     return _read(get_conv_copy_spec_ds, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
 def get_temporal_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a temporal (SSM) state after ``num_accepted_tokens``.
-
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a temporal one.
-
-    Args:
-        state: [blocks, ...].
-        block_ids: Physical block of each column.
-        cur_block_idx: The running column.
-        num_accepted_tokens: Accepted tokens, the first one included.
-    """
+    """Do the same for a temporal (SSM) state: ``state`` is [blocks, ...]."""
     return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 

@@ -154,7 +154,7 @@ class MambaHybridModelState:
         kv_cache_config: KVCacheConfig,
         num_computed_tokens: torch.Tensor,
     ) -> None:
-        """Brings the states to the columns that the forward will read, before ``prepare_attn``.
+        """Bring the states to the columns that the forward will read, before ``prepare_attn``.
 
         Accepted counts become 1 where a state changes its column. Not for dummy batches.
 

@@ -174,7 +174,7 @@ class Mamba2AttentionMetadataBuilder:
         num_computed_tokens_p_cpu: torch.Tensor,
         query_start_loc_p_cpu: torch.Tensor,
     ) -> tuple[list[int], list[int], list[int]]:
-        """Cuts prefills at multiples of the chunk size counted from each sequence's own start.
+        """Cut prefills at multiples of the chunk size counted from each sequence's own start.
 
         Args:
             num_prefills: Sequences.

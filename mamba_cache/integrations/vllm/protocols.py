@@ -89,11 +89,11 @@ class HostDeviceBuffer(Protocol):
     gpu: torch.Tensor
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueues the copy of the first ``n`` elements, or of all; returns them on the device."""
+        """Enqueue the copy of the first ``n`` elements, or of all; return them on the device."""
 
 
 class MakeBuffer(Protocol):
-    """Makes a buffer of ``n`` elements."""
+    """What makes a buffer of ``n`` elements."""
 
     def __call__(self, n: int, *, dtype: torch.dtype) -> Any:
         """Return a ``HostDeviceBuffer``."""

@@ -89,7 +89,7 @@ def _regions_kernel(  # type: ignore[no-untyped-def]
 def _align(  # type: ignore[no-untyped-def]
     num_running, num_accepted, is_real, BLOCK_SIZE: tl.constexpr
 ):
-    """Decides as ``plan_alignment``: which rows move, to which column, by how many drafts."""
+    """Decide as ``plan_alignment``: which rows move, to which column, by how many drafts."""
     aligned = (num_running + num_accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
     moves = is_real & (aligned >= num_running) & (aligned > 0)
     return moves, aligned // BLOCK_SIZE - 1, aligned - num_running
