@@ -188,11 +188,8 @@ def postprocess_mamba_all(
     Kernels write all columns in place then, so nothing is copied. A request that did not verify a
     full set of drafts is forgotten.
 
-    Args:
-        scheduler_output: As for ``postprocess_mamba``, like all that is not listed here.
-        mamba_state_idx: Last column of each request; changed.
-        num_spec_tokens: Drafts of a full step. Without any nothing is done.
-        num_reqs: How many requests of the batch are looked at.
+    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
+    each request. Without ``num_spec_tokens`` nothing is done.
 
     Raises:
         InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
