@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from mamba_cache.bench.align import run_align
 from mamba_cache.bench.checksums import run_checksums
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
-from mamba_cache.bench.measure import print_json, print_table
+from mamba_cache.bench.measure import as_dicts, describe_run, print_json, print_table
 from mamba_cache.bench.options import wrong_name
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
@@ -134,10 +133,7 @@ def _run(name: str, benchmark: Benchmark, options: dict[str, Any], *, as_json: b
     """Measure and print; return whether all limits were kept."""
     result = benchmark.run(**options)
     if benchmark.show is None:
-        (print_json if as_json else print_table)(name, result)
-        return all(measurement.passed for measurement in result)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        benchmark.show(result)
+        passed = all(measurement.passed for measurement in result)
+        result = describe_run(name) | {"passed": passed, "measurements": as_dicts(result)}
+    (print_json if as_json else benchmark.show or print_table)(result)
     return bool(result["passed"])

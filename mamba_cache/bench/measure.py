@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +25,6 @@ __all__ = [
     "check_gpu",
     "describe_run",
     "device_us",
-    "from_dicts",
     "host_us",
     "median_us",
     "print_json",
@@ -192,36 +191,27 @@ def describe_run(benchmark: str) -> dict[str, Any]:
     return {"benchmark": benchmark, "machine": _machine(), "python": platform.python_version()}
 
 
-def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print one JSON object with every figure, its limit, and the machine that it holds for."""
-    result = describe_run(benchmark) | {
-        "passed": all(measurement.passed for measurement in measurements),
-        "measurements": as_dicts(measurements),
-    }
-    print(json.dumps(result, indent=2))
-
-
 def as_dicts(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return measurements as ``--json`` prints them."""
     return [asdict(one) | {"passed": one.passed} for one in measurements]
 
 
-def from_dicts(figures: Sequence[dict[str, Any]]) -> list[Measurement]:
-    """Return the measurements that ``as_dicts`` was given."""
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(result, indent=2))
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the measurements of a result as a table for people."""
     names = Measurement.__dataclass_fields__
-    return [Measurement(**{name: one[name] for name in names}) for one in figures]
+    rows = [_row(Measurement(**{n: one[n] for n in names})) for one in result["measurements"]]
+    print_rows((result["benchmark"], "median", "limit", "", "detail"), rows)
 
 
 def assert_same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that two tensors are equal bit for bit, as they must be before one is timed."""
     pair = [each.contiguous().view(torch.uint8) for each in (tensor, expected)]
     assert torch.equal(*pair)
-
-
-def print_table(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print a table of measurements for people."""
-    header = (benchmark, "median", "limit", "", "detail")
-    print_rows(header, [_row(measurement) for measurement in measurements])
 
 
 def print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

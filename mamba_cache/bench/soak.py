@@ -28,7 +28,6 @@ from mamba_cache.bench.measure import (
     as_dicts,
     check_device,
     describe_run,
-    from_dicts,
     print_table,
     progress_bar,
 )
@@ -322,7 +321,7 @@ class Soak:
 
 def print_soak(result: dict[str, Any]) -> None:
     """Print a result of ``run_soak`` as a table for people."""
-    print_table("soak", from_dicts(result["measurements"]))
+    print_table(result)
     print(", ".join(f"{name} {value:,}" for name, value in result["counts"].items()))
     print(result["broken"] or "no invariant broken")
 

@@ -23,7 +23,6 @@ from mamba_cache.bench.measure import (
     Measurement,
     as_dicts,
     describe_run,
-    from_dicts,
     print_table,
     progress,
 )
@@ -168,7 +167,7 @@ def print_ttft(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     print(f"{result['family']} on {result['machine']}; {versions}")
     print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
-    print_table("ttft", from_dicts(result["measurements"]))
+    print_table(result)
     for title, error in result["failed"].items():
         print(f"{title}: {error}")
 

@@ -25,9 +25,9 @@ from mamba_cache._extras import install_hint
 from mamba_cache._version import __version__
 from mamba_cache.bench.control import measure_admission, measure_evict_and_allocate
 from mamba_cache.bench.copy import SHAPES, measure_copies
-from mamba_cache.bench.measure import Measurement
+from mamba_cache.bench.measure import Measurement, print_json
 from mamba_cache.cli.demo import play
-from mamba_cache.cli.output import AsJson, console, make_table, print_json
+from mamba_cache.cli.output import AsJson, console, make_table
 from mamba_cache.states import StateCopier, StatePool
 
 __all__ = ["CHECKS", "Check", "Status", "doctor", "run_checks"]

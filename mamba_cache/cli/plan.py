@@ -12,7 +12,8 @@ import torch
 import typer
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.cli.output import AsJson, console, make_table, print_json, size_text
+from mamba_cache.bench.measure import print_json
+from mamba_cache.cli.output import AsJson, console, make_table, size_text
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape

@@ -315,16 +315,10 @@ def common_blocks(request: EngineRequest, other: EngineRequest) -> int:
 def branch_positions(
     request: EngineRequest, queued: Iterable[EngineRequest], *, start: int, block_size_tokens: int
 ) -> list[int]:
-    """Find where queued requests branch off one that is about to compute.
+    """Return where queued requests branch off one that computes from ``start`` on, ascending.
 
-    Args:
-        request: The request that computes.
-        queued: Those that might resume from its states; it may be among them itself.
-        start: The first token that it computes: states before it cannot be saved any more.
-        block_size_tokens: Tokens of a block.
-
-    Returns:
-        Positions, in tokens, that it was not told before, ascending.
+    States before ``start`` cannot be saved any more, and what the request was told before is not
+    repeated. It may be among those that are queued.
     """
     found = {
         common_blocks(other, request) * block_size_tokens
@@ -341,17 +335,14 @@ def is_worth_waiting(
     skip_tokens: int,
     block_size_tokens: int,
 ) -> bool:
-    """Say whether a queued request could skip more if it let others go first.
+    """Return whether one of ``scheduled`` will save a state of a longer prefix of a queued request.
 
     Args:
         request: The queued request.
         scheduled: Requests that compute a part of their prompts in this step, each with the tokens
             that it has computed before.
-        skip_tokens: What it could skip at once.
+        skip_tokens: What the queued one could skip at once.
         block_size_tokens: Tokens of a block.
-
-    Returns:
-        Whether one of ``scheduled`` will save a state of a longer prefix of ``request``.
     """
     for other, num_computed in scheduled:
         position = common_blocks(request, other) * block_size_tokens
