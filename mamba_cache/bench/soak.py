@@ -34,7 +34,7 @@ from mamba_cache.bench.measure import (
 from mamba_cache.bench.no_model import NoModel
 from mamba_cache.bench.options import one_of
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CacheStats, RequestStatus
+from mamba_cache.context import RequestStatus
 from mamba_cache.errors import InvalidArgumentError, InvariantError, UnknownRequestError
 from mamba_cache.reference import (
     Completion,
@@ -51,10 +51,8 @@ __all__ = [
     "Clients",
     "Soak",
     "Turn",
-    "UncachedAnswers",
     "Window",
     "add_soak_options",
-    "check_conservation",
     "print_soak",
     "run_soak",
 ]
@@ -70,6 +68,14 @@ _CONFIG = CacheConfig(
     num_kv_blocks=560,
     max_slots=64,
     vocab_size=_VOCAB_SIZE,
+)
+_UNCACHED = replace(
+    _CONFIG,
+    max_requests=1,
+    max_tokens=_CONFIG.max_sequence_length,
+    num_kv_blocks=_CONFIG.max_blocks_per_request,
+    max_slots=0,
+    enable_prefix_caching=False,
 )
 _UNFINISHED = 32  # more than rows, so that some are queued
 _CANCEL_SHARE, _PREEMPT_SHARE = 0.03, 0.03  # of the requests
@@ -218,7 +224,8 @@ class Soak:
         self._clients = Clients(self._rng, max_tokens=_CONFIG.max_sequence_length)
         self._turns: dict[Hashable, Turn] = {}
         self._ids = count()
-        self._reference = UncachedAnswers(make_model(), _CONFIG)
+        self._reference = make_model()
+        self._answers: list[tuple[Turn, tuple[int, ...]]] = []
 
     def run(self, seconds: float, show: Callable[[float, str], None]) -> None:
         """Serve requests for a time, and check in between.
@@ -266,11 +273,15 @@ class Soak:
                 self._finish(event.completion)
 
     def _check(self) -> None:
-        context = self.engine.context
-        context.check_invariants()
-        check_conservation(context.stats(), _CONFIG)
+        self.engine.context.check_invariants()
         self.counts["checks"] += 1
-        self.counts["checked_outputs"] += self._reference.check()
+        self.counts["checked_outputs"] += len(self._answers)
+        answers, self._answers = self._answers, []
+        for turn, answer in answers:
+            sampling = SamplingParams(max_new_tokens=turn.max_new_tokens)
+            [alone] = Engine(self._reference, _UNCACHED).generate([turn.prompt], sampling)
+            if alone.tokens != answer:
+                raise InvariantError(f"the answer is {answer}, without a cache {alone.tokens}")
         gc.collect()
 
     def _submit(self) -> None:
@@ -316,7 +327,9 @@ class Soak:
             raise InvariantError(f"a request of few tokens did not fit: {completion.error}")
         self.counts["finished"] += 1
         self._clients.end(turn, completion.tokens)
-        self._reference.offer(turn, completion.tokens)
+        # Of ``NoModel``, which makes its answers up, nothing is asked again.
+        if len(self._answers) < _ENOUGH and not isinstance(self._reference, NoModel):
+            self._answers.append((turn, completion.tokens))
 
 
 def print_soak(result: dict[str, Any]) -> None:
@@ -413,63 +426,6 @@ class _Client:
 
 def _repeat(prompts: list[npt.NDArray[np.int32]], number: int) -> list[npt.NDArray[np.int32]]:
     return [prompts[i % len(prompts)] for i in range(number)]
-
-
-class UncachedAnswers:
-    """Asks the model again, without a cache, what it said in a few answers.
-
-    Args:
-        model: It never fails. Of ``NoModel``, which makes its answers up, nothing is asked.
-        config: Settings of the soak.
-    """
-
-    def __init__(self, model: LanguageModel, config: CacheConfig) -> None:
-        self._model = model
-        self._config = replace(
-            config,
-            max_requests=1,
-            max_tokens=config.max_sequence_length,
-            num_kv_blocks=config.max_blocks_per_request,
-            max_slots=0,
-            enable_prefix_caching=False,
-        )
-        self._offered: list[tuple[Turn, tuple[int, ...]]] = []
-
-    def offer(self, turn: Turn, answer: tuple[int, ...]) -> None:
-        """Take an answer to check, if there are not enough."""
-        if len(self._offered) < _ENOUGH and not isinstance(self._model, NoModel):
-            self._offered.append((turn, answer))
-
-    def check(self) -> int:
-        """Check the answers that were taken, and return how many.
-
-        Raises:
-            InvariantError: One is wrong.
-        """
-        offered, self._offered = self._offered, []
-        for turn, answer in offered:
-            sampling = SamplingParams(max_new_tokens=turn.max_new_tokens)
-            [alone] = Engine(self._model, self._config).generate([turn.prompt], sampling)
-            if alone.tokens != answer:
-                raise InvariantError(f"the answer is {answer}, without a cache {alone.tokens}")
-        return len(offered)
-
-
-def check_conservation(stats: CacheStats, config: CacheConfig) -> None:
-    """Check that all slots, and all blocks, are one thing or another.
-
-    Raises:
-        InvariantError: They do not.
-    """
-    slots = stats.free_slots + stats.reserved_slots + stats.cached_slots
-    slots += stats.leaving_slots + stats.arriving_slots
-    blocks = stats.free_blocks + stats.cached_blocks + stats.used_blocks
-    blocks += stats.leaving_blocks + stats.arriving_blocks
-    if (slots, blocks) != (config.max_slots, config.num_kv_blocks):
-        raise InvariantError(
-            f"{slots} slots and {blocks} KV blocks add up, of {config.max_slots} and "
-            f"{config.num_kv_blocks}"
-        )
 
 
 def _judge(soak: Soak, minutes: float, *, is_rate_limited: bool) -> Iterator[Measurement]:
