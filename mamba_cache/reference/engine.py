@@ -48,10 +48,10 @@ class ModelShape(Protocol):
         """Tokens of the longest chunk that its SSM scan takes."""
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """What one slot holds for weights of ``dtype``."""
+        """Return what one slot holds for weights of ``dtype``."""
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """What one KV block holds for weights of ``dtype``."""
+        """Return what one KV block holds for weights of ``dtype``."""
 
 
 class LanguageModel(Protocol):

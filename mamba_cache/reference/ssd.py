@@ -84,11 +84,11 @@ class ChunkLayout:
         return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, last_chunk_indices)
 
     def split(self, packed: Tensor) -> Tensor:
-        """[num_tokens, ...] to [num_chunks, chunk_size, ...]; places without a token are zero."""
+        """Bring [num_tokens, ...] to [num_chunks, chunk_size, ...]; empty places are zero."""
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
 
     def join(self, chunks: Tensor) -> Tensor:
-        """[num_chunks, chunk_size, ...] to [num_tokens, ...], the inverse of ``split``."""
+        """Bring [num_chunks, chunk_size, ...] to [num_tokens, ...], as ``split`` undone."""
         packed = chunks.new_empty(self.num_tokens + 1, *chunks.shape[2:])
         packed[self.rows] = chunks
         return packed[:-1]
@@ -128,7 +128,7 @@ def ssd_chunk_scan(
 
 
 def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
-    """What each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
+    """Return what each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
     decay = decay.permute(0, 2, 3, 1)
     past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=b.device).tril()
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill_(~past, -torch.inf).exp_()
@@ -138,7 +138,7 @@ def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
 def _chain(
     added: Tensor, decay: Tensor, initial_states: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
-    """States at the end and at the start of every chunk, from what each chunk adds and decays."""
+    """Return states at every chunk's end and start, from what each chunk adds and decays."""
     ends, starts = torch.empty_like(added), torch.empty_like(added)
     initial = initial_states[layout.sequences]
     is_first = layout.is_first[:, None, None, None]
@@ -152,7 +152,7 @@ def _chain(
 
 
 def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: the recurrence of the module's docstring, once.
+    """Compute one token of each sequence: the recurrence of the module's docstring, once.
 
     Args:
         inputs: Of one token a sequence.
