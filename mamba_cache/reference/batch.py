@@ -84,7 +84,7 @@ class DecodeLayout:
         return packed[self.tokens]
 
     def join(self, rectangle: Tensor) -> Tensor:
-        """Bring [num_decodes, max_decode_len, ...] to [num_decode_tokens, ...], as ``split`` undone."""
+        """Undo ``split``: [num_decodes, max_decode_len, ...] to [num_decode_tokens, ...]."""
         return rectangle.flatten(0, 1)[self.places]
 
 

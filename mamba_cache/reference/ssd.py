@@ -88,7 +88,7 @@ class ChunkLayout:
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
 
     def join(self, chunks: Tensor) -> Tensor:
-        """Bring [num_chunks, chunk_size, ...] to [num_tokens, ...], as ``split`` undone."""
+        """Undo ``split``: [num_chunks, chunk_size, ...] to [num_tokens, ...]."""
         packed = chunks.new_empty(self.num_tokens + 1, *chunks.shape[2:])
         packed[self.rows] = chunks
         return packed[:-1]
