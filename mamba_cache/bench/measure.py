@@ -144,13 +144,8 @@ def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], No
     if console is None or not console.is_terminal:
         yield _progress_lines(title, total)
         return
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.TaskProgressColumn(),
-        bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.fields[remark]}"),
-    )
+    remarks = bars.TextColumn("{task.fields[remark]}")
+    columns = *bars.Progress.get_default_columns(), remarks
     with bars.Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total, remark="")
         yield lambda done, remark: bar.update(task, completed=done, remark=remark)

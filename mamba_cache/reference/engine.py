@@ -477,12 +477,7 @@ def token_progress(enabled: bool) -> Iterator[Callable[[int, int], None]]:
         raise MissingExtraError(
             f"a progress bar needs rich: {install_hint('progress')}, or leave progress out"
         ) from error
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
+    columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn()
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("tokens", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
