@@ -371,7 +371,8 @@ class StepBuffers:
         which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
         # unnoticed: numpy's own int is as wide
         positions = np.array([entry.position for entry in entries], dtype=np.int64)
-        rows = np.array([s.row for s in plan.prefills], dtype=np.int64)  # unnoticed: likewise
+        # unnoticed: numpy's own int is as wide
+        rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
         # unnoticed: the tensor that is filled truncates to integers
         chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
         seq_starts = query_start_loc[which]
