@@ -142,7 +142,7 @@ def as_ints(name: str, values: Iterable[Any]) -> list[int]:
             ) from error
         raise
     for position, item in enumerate(ints):
-        if type(item) is not int:  # unnoticed: a shortcut, the longer way gives the same
+        if type(item) is not int:
             number = ints[position] = _as_int(item)
             if number is None:
                 raise InvalidArgumentError(f"{name} must be ints, got {item!r}")

@@ -369,11 +369,8 @@ class StepBuffers:
         num_chunks = -(-(starts + lengths) // self._chunk_size) - first_grid_chunk
         first_chunk = np.cumsum(num_chunks) - num_chunks
         which = np.array([entry.prefill_index for entry in entries], dtype=np.int64)
-        # unnoticed: numpy's own int is as wide
         positions = np.array([entry.position for entry in entries], dtype=np.int64)
-        # unnoticed: numpy's own int is as wide
         rows = np.array([s.row for s in plan.prefills], dtype=np.int64)
-        # unnoticed: the tensor that is filled truncates to integers
         chunks = first_chunk[which] + positions // self._chunk_size - 1 - first_grid_chunk[which]
         seq_starts = query_start_loc[which]
         host.fill("checkpoint_chunks", chunks, -1)

@@ -372,7 +372,7 @@ class Engine:
         requests = []
         for scheduled in step.requests:
             request = self._scheduler.find(scheduled.request_id)
-            self.decoding += request.add_computed(scheduled, tokens.get(request.request_id, []))
+            self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
             requests.append(request)
         return requests
 

@@ -89,8 +89,8 @@ class EngineRequest:
         """Tokens of its prompt."""
         return len(self.prepared.tokens)
 
-    def keep_admission(self, admission: Admission) -> None:
-        """Keep what was cached when it first ran: that is what is reported."""
+    def note_admission(self, admission: Admission) -> None:
+        """Note what was cached when it first ran: that is what is reported."""
         if not self.prefill_tokens:
             self.admission = admission
 
@@ -117,8 +117,8 @@ class EngineRequest:
         tokens += output[len(tokens) - self.prompt_tokens :]
         return list(self.drafter.propose(tokens, useful)[:useful])
 
-    def add_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
-        """Count its part of a committed step and the tokens that it brought; return what is new."""
+    def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
+        """Note its part of a committed step and the tokens that it brought; return what is new."""
         if scheduled.is_prefill:
             self.prefill_tokens += scheduled.num_tokens
             return DecodingStats()

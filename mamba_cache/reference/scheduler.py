@@ -216,7 +216,7 @@ class Scheduler:
         num_tokens = request.prompt_tokens + progress.num_generated
         chunk_tokens = self._chunk_tokens(0, num_tokens, budget)
         admission = self._context.resume_request(request.request_id, chunk_tokens=chunk_tokens)
-        request.keep_admission(admission)
+        request.note_admission(admission)
         return admission.chunk_tokens
 
     def _admit(self, request: EngineRequest, budget: int, queue: _Queue) -> int:
@@ -232,7 +232,7 @@ class Scheduler:
         )
         del queue[request.request_id]
         request.branch_positions.update(positions)
-        request.keep_admission(admission)
+        request.note_admission(admission)
         return admission.chunk_tokens
 
     def _chunk_tokens(self, start: int, end: int, budget: int) -> int:

@@ -229,7 +229,7 @@ def test_drafts_that_stand_are_counted():
         request_id=0, row=0, start=11, num_tokens=4, skip_tokens=0, is_prefill=False, samples=True,
         drafts=(5, 6, 7),
     )  # fmt: skip
-    brought = request.add_computed(scheduled, [5, 9])
+    brought = request.note_computed(scheduled, [5, 9])
     assert brought == DecodingStats(steps=1, tokens=2, drafted_tokens=3, accepted_tokens=1)
     assert request.decoding == brought
 

@@ -73,9 +73,9 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
 def test_what_was_cached_when_a_request_first_ran_is_reported(make, rng):
     request = make(draw_prompt(rng, 20))
     first, resumed = (Admission("x", 20, n, n, n * BLOCK, 12, None) for n in (1, 2))
-    request.keep_admission(first)
+    request.note_admission(first)
     request.prefill_tokens = 12
-    request.keep_admission(resumed)
+    request.note_admission(resumed)
     assert request.admission == first
 
 
