@@ -254,7 +254,8 @@ def test_options_of_a_benchmark_reach_it(call, monkeypatch, passed, code):
 
     def run_ttft(**options):
         seen.update(options)
-        result = {"family": "tiny", "machine": "none", "versions": {}, "kernels": {"scan": "fla"}}
+        result = {"benchmark": "ttft", "family": "tiny", "machine": "none", "versions": {}}
+        result |= {"kernels": {"scan": "fla"}}
         return result | {"passed": passed, "measurements": [], "failed": {"chat": "broken"}}
 
     monkeypatch.setitem(BENCHMARKS, "ttft", BENCHMARKS["ttft"]._replace(run=run_ttft))
@@ -295,7 +296,8 @@ def test_a_soak_that_fails_exits_with_1(call, monkeypatch, passed, code):
 
     def run_soak(**options):
         seen.update(options)
-        return {"passed": passed, "broken": None, "measurements": [], "counts": {"finished": 7}}
+        result = {"benchmark": "soak", "passed": passed, "broken": None}
+        return result | {"measurements": [], "counts": {"finished": 7}}
 
     monkeypatch.setitem(BENCHMARKS, "soak", BENCHMARKS["soak"]._replace(run=run_soak))
     given, out, _ = call("bench", "soak", "--minutes", "0.5", "--model", "tiny", "--seed", "3")
