@@ -29,11 +29,12 @@ class EvictionQueue:
 
     def push(self, item: int, priority: float) -> None:
         """Add ``item``, or move it to ``priority`` if it is there."""
-        if self._priorities.get(item) == priority:
+        if self._priorities.get(item) == priority:  # unnoticed: a shortcut that saves memory
             return
         # In this order: interrupted in between, the heap has a stale entry, but lacks none.
         heapq.heappush(self._heap, (priority, item))
         self._priorities[item] = priority
+        # unnoticed: when the heap is rebuilt is a question of memory and time
         if len(self._heap) > 2 * len(self._priorities) + 16:
             self._rebuild()
 

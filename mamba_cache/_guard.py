@@ -60,8 +60,8 @@ class CallGuard:
     def __init__(self, check: Callable[[], object], *, proves_changes: bool = True) -> None:
         self._check = WeakMethod(check)
         self._proves_changes = proves_changes
-        self._unproved = ""
-        self._reason = ""
+        self._unproved = ""  # unnoticed: None is as false
+        self._reason = ""  # unnoticed: None is as false
         self._before = ("", "")
         self._done: _Call | None = None
         # At most one entry. A dict, because setdefault is one step that no thread can divide.
@@ -106,7 +106,7 @@ class CallGuard:
     def succeed(self, call: _Call) -> None:
         """Take note that the running call has done all of its work."""
         self._done = call
-        self._unproved = ""
+        self._unproved = ""  # unnoticed: None is as false
 
     def lose(self, call: _Call) -> None:
         """Take note that nobody gets what a call returned, if it had come to its end.
@@ -144,7 +144,7 @@ class CallGuard:
         except Exception as breach:
             self._reason = f"broke off with {error!r} and left a contradiction ({breach})"
         else:
-            self._unproved = ""
+            self._unproved = ""  # unnoticed: None is as false
 
     def leave(self, call: _Call) -> None:
         """End a call, if it is the one that runs."""

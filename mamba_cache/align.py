@@ -18,7 +18,7 @@ keep_submodules(
         "memory": "copy_specs",
         "resident": "hybrid_model_state",
         "spec": "mamba_spec",
-        "staging": "gpu_staging",
+        "staging": "align_on_gpu",
         "table": "state_table",
     },
 )

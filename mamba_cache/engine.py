@@ -12,13 +12,13 @@ keep_submodules(
     {
         "drafting": "drafting",
         "engine": "engine",
-        "model": "language_model",
-        "progress": "progress",
+        "model": "engine",
+        "progress": "engine",
         "requests": "requests",
         "results": "results",
         "sampling": "sampling",
         "scheduler": "scheduler",
-        "verification": "verification",
-        "waiting": "waiting",
+        "verification": "sampling",
+        "waiting": "scheduler",
     },
 )

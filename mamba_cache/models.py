@@ -17,7 +17,7 @@ keep_submodules(
         "hybrid": "hybrid_model",
         "mamba": "mamba",
         "ssd": "ssd",
-        "ssd_naive": "ssd_naive",
+        "ssd_naive": "ssd",
         "weights": "weights",
     },
 )

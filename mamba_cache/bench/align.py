@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mamba_cache.bench.measure import Measurement, check_gpu, device_us, progress
+from mamba_cache.bench.measure import Measurement, assert_same_bits, check_gpu, device_us, progress
 from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpec,
@@ -219,8 +219,8 @@ class _Engine:
             call()
             for layer, (window, ssm) in enumerate(wanted):
                 blocks = columns[destination]
-                _assert_same_bits(self.windows(layer)[blocks][:, :-1], window)
-                _assert_same_bits(self.ssms[layer][blocks], ssm)
+                assert_same_bits(self.windows(layer)[blocks][:, :-1], window)
+                assert_same_bits(self.ssms[layer][blocks], ssm)
 
     def _precopy(self, num_reqs: int, *columns: torch.Tensor) -> None:
         source, destination, bias = columns
@@ -250,8 +250,3 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="cuda")
     tensor.view(torch.uint8).random_(0, 256)
     return tensor
-
-
-def _assert_same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> None:
-    pair: Sequence[torch.Tensor] = [t.contiguous().view(torch.uint8) for t in (tensor, expected)]
-    assert torch.equal(pair[0], pair[1])

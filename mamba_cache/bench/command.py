@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +11,9 @@ from mamba_cache.bench.align import run_align
 from mamba_cache.bench.checksums import run_checksums
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
-from mamba_cache.bench.extraction import run_extraction
-from mamba_cache.bench.measure import print_json, print_table
+from mamba_cache.bench.measure import as_dicts, describe_run, print_json, print_table
 from mamba_cache.bench.options import wrong_name
 from mamba_cache.bench.quantization import run_quantization
-from mamba_cache.bench.quantized_copy import run_quantized_copies
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.step import run_step
@@ -50,15 +47,11 @@ class Benchmark(NamedTuple):
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
 
 
-def _run_copies() -> list[Any]:
-    return [*run_copy(), *run_extraction(), *run_quantized_copies()]
-
-
 BENCHMARKS: dict[str, Benchmark] = {
     "align": Benchmark("time states in block tables on a GPU, beside a flat copy", run_align),
     "checksums": Benchmark("time the check of a model's weights on a GPU", run_checksums),
     "control": Benchmark("time the decisions: blocks, slots, hashes, admission", run_control),
-    "copy": Benchmark("time state copies on a GPU, beside other ways to copy", _run_copies),
+    "copy": Benchmark("time state copies on a GPU, beside other ways to copy", run_copy),
     "quantization": Benchmark(
         "measure the errors of int8 slots: of states, and of logits after a hit", run_quantization
     ),
@@ -140,10 +133,7 @@ def _run(name: str, benchmark: Benchmark, options: dict[str, Any], *, as_json: b
     """Measure and print; return whether all limits were kept."""
     result = benchmark.run(**options)
     if benchmark.show is None:
-        (print_json if as_json else print_table)(name, result)
-        return all(measurement.passed for measurement in result)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        benchmark.show(result)
+        passed = all(measurement.passed for measurement in result)
+        result = describe_run(name) | {"passed": passed, "measurements": as_dicts(result)}
+    (print_json if as_json else benchmark.show or print_table)(result)
     return bool(result["passed"])

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache.bench.measure import Measurement, median_us, progress
+from mamba_cache.bench.no_model import count_as_computed, smallest_state
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
+from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.metadata import compute_chunk_metadata
 from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.states import StateSpec
 
 __all__ = [
     "MEASUREMENTS",
@@ -105,7 +105,7 @@ def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[
             num_kv_blocks=4 * num_tokens // block_size,
             max_slots=8,
         ),
-        StateSpec.mamba(1, (1, 1), (1, 1, 1), torch.float32, torch.float32),
+        smallest_state(),
     )
     tokens = np.random.default_rng().integers(0, 2**31, num_tokens + 1, dtype=np.int32)
     prepared = context.prepare(Request(request_id=0, prompt_tokens=tokens))
@@ -114,9 +114,7 @@ def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[
         start = time.perf_counter()
         admission = context.add_request(prepared)
         seconds.append(time.perf_counter() - start)
-        metadata = context.begin_step().metadata
-        lengths = metadata.num_chunks, metadata.num_prefill_tokens
-        context.count_extractions(CapturedExtractions({0: lengths}))  # as if there were a model
+        count_as_computed(context, context.begin_step().metadata)
         context.commit_step({0: 0})
         context.finish(0)
     assert admission.skip_tokens == num_tokens

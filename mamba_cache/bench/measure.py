@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
     "Measurement",
+    "as_dicts",
+    "assert_same_bits",
     "check_device",
     "check_gpu",
     "describe_run",
@@ -142,13 +144,8 @@ def progress_bar(title: str, total: float) -> Iterator[Callable[[float, str], No
     if console is None or not console.is_terminal:
         yield _progress_lines(title, total)
         return
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.TaskProgressColumn(),
-        bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.fields[remark]}"),
-    )
+    remarks = bars.TextColumn("{task.fields[remark]}")
+    columns = *bars.Progress.get_default_columns(), remarks
     with bars.Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total, remark="")
         yield lambda done, remark: bar.update(task, completed=done, remark=remark)
@@ -186,26 +183,30 @@ def check_gpu(benchmark: str) -> None:
 
 def describe_run(benchmark: str) -> dict[str, Any]:
     """Return what every result begins with: the benchmark, and the machine that it holds for."""
-    return {
-        "benchmark": benchmark,
-        "machine": _machine(),
-        "python": platform.python_version(),
-    }
+    return {"benchmark": benchmark, "machine": _machine(), "python": platform.python_version()}
 
 
-def print_json(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print one JSON object with every figure, its limit, and the machine that it holds for."""
-    result = describe_run(benchmark) | {
-        "passed": all(measurement.passed for measurement in measurements),
-        "measurements": [asdict(one) | {"passed": one.passed} for one in measurements],
-    }
+def as_dicts(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Return measurements as ``--json`` prints them."""
+    return [asdict(one) | {"passed": one.passed} for one in measurements]
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
     print(json.dumps(result, indent=2))
 
 
-def print_table(benchmark: str, measurements: Sequence[Measurement]) -> None:
-    """Print a table of measurements for people."""
-    header = (benchmark, "median", "limit", "", "detail")
-    print_rows(header, [_row(measurement) for measurement in measurements])
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the measurements of a result as a table for people."""
+    names = Measurement.__dataclass_fields__
+    rows = [_row(Measurement(**{n: one[n] for n in names})) for one in result["measurements"]]
+    print_rows((result["benchmark"], "median", "limit", "", "detail"), rows)
+
+
+def assert_same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that two tensors are equal bit for bit, as they must be before one is timed."""
+    pair = [each.contiguous().view(torch.uint8) for each in (tensor, expected)]
+    assert torch.equal(*pair)
 
 
 def print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

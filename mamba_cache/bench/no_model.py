@@ -1,4 +1,4 @@
-"""A stand-in for a model, so that the decisions around one can be driven without it."""
+"""What stands for a model, so that the decisions around one can be driven without it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from mamba_cache.context import CapturedExtractions, DynamicInferenceContext
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import KVCacheSpec, StateSpec
 
-__all__ = ["NoModel"]
+__all__ = ["NoModel", "count_as_computed", "smallest_state"]
 
 _MADE_UP_TOKENS = 64
+
+
+def smallest_state(dtype: torch.dtype = torch.float32) -> StateSpec:
+    """Return one layer of states of one number each, so that slots cost next to nothing."""
+    return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
+
+
+def count_as_computed(context: CacheMemory, metadata: StepMetadata) -> None:
+    """Have the states of a step counted as handed over, as if there were a model."""
+    lengths = metadata.num_chunks, metadata.num_prefill_tokens
+    context.count_extractions(CapturedExtractions({0: lengths}))
 
 
 class NoModel:
     """Computes nothing and makes up the next tokens; in all else the engine finds it a model.
 
-    It is its own ``config``. Its states are of a few bytes, so that slots cost next to nothing.
+    It is its own ``config``.
 
     Args:
         seed: Of the tokens that it makes up.
@@ -44,8 +55,8 @@ class NoModel:
         return self
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """One layer of states of one number each."""
-        return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
+        """Return ``smallest_state``."""
+        return smallest_state(dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """No layer."""
@@ -60,6 +71,5 @@ class NoModel:
         self._num_forwards += 1
         if self._fails_every and self._num_forwards % self._fails_every == 0:
             raise InterruptedError(f"forward {self._num_forwards} fails, as it was told to")
-        lengths = metadata.num_chunks, metadata.num_prefill_tokens
-        caches.count_extractions(CapturedExtractions({0: lengths}))
+        count_as_computed(caches, metadata)
         return torch.rand(metadata.num_requests, _MADE_UP_TOKENS, generator=self._generator)

@@ -38,14 +38,7 @@ from mamba_cache.slots import (
     SlotEvictionPolicy,
 )
 
-__all__ = [
-    "PLACEMENTS",
-    "POLICIES",
-    "add_replay_options",
-    "print_replay",
-    "replay",
-    "run_replay",
-]
+__all__ = ["PLACEMENTS", "POLICIES", "add_replay_options", "print_replay", "replay", "run_replay"]
 
 POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
     "lru": LruSlotPolicy,
@@ -123,15 +116,7 @@ def run_replay(
 ) -> dict[str, Any]:
     """Replay one trace under every combination of placement, policy and slots.
 
-    Args:
-        trace: A file that ``read_trace`` reads. None: a workload is drawn.
-        workload: Which of ``WORKLOADS``.
-        limit: Requests to replay at most.
-        slots: Budgets for saved states; None: no limit.
-        kv_blocks: Budget for KV blocks; None: no limit.
-        policies: Which of ``POLICIES``.
-        placements: Which of ``PLACEMENTS``.
-        max_tokens: Tokens of a step.
+    It takes what ``add_replay_options`` adds; a budget of None never runs out.
 
     Returns:
         "records": what ``replay`` returns for each combination; "workload": what was replayed;

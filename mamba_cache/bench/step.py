@@ -12,16 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
 from mamba_cache.bench.measure import Measurement, progress
+from mamba_cache.bench.no_model import count_as_computed, smallest_state
 from mamba_cache.blocks import BlockHasher
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
-from mamba_cache.states import StateSpec
+from mamba_cache.context import DynamicInferenceContext, Request
 
 __all__ = ["PlainLoop", "measure_decode_steps", "measure_prompt_lives", "run_step"]
 
@@ -205,12 +204,12 @@ class _ContextOfSteps:
                 save_decode_states=saves_states,
                 num_speculative_tokens=num_drafts,
             ),
-            _smallest_state(),
+            smallest_state(),
         )
         for request_id, length in enumerate(lengths):
             tokens = self._rng.integers(0, 1_000, length, dtype=np.int32)
             self._context.add_request(Request(request_id=request_id, prompt_tokens=tokens))
-            _compute(self._context, self._context.begin_step([]))
+            count_as_computed(self._context, self._context.begin_step([]).metadata)
             self._context.commit_step({request_id: 1})
 
     def step(self) -> float:
@@ -266,7 +265,7 @@ def _lives(num_tokens: int, block_size: int, runs: int) -> list[list[float]]:
             num_kv_blocks=(runs + 2) * (num_tokens // block_size + 1),
             max_slots=64,
         ),
-        _smallest_state(),
+        smallest_state(),
     )
     rng = np.random.default_rng()
     lives = []
@@ -277,7 +276,7 @@ def _lives(num_tokens: int, block_size: int, runs: int) -> list[list[float]]:
         times.append(time.process_time())
         step = context.begin_step()
         times.append(time.process_time())
-        _compute(context, step)
+        count_as_computed(context, step.metadata)
         computed = time.process_time()
         context.commit_step({number: 1})
         committed = time.process_time()
@@ -285,16 +284,6 @@ def _lives(num_tokens: int, block_size: int, runs: int) -> list[list[float]]:
         parts = np.diff(times).tolist()
         lives.append([*parts, committed - computed, time.process_time() - committed])
     return lives[1:]
-
-
-def _smallest_state() -> StateSpec:
-    return StateSpec.mamba(1, (1, 1), (1, 1, 1), torch.float32, torch.float32)
-
-
-def _compute(context: DynamicInferenceContext, step: Any) -> None:
-    """Have the states of a step counted as written, as if there were a model."""
-    lengths = step.metadata.num_chunks, step.metadata.num_prefill_tokens
-    context.count_extractions(CapturedExtractions({0: lengths}))
 
 
 def _interleaved(steps: Sequence[Callable[[], float]], runs: int) -> list[list[float]]:

@@ -13,13 +13,19 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 
-from mamba_cache.bench.measure import Measurement, describe_run, print_table, progress
+from mamba_cache.bench.measure import (
+    Measurement,
+    as_dicts,
+    describe_run,
+    print_table,
+    progress,
+)
 from mamba_cache.bench.model_kernels import (
     REFERENCE,
     kernels_of,
@@ -161,9 +167,7 @@ def print_ttft(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     print(f"{result['family']} on {result['machine']}; {versions}")
     print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
-    names = Measurement.__dataclass_fields__
-    figures = [Measurement(**{name: one[name] for name in names}) for one in result["measurements"]]
-    print_table("ttft", figures)
+    print_table(result)
     for title, error in result["failed"].items():
         print(f"{title}: {error}")
 
@@ -347,7 +351,7 @@ class _Report:
         return {
             "passed": not self._failed and all(one.passed for one in self._figures),
             "failed": self._failed,
-            "measurements": [asdict(one) | {"passed": one.passed} for one in self._figures],
+            "measurements": as_dicts(self._figures),
             **self._samples,
         }
 

@@ -140,10 +140,7 @@ def _requests(subject: Subject, chat: Chat, cache: PrefixCache) -> Iterator[_Req
             plain = 1e3 * subject.first_token(subject.model, prompt).seconds
             before = cache.stats().skipped_tokens
             answered = subject.first_token(
-                cache,
-                prompt,
-                max_new_tokens=chat.answer_tokens,
-                checkpoints=[chat.system_tokens],
+                cache, prompt, max_new_tokens=chat.answer_tokens, checkpoints=[chat.system_tokens]
             )
             user.history, cached = answered.ids, 1e3 * answered.seconds
             skipped = cache.stats().skipped_tokens - before

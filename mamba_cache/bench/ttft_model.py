@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mamba_cache.bench.measure import progress
+from mamba_cache.integrations.model_shapes import BUILT_IN
 from mamba_cache.integrations.transformers import PrefixCache
 
 __all__ = ["FAMILIES", "Family", "FirstToken", "Subject", "copy_of", "evictions", "make_model"]
@@ -49,31 +50,20 @@ class Family:
 FAMILIES = {
     "nemotron-h-8b": Family(
         "nemotron_h",
-        {
-            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
-            "max_position_embeddings": 131_072,
-        },
+        {**BUILT_IN["nemotron-h-8b"][1], "max_position_embeddings": 131_072},
         speedup={16_128: 10},
         peak_gib=20,
     ),
     "granite-4-like": Family(
         "granitemoehybrid",
         {
+            **BUILT_IN["granite-4.0-h-tiny"][1],
             "vocab_size": 100_352,
-            "hidden_size": 1536,
             "intermediate_size": 512,
             "shared_intermediate_size": 1024,
             "num_hidden_layers": 40,
-            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
             "num_local_experts": 64,
             "num_experts_per_tok": 6,
-            "mamba_n_heads": 48,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 256,
             "max_position_embeddings": 131_072,
         },
     ),

@@ -108,20 +108,20 @@ def draw_conversations(num_requests: int = 4_000, *, seed: int = 0) -> list[Trac
     conversations of ten; the others are not heard of again.
     """
     rng = np.random.default_rng(seed)
-    ids = _Ids()
-    systems = [ids.draw(length) for length in (2, 4, 8, 16)]
+    draw = _new_ids()
+    systems = [draw(length) for length in (2, 4, 8, 16)]
 
     def turns(start: float) -> Iterator[_Turn]:
         context = list(systems[rng.choice(4, p=(0.4, 0.3, 0.2, 0.1))])
         now = start
         while True:
-            context += ids.draw(int(rng.lognormal(1.5, 1.2)))
+            context += draw(int(rng.lognormal(1.5, 1.2)))
             yield _Turn(now, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
             now += 5_000 + rng.exponential(60_000)
             if rng.random() > 0.4 or len(context) > 250:
                 return
 
-    return _interleave(turns, _arrivals(rng, mean_ms=300), num_requests, ids, rng)
+    return _interleave(turns, _arrivals(rng, mean_ms=300), num_requests, draw, rng)
 
 
 def draw_agents(
@@ -133,12 +133,12 @@ def draw_agents(
     long goes on from a summary. Most turns follow at once, some wait for a person.
     """
     rng = np.random.default_rng(seed)
-    ids = _Ids()
-    system = ids.draw(24)
+    draw = _new_ids()
+    system = draw(24)
 
     def turns(start: float) -> Iterator[_Turn]:
         now = start
-        task = ids.draw(int(rng.integers(20, 60)))
+        task = draw(int(rng.integers(20, 60)))
         summary: list[int] = []
         while True:
             context = [*system, *task, *summary]
@@ -146,11 +146,11 @@ def draw_agents(
             while len(context) < limit:
                 yield _Turn(now, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
                 now += rng.exponential(8_000) + (rng.random() < 0.05) * rng.exponential(400_000)
-                context += ids.draw(1 + int(rng.exponential(7)))
-            summary = ids.draw(int(rng.integers(5, 60)))
+                context += draw(1 + int(rng.exponential(7)))
+            summary = draw(int(rng.integers(5, 60)))
 
     starts = iter(sorted(rng.uniform(0, 1_200_000, num_sessions).tolist()))
-    return _interleave(turns, starts, num_requests, ids, rng)
+    return _interleave(turns, starts, num_requests, draw, rng)
 
 
 WORKLOADS: dict[str, Callable[..., list[TraceRequest]]] = {
@@ -167,14 +167,10 @@ class _Turn:
     tail_tokens: int = field(compare=False)
 
 
-class _Ids:
-    """Hash ids that no prefix has yet."""
-
-    def __init__(self) -> None:
-        self._next = count()
-
-    def draw(self, number: int) -> list[int]:
-        return list(islice(self._next, number))
+def _new_ids() -> Callable[[int], list[int]]:
+    """Return what draws hash ids that no prefix has yet."""
+    ids = count()
+    return lambda number: list(islice(ids, number))
 
 
 def _arrivals(rng: np.random.Generator, *, mean_ms: float) -> Iterator[float]:
@@ -188,7 +184,7 @@ def _interleave(
     turns: Callable[[float], Iterator[_Turn]],
     starts: Iterator[float],
     num_requests: int,
-    ids: _Ids,
+    draw: Callable[[int], list[int]],
     rng: np.random.Generator,
 ) -> list[TraceRequest]:
     """Return the first requests of sessions that begin at ``starts``, in order of time."""
@@ -202,19 +198,21 @@ def _interleave(
             upcoming = next(starts, None)
         else:
             turn, _, session = heapq.heappop(waiting)
-            requests.append(_as_request(turn, ids, rng))
+            requests.append(_as_request(turn, draw, rng))
         following = next(session, None)
         if following is not None:
             heapq.heappush(waiting, (following, next(numbers), session))
     return requests
 
 
-def _as_request(turn: _Turn, ids: _Ids, rng: np.random.Generator) -> TraceRequest:
+def _as_request(
+    turn: _Turn, draw: Callable[[int], list[int]], rng: np.random.Generator
+) -> TraceRequest:
     return TraceRequest(
         timestamp=int(turn.time),
         input_length=len(turn.hash_ids) * TOKENS_PER_HASH_ID + turn.tail_tokens,
         output_length=1 + int(rng.exponential(300)),
-        hash_ids=(*turn.hash_ids, *ids.draw(1)),
+        hash_ids=(*turn.hash_ids, *draw(1)),
     )
 
 

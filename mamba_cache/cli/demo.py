@@ -12,7 +12,8 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
-from mamba_cache.cli.output import AsJson, console, make_table, print_json
+from mamba_cache.bench.measure import print_json
+from mamba_cache.cli.output import AsJson, console, make_table
 from mamba_cache.config import CacheConfig
 from mamba_cache.reference import Completion, Engine, HybridModel, HybridModelConfig, SamplingParams
 

@@ -6,9 +6,8 @@ no terminal, and colour where ``NO_COLOR`` is set.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,15 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = [
-    "AsJson",
-    "Command",
-    "Group",
-    "console",
-    "make_table",
-    "print_json",
-    "size_text",
-]
+__all__ = ["AsJson", "Command", "Group", "console", "make_table", "size_text"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 """The option that every command has."""
@@ -66,26 +57,18 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def make_table(columns: Sequence[str], *, title: str | None = None) -> Table:
+def make_table(columns: Sequence[str]) -> Table:
     """Return an empty table; columns whose header begins with ">" are figures, on the right."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         is_figure = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if is_figure else "left")
     return table
 
 
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    print(json.dumps(result, indent=2))
-
-
 def size_text(num_bytes: int) -> str:
     """Return a size as people read it, in powers of 1024: "97.9 MiB", "1.25 GiB"."""
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:,.2f} GiB"
-    if num_bytes >= 2**20:
-        return f"{num_bytes / 2**20:,.1f} MiB"
-    if num_bytes >= 2**10:
-        return f"{num_bytes / 2**10:,.1f} KiB"
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.{digits}f} {unit}"
     return f"{num_bytes:,} bytes"

@@ -81,7 +81,8 @@ def compute_varlen_chunk_metadata(
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = compute_chunk_metadata(
         starts, starts[:-1], chunk_size
     )
-    device = query_start_loc.device
+    device = query_start_loc.device  # unnoticed: without a GPU all tensors lie on the host
+    # unnoticed: without a GPU all tensors lie on the host
     return (
         torch.from_numpy(cu_chunk_seqlens).to(device),
         torch.from_numpy(last_chunk_indices).to(device),

@@ -74,7 +74,7 @@ class AttentionLayer:
 def _attend_chunks(
     queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor, chunks: ChunkLayout
 ) -> Tensor:
-    """A chunk holds tokens of one request only, which makes it a tile; one at a time saves room."""
+    """Attend chunk by chunk: each holds tokens of one request, so it is a tile, and saves room."""
     tiles, at = chunks.split(queries), chunks.split(positions)
     tables = block_tables[chunks.sequences]
     attended = [

@@ -80,11 +80,11 @@ class DecodeLayout:
         )
 
     def split(self, packed: Tensor) -> Tensor:
-        """[num_tokens, ...] to [num_decodes, max_decode_len, ...]."""
+        """Bring [num_tokens, ...] to [num_decodes, max_decode_len, ...]."""
         return packed[self.tokens]
 
     def join(self, rectangle: Tensor) -> Tensor:
-        """[num_decodes, max_decode_len, ...] to [num_decode_tokens, ...], ``split``'s inverse."""
+        """Undo ``split``: [num_decodes, max_decode_len, ...] to [num_decode_tokens, ...]."""
         return rectangle.flatten(0, 1)[self.places]
 
 

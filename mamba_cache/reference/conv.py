@@ -85,7 +85,7 @@ def causal_conv1d(
 def causal_conv1d_step(
     inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``causal_conv1d`` of sequences of one token each; ``inputs`` is [num_sequences, conv_dim]."""
+    """Convolve one token of each sequence; ``inputs`` is [num_sequences, conv_dim]."""
     extended = torch.cat([windows, inputs[:, :, None]], dim=2)
     return _sum_taps(extended.unbind(2), weight, bias), extended[:, :, 1:]
 

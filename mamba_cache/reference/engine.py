@@ -1,18 +1,19 @@
-"""The engine: requests in, tokens out."""
+"""The engine, and what it asks of a model: requests in, tokens out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mamba_cache._checks import check_int
+from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, Step
@@ -20,19 +21,65 @@ from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
     MambaCacheError,
+    MissingExtraError,
     StepOrderError,
 )
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.drafting import Drafter, NgramDrafter
-from mamba_cache.reference.language_model import LanguageModel, ModelShape
-from mamba_cache.reference.progress import token_progress
 from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
-from mamba_cache.reference.sampling import SamplingParams
+from mamba_cache.reference.sampling import SamplingParams, verify
 from mamba_cache.reference.scheduler import Scheduler, check_hashable
-from mamba_cache.reference.verification import verify
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
+from mamba_cache.states import KVCacheSpec, StateSpec
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "LanguageModel", "ModelShape", "token_progress"]
+
+
+class ModelShape(Protocol):
+    """What a model says about its tokens, its chunks and the memory that it needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def ssm_chunk_size(self) -> int:
+        """Tokens of the longest chunk that its SSM scan takes."""
+
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        """Return what one slot holds for weights of ``dtype``."""
+
+    def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Return what one KV block holds for weights of ``dtype``."""
+
+
+class LanguageModel(Protocol):
+    """A hybrid model that computes one step of the context."""
+
+    @property
+    def config(self) -> ModelShape:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    def forward(self, metadata: StepMetadata, caches: Any) -> torch.Tensor:
+        """Compute a step: advance live states, fill the KV cache, write checkpoints.
+
+        Args:
+            metadata: The step.
+            caches: The ``DynamicInferenceContext``; a model names what it reads of it.
+
+        Returns:
+            Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
+            requests and of each prefill's last token, in batch order.
+        """
 
 
 class Engine:
@@ -405,3 +452,32 @@ def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:
         if ours > models:
             raise InvalidArgumentError(f"the cache's {name} is {ours}, the model's only {models}")
     return config
+
+
+@contextmanager
+def token_progress(enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr while the context manager is open.
+
+    Args:
+        enabled: If False, nothing is shown.
+
+    Yields:
+        A function to call with the tokens done and the tokens in all.
+
+    Raises:
+        MissingExtraError: The bar is asked for, but rich is not installed.
+    """
+    if not enabled:
+        yield lambda done, total: None
+        return
+    try:
+        from rich import progress  # noqa: PLC0415 - an optional extra
+        from rich.console import Console  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a progress bar needs rich: {install_hint('progress')}, or leave progress out"
+        ) from error
+    columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn()
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("tokens", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -118,7 +118,7 @@ class Mamba2Layer:
         return caches.live_states["conv"][self.layer], caches.live_states["ssm"][self.layer]
 
     def _scan_inputs(self, mixed: Tensor, dt: Tensor) -> SSDInputs:
-        """The convolution's output as x, B and C, by head and by group."""
+        """Cut the convolution's output into x, B and C, by head and by group."""
         config = self.config
         shared = config.num_groups * config.ssm_state_size
         x, b, c = torch.split(F.silu(mixed), [config.mamba_inner_size, shared, shared], dim=1)

@@ -14,7 +14,7 @@ __all__ = ["HybridModelConfig", "state_dtype_of"]
 
 
 def state_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a model with weights of ``dtype`` sums: at least float32.
+    """Return the dtype in which a model with weights of ``dtype`` sums: at least float32.
 
     SSM states are kept in it too: a state rounded on its way into a slot would make a hit differ
     from a miss.
@@ -87,7 +87,7 @@ class HybridModelConfig:
         return self.mamba_inner_size + 2 * self.num_groups * self.ssm_state_size
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """What one slot holds for a model whose weights have ``dtype``."""
+        """Return what one slot holds for a model whose weights have ``dtype``."""
         return StateSpec.mamba(
             self.layer_pattern.count("M"),
             (self.conv_dim, self.conv_kernel - 1),
@@ -97,7 +97,7 @@ class HybridModelConfig:
         )
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """What one KV block holds for a model whose weights have ``dtype``."""
+        """Return what one KV block holds for a model whose weights have ``dtype``."""
         return KVCacheSpec(
             self.layer_pattern.count("*"), self.num_kv_heads, self.attention_head_dim, dtype
         )

@@ -1,8 +1,14 @@
-"""The scheduler: which requests take part in a step, and with how many tokens."""
+"""The scheduler: which requests take part in a step, and with how many tokens.
+
+Requests that begin alike share work that is not done yet. Of several prompts submitted together,
+one computes what they have in common. It is told to save a state where each of the others branches
+off; those may wait for it, and then resume from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from mamba_cache.context import DynamicInferenceContext, RequestStatus, Step
@@ -14,9 +20,14 @@ from mamba_cache.errors import (
     UnknownRequestError,
 )
 from mamba_cache.reference.requests import EngineRequest
-from mamba_cache.reference.waiting import branch_positions, is_worth_waiting
 
-__all__ = ["Scheduler", "check_hashable"]
+__all__ = [
+    "Scheduler",
+    "branch_positions",
+    "check_hashable",
+    "common_blocks",
+    "is_worth_waiting",
+]
 
 
 class Scheduler:
@@ -287,3 +298,54 @@ def check_hashable(request_id: object) -> None:
         hash(request_id)  # whether a tuple has a hash depends on what is in it
     except TypeError:
         raise InvalidArgumentError(f"a request id must be hashable, got {request_id!r}") from None
+
+
+def common_blocks(request: EngineRequest, other: EngineRequest) -> int:
+    """Count the leading blocks that ``request`` need not compute once ``other`` has.
+
+    Each digest names the whole prefix up to its block's end, so where one differs, all later ones
+    do: a binary search finds the first.
+    """
+    limit = min(request.reusable_blocks, len(other.digests))
+    return bisect_left(
+        range(limit), True, key=lambda block: request.digests[block] != other.digests[block]
+    )
+
+
+def branch_positions(
+    request: EngineRequest, queued: Iterable[EngineRequest], *, start: int, block_size_tokens: int
+) -> list[int]:
+    """Return where queued requests branch off one that computes from ``start`` on, ascending.
+
+    States before ``start`` cannot be saved any more, and what the request was told before is not
+    repeated. It may be among those that are queued.
+    """
+    found = {
+        common_blocks(other, request) * block_size_tokens
+        for other in queued
+        if other is not request
+    }
+    return sorted(p for p in found - request.branch_positions if p > start)
+
+
+def is_worth_waiting(
+    request: EngineRequest,
+    scheduled: Iterable[tuple[EngineRequest, int]],
+    *,
+    skip_tokens: int,
+    block_size_tokens: int,
+) -> bool:
+    """Return whether one of ``scheduled`` will save a state of a longer prefix of a queued request.
+
+    Args:
+        request: The queued request.
+        scheduled: Requests that compute a part of their prompts in this step, each with the tokens
+            that it has computed before.
+        skip_tokens: What the queued one could skip at once.
+        block_size_tokens: Tokens of a block.
+    """
+    for other, num_computed in scheduled:
+        position = common_blocks(request, other) * block_size_tokens
+        if position > max(skip_tokens, num_computed) and position in other.branch_positions:
+            return True
+    return False

@@ -7,7 +7,7 @@ scalar per head, the chunked algorithm section 6 and listing 1. With step size d
     h[t] = exp(dt[t] * A) * h[t-1] + dt[t] * x[t] (outer) B[t]
     y[t] = h[t] @ C[t]
 
-``mamba_cache.reference.ssd_naive`` computes the same one token at a time.
+``ssd_naive`` computes the same one token at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
+__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_naive", "ssd_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class ChunkLayout:
         return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, last_chunk_indices)
 
     def split(self, packed: Tensor) -> Tensor:
-        """[num_tokens, ...] to [num_chunks, chunk_size, ...]; places without a token are zero."""
+        """Bring [num_tokens, ...] to [num_chunks, chunk_size, ...]; empty places are zero."""
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
 
     def join(self, chunks: Tensor) -> Tensor:
-        """[num_chunks, chunk_size, ...] to [num_tokens, ...], the inverse of ``split``."""
+        """Undo ``split``: [num_chunks, chunk_size, ...] to [num_tokens, ...]."""
         packed = chunks.new_empty(self.num_tokens + 1, *chunks.shape[2:])
         packed[self.rows] = chunks
         return packed[:-1]
@@ -128,7 +128,7 @@ def ssd_chunk_scan(
 
 
 def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
-    """What each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
+    """Return what each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
     decay = decay.permute(0, 2, 3, 1)
     past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=b.device).tril()
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill_(~past, -torch.inf).exp_()
@@ -138,7 +138,7 @@ def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
 def _chain(
     added: Tensor, decay: Tensor, initial_states: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
-    """States at the end and at the start of every chunk, from what each chunk adds and decays."""
+    """Return states at every chunk's end and start, from what each chunk adds and decays."""
     ends, starts = torch.empty_like(added), torch.empty_like(added)
     initial = initial_states[layout.sequences]
     is_first = layout.is_first[:, None, None, None]
@@ -152,7 +152,7 @@ def _chain(
 
 
 def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: the recurrence of the module's docstring, once.
+    """Compute one token of each sequence: the recurrence of the module's docstring, once.
 
     Args:
         inputs: Of one token a sequence.
@@ -167,3 +167,28 @@ def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     dx = x * dt[..., None]
     states = states * torch.exp(dt * a)[..., None, None] + dx[..., None] * b[:, :, None]
     return torch.einsum("zhpn,zhn->zhp", states, c), states
+
+
+def ssd_naive(inputs: SSDInputs, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Scan one sequence, token by token and head by head: slow, and easy to believe.
+
+    Args:
+        inputs: Of one sequence.
+        initial_state: [heads, head_dim, state_size]; left as it is.
+
+    Returns:
+        Outputs [num_tokens, heads, head_dim], and the state after every token
+        [num_tokens, heads, head_dim, state_size].
+    """
+    x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
+    num_tokens, heads, _ = x.shape
+    outputs = torch.empty_like(x)
+    states = x.new_empty(num_tokens, *initial_state.shape)
+    for head in range(heads):
+        state, group = initial_state[head], head * b.shape[1] // heads
+        for t in range(num_tokens):
+            added = dt[t, head] * torch.outer(x[t, head], b[t, group])
+            state = torch.exp(dt[t, head] * a[head]) * state + added
+            states[t, head] = state
+            outputs[t, head] = state @ c[t, group]
+    return outputs, states

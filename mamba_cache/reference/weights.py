@@ -13,7 +13,7 @@ __all__ = ["WeightMaker", "rms_norm"]
 
 
 class WeightMaker:
-    """Draws a model's weights, the same for a seed whatever the dtype and the device.
+    """The maker of a model's weights, the same for a seed whatever the dtype and the device.
 
     Args:
         seed: Of the random generator.
@@ -27,16 +27,16 @@ class WeightMaker:
         self._generator = torch.Generator().manual_seed(seed)
 
     def linear(self, num_outputs: int, num_inputs: int) -> Tensor:
-        """[num_outputs, num_inputs] that keeps the scale of its input."""
+        """Draw [num_outputs, num_inputs] that keeps the scale of its input."""
         return self.normal(num_outputs, num_inputs, scale=1 / math.sqrt(num_inputs))
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal weights of standard deviation ``scale``."""
+        """Draw normal weights of standard deviation ``scale``."""
         drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
         return (drawn * scale).to(self.device, self.dtype)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """Uniform float64 numbers, for the caller to transform and then to narrow."""
+        """Draw uniform float64 numbers, for the caller to transform and then to narrow."""
         drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
         return (low + (high - low) * drawn).to(self.device)
 

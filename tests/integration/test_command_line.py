@@ -13,11 +13,11 @@ from sources import ROOT
 
 from mamba_cache.bench.command import BENCHMARKS
 from mamba_cache.bench.measure import Measurement
-from mamba_cache.cli import checks, demo, doctor, main
+from mamba_cache.cli import demo, doctor, main
 from mamba_cache.cli.app import run
-from mamba_cache.cli.checks import Check
-from mamba_cache.cli.model_files import load_shape
+from mamba_cache.cli.doctor import Check
 from mamba_cache.cli.output import size_text
+from mamba_cache.integrations.model_shapes import load_shape
 
 PLAN = ["plan", "nemotron-h-8b", "--memory", "80", "--shared", "2000"]
 ESCAPE = "\x1b["
@@ -352,19 +352,19 @@ def test_the_doctor_fails_only_if_something_is_wrong(call, monkeypatch):
 
 
 def test_the_doctor_knows_what_is_installed(monkeypatch):
-    here = {check.name: check.status for check in checks._versions()}
+    here = {check.name: check.status for check in doctor._versions()}
     assert (here["mamba_cache"], here["torch"], here["triton"]) == ("ok", "ok", "ok")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    [triton] = [check for check in checks._versions() if check.name == "triton"]
+    [triton] = [check for check in doctor._versions() if check.name == "triton"]
     assert (triton.status, "pip install triton" in triton.advice) == ("absent", True)
-    assert [check.status for check in checks._kernels()] == ["absent"]
-    assert {check.status for check in checks._extras()} == {"absent"}
-    assert "pip install -e '.[metrics]'" in [check.advice for check in checks._extras()][1]
+    assert [check.status for check in doctor._kernels()] == ["absent"]
+    assert {check.status for check in doctor._extras()} == {"absent"}
+    assert "pip install -e '.[metrics]'" in [check.advice for check in doctor._extras()][1]
 
 
 def test_the_doctor_compares_kernels_with_their_twins(monkeypatch):
-    monkeypatch.setattr(checks, "_KERNEL_SECONDS", None)  # however busy the machine is
-    found = list(checks._kernels())
+    monkeypatch.setattr(doctor, "_KERNEL_SECONDS", None)  # however busy the machine is
+    found = list(doctor._kernels())
     assert len(found) == 6
     assert [(check.status, check.advice) for check in found] == 6 * [("ok", "")]
 
@@ -382,22 +382,22 @@ def test_the_doctor_tells_what_became_of_kernels(monkeypatch, program, said):
     monkeypatch.setattr(
         subprocess, "run", lambda _, **options: run([sys.executable, "-c", program], **options)
     )
-    [check] = checks._kernels()
+    [check] = doctor._kernels()
     assert (check.status, said in check.detail, bool(check.advice)) == ("failed", True, True)
 
 
 def test_the_doctor_judges_hits(monkeypatch, answers):
-    monkeypatch.setattr(checks, "play", lambda: answers)
-    assert [check.status for check in checks._hits()] == ["ok"]
+    monkeypatch.setattr(doctor, "play", lambda: answers)
+    assert [check.status for check in doctor._hits()] == ["ok"]
     for broken in ({"outputs_match": False}, {"skipped_tokens": 0}):
         wrong = [dataclasses.replace(answer, **broken) for answer in answers]
-        monkeypatch.setattr(checks, "play", lambda wrong=wrong: wrong)
-        assert [check.status for check in checks._hits()] == ["failed"]
+        monkeypatch.setattr(doctor, "play", lambda wrong=wrong: wrong)
+        assert [check.status for check in doctor._hits()] == ["failed"]
 
 
 @pytest.mark.parametrize(("value", "status"), [(9, "ok"), (11, "slow")])
 def test_the_doctor_holds_decisions_to_their_limits(value, status):
-    [check] = checks._decisions(lambda: iter([Measurement("deciding", value, "us", 10)]))
+    [check] = doctor._decisions(lambda: iter([Measurement("deciding", value, "us", 10)]))
     assert (check.name, check.status, bool(check.advice)) == ("deciding", status, status == "slow")
 
 
@@ -406,15 +406,15 @@ def test_the_doctor_judges_copies_on_a_gpu(monkeypatch, ratio, status):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 * 2**30, 100 * 2**30))
     measured = [Measurement("copy", ratio, "x", detail="1 us")]
-    monkeypatch.setattr(checks, "measure_copies", lambda *_: iter(measured))
-    [check] = checks._copies()
+    monkeypatch.setattr(doctor, "measure_copies", lambda *_: iter(measured))
+    [check] = doctor._copies()
     assert (check.status, bool(check.advice)) == (status, status == "slow")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 100 * 2**30))
-    assert [check.status for check in checks._copies()] == ["absent"]
+    assert [check.status for check in doctor._copies()] == ["absent"]
 
 
 def test_copies_on_the_cpu_are_timed():
-    check = checks._cpu_copies()
+    check = doctor._cpu_copies()
     assert (check.status, "GB/s" in check.detail) == ("ok", True)
 
 

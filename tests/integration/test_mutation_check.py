@@ -10,24 +10,49 @@ from sources import ROOT
 
 pytest.importorskip("mutmut", reason="needs the extra mutation")
 
+QUEUE = "mamba_cache/_eviction_queue.py"
+
+
+def check(path: Path, test: str) -> tuple[subprocess.CompletedProcess, dict]:
+    command = ["tests/mutation", "_eviction_queue.py", "--tests", test, "--json", str(path)]
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return ran, json.loads(path.read_text(encoding="utf-8"))
+
 
 def test_mutants_that_a_test_notices_are_told_from_the_others(tmp_path: Path) -> None:
-    """One file's unit tests leave it to the property tests when the queue's heap is rebuilt."""
-    result = tmp_path / "result.json"
-    tests = "tests/unit/test_eviction_queue.py"
-    command = ["tests/mutation", "_eviction_queue.py", "--tests", tests, "--json", str(result)]
-    ran = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 1, ran.stderr
-    found = json.loads(result.read_text(encoding="utf-8"))
-    assert list(found["modules"]) == ["mamba_cache/_eviction_queue.py"]
-    assert found["modules"]["mamba_cache/_eviction_queue.py"]["killed"] > 10
-    assert {survivor["function"] for survivor in found["survivors"]} == {"EvictionQueue.push"}
+    """Survivors on lines with a comment are explained: here, when the queue's heap is rebuilt."""
+    ran, found = check(tmp_path / "result.json", "tests/unit/test_eviction_queue.py")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [counts] = found["modules"].values()
+    assert counts["killed"] > 10
+    assert counts["explained"] == len(found["survivors"]) > 0
     rebuild = "if len(self._heap) > 3 * len(self._priorities) + 16:"
-    assert rebuild in [survivor["becomes"] for survivor in found["survivors"]]
-    assert f"+ {rebuild}" in ran.stdout
+    why = {survivor["becomes"]: survivor["why"] for survivor in found["survivors"]}
+    assert why[rebuild] == "when the heap is rebuilt is a question of memory and time"
+
+
+def test_a_survivor_without_a_comment_fails_the_check(tmp_path: Path) -> None:
+    """A test of something else notices nothing, and comments explain two lines alone."""
+    ran, found = check(tmp_path / "result.json", "tests/unit/test_errors.py")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert found["modules"][QUEUE]["survived"] > found["modules"][QUEUE]["explained"] > 0
+    removed = "+ self._priorities.pop(item, )"
+    assert removed in ran.stdout
+    assert "+ if len(self._heap) > 3 * len(self._priorities) + 16:" not in ran.stdout
+
+
+def test_comments_are_read_with_the_line_that_they_explain() -> None:
+    from mutation.mutants import reasons_in  # noqa: PLC0415 - needs the extra
+
+    source = """
+a = 1  # unnoticed: one
+# unnoticed: two
+# and why that is so
+if b:  # as it was
+    c = 3
+class D:  # pragma: no cover - three
+    e = 4  # noqa: F841  # unnoticed: four
+"""
+    assert reasons_in(source) == {2: "one", 5: "two", 7: "three", 8: "four"}

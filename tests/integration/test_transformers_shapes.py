@@ -10,8 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers_rig import FAMILIES as SERVED
 from transformers_rig import make_model
 
-from mamba_cache.cli.model_shapes import shape_of
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.model_shapes import shape_of
 from mamba_cache.integrations.transformers.probe import probe
 from mamba_cache.integrations.transformers.runner import ModelRunner
 

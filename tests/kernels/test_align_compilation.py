@@ -13,7 +13,6 @@ import json, re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mamba_cache.integrations.vllm.kernels import align_columns
-from mamba_cache.integrations.vllm.kernels import regions
 
 WIDE_POINTERS = {"chunks", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
 WIDE_POINTERS |= {"num_rows", "row_strides"}
@@ -40,8 +39,7 @@ def stores(kernel, word, rows):
 
 found = {}
 aligning = ("precopy", "postcopy", "precopy_resident", "postcopy_resident", "accept", "gather")
-for kernel in (*(getattr(align_columns, f"_{name}_kernel") for name in aligning),
-               regions._regions_kernel):
+for kernel in (getattr(align_columns, f"_{name}_kernel") for name in (*aligning, "regions")):
     name = kernel.fn.__name__
     found[name] = stores(kernel, tl.int64, 64)
     found[name + " of many"] = stores(kernel, tl.int16, 1024)

@@ -1,22 +1,25 @@
 """Mutation check of the control plane: ``python tests/mutation``.
 
-Needs the extra ``mutation``. Prints Markdown, and fails if a mutant survives that
-``explained.json`` does not explain.
+Needs the extra ``mutation``. Prints Markdown, and fails if a mutant survives that no comment
+explains.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import platform
 import random
+import subprocess
 import sys
 import time
+from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mutants import Mutant, mutants_of
-from report import as_markdown, described, identity, summary
 from search import Search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,25 +47,24 @@ CHOSEN = "not all_ranks and not every_rank and not shards_join"
 def main() -> int:
     """Makes the mutants, tries them, and reports."""
     args = _parse()
-    if args.report:
-        print(as_markdown(json.loads(args.report.read_text(encoding="utf-8"))))
-        return 0
     os.chdir(ROOT)
     os.environ["HYPOTHESIS_PROFILE"] = "mutation"
-    before = json.loads(args.again.read_text(encoding="utf-8")) if args.again else None
-    mutants = _mutants(args, before)
+    mutants = [
+        mutant for name in args.paths for file in _files(name) for mutant in mutants_of(file)
+    ]
+    random.Random(args.seed).shuffle(mutants)
     search = Search(mutants, args.processes, args.seconds, args.minutes)
     began = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr):
         status = pytest.main([*_options(), *args.tests], plugins=[search])
     if status:
         return int(status)
-    result = summary(search.outcomes, ROOT, before)
+    result = _summary(search.outcomes)
     result["untried"] = len(mutants) - len(search.outcomes)
     result["minutes"] = round((time.monotonic() - began) / 60, 1)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(as_markdown(result))
+    print(_as_markdown(result))
     return int(any(survivor["why"] is None for survivor in result["survivors"]))
 
 
@@ -74,9 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20, help="of tests, at most, per mutant")
     parser.add_argument("--minutes", type=float, help="try mutants so long: a sample by chance")
     parser.add_argument("--seed", type=int, default=0, help="of the mutants' order")
-    parser.add_argument("--again", type=Path, help="result whose survivors alone to try again")
     parser.add_argument("--json", type=Path, help="file to write the result to")
-    parser.add_argument("--report", type=Path, help="print such a file as Markdown, and stop")
     return parser.parse_args()
 
 
@@ -86,18 +86,64 @@ def _options() -> list[str]:
     return [*quiet, "--seed=0", "-k", CHOSEN, *ignored]
 
 
-def _mutants(args: argparse.Namespace, before: dict[str, Any] | None) -> list[Mutant]:
-    mutants = [m for name in args.paths for file in _files(name) for m in mutants_of(file)]
-    if before is not None:
-        survivors = {identity(survivor) for survivor in before["survivors"]}
-        mutants = [mutant for mutant in mutants if identity(described(mutant, ROOT)) in survivors]
-    random.Random(args.seed).shuffle(mutants)
-    return mutants
-
-
 def _files(name: str) -> list[Path]:
     path = ROOT / "mamba_cache" / name
     return sorted(path.glob("*.py")) if path.is_dir() else [path]
+
+
+def _summary(outcomes: dict[Mutant, str]) -> dict[str, Any]:
+    """Counts outcomes by module, and lists the survivors with the reason if a comment has one."""
+    modules: dict[str, Counter[str]] = {}
+    survivors = []
+    for mutant, outcome in outcomes.items():
+        file = mutant.file.relative_to(ROOT).as_posix()
+        counts = modules.setdefault(file, Counter())
+        if outcome in ("killed", "stopped"):
+            counts["killed"] += 1
+            counts["stopped"] += outcome == "stopped"
+            continue
+        counts["explained" if mutant.why else "survived"] += 1
+        was, becomes = mutant.change()
+        place = {"file": file, "line": min(mutant.lines), "function": mutant.function}
+        survivors.append({**place, "was": was, "becomes": becomes, "why": mutant.why})
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": " ".join(["python", "tests/mutation", *sys.argv[1:]]),
+        "commit": commit,
+        "modules": dict(sorted(modules.items())),
+        "survivors": sorted(survivors, key=lambda survivor: (survivor["file"], survivor["line"])),
+    }
+
+
+def _as_markdown(result: dict[str, Any]) -> str:
+    """Tables of the modules and, if there are any, of the survivors without an explanation."""
+    lines = [
+        "| module | mutants | killed | survived | explained | score |",
+        "|---|--:|--:|--:|--:|--:|",
+        *(_row(f"`{name}`", Counter(counts)) for name, counts in result["modules"].items()),
+        _row("together", sum(map(Counter, result["modules"].values()), Counter())),
+    ]
+    whys = Counter(survivor["why"] for survivor in result["survivors"] if survivor["why"])
+    if whys:
+        lines += ["", "| survivors | why no test notices them |", "|--:|---|"]
+        lines += [f"| {count} | {why} |" for why, count in whys.most_common()]
+    unexplained = [survivor for survivor in result["survivors"] if survivor["why"] is None]
+    for survivor in unexplained:
+        lines += ["", f"{survivor['file']}:{survivor['line']} {survivor['function']}"]
+        lines += [f"    - {survivor['was']}", f"    + {survivor['becomes']}"]
+    return "\n".join(lines)
+
+
+def _row(name: str, counts: Counter[str]) -> str:
+    kinds = [counts[kind] for kind in ("killed", "survived", "explained")]
+    score = 100 * counts["killed"] / max(counts["killed"] + counts["survived"], 1)
+    return (
+        f"| {name} | " + " | ".join(f"{n:,}" for n in (sum(kinds), *kinds)) + f" | {score:.1f}% |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,11 @@
-"""Mutants: one small change each to one function, made by mutmut's operators on libcst's trees."""
+"""Mutants: one small change each to one function, made by mutmut's operators on libcst's trees.
 
+Where no test can notice a change, a comment says so: ``# unnoticed: why``, at the end of the line
+or alone on the line above. At the head of a block it stands for the block, as does the comment
+with which coverage leaves code out: ``# pragma: no cover - why``.
+"""
+
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +20,14 @@ from libcst.metadata import (
 )
 from mutmut.mutation.mutators import mutation_operators, operator_string
 
-__all__ = ["Mutant", "mutants_of"]
+__all__ = ["Mutant", "mutants_of", "reasons_in"]
 
 OPERATORS = [(kind, make) for kind, make in mutation_operators if make is not operator_string]
 TEXT = (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)
 # What stands there changes no behaviour, or runs before a function can be exchanged.
 LEFT_OUT = (*TEXT, cst.Annotation, cst.Decorator, cst.Parameters, cst.Assert)
 LEFT_OUT_CALLS = {"cast", "isinstance", "len"}  # as mutmut does
+REASON = re.compile(r"(?P<alone>^\s*)?# (?:unnoticed:|pragma: no cover -) (?P<why>.+)$")
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Mutant:
         start: Where the replaced text starts in the file.
         end: Where it ends.
         text: What stands there instead.
+        why: Why no test notices it, if a comment says so.
     """
 
     file: Path
@@ -44,6 +52,7 @@ class Mutant:
     start: int
     end: int
     text: str
+    why: str | None
 
     def code(self) -> CodeType:
         """Compiles the changed function.
@@ -71,6 +80,20 @@ class Mutant:
         return source[: self.start] + self.text + source[self.end :]
 
 
+def reasons_in(source: str) -> dict[int, str]:
+    """By line of a source: why no test notices changes there."""
+    reasons, above = {}, None
+    for number, line in enumerate(source.splitlines(), 1):
+        found = REASON.search(line)
+        if found and found["alone"] is not None:
+            above = found["why"]
+        elif not line.lstrip().startswith("#"):
+            why, above = found["why"] if found else above, None
+            if why:
+                reasons[number] = why
+    return reasons
+
+
 def mutants_of(file: Path) -> list[Mutant]:
     """Every mutant of a module's functions and methods, in the order of the file."""
     wrapper = MetadataWrapper(cst.parse_module(file.read_text(encoding="utf-8")))
@@ -88,6 +111,7 @@ class _Finder(cst.CSTVisitor):
         self._file = file
         self._module = module
         lines = module.code.splitlines(keepends=True)
+        self._reasons = reasons_in(module.code)
         self._starts = [0]
         for line in lines:
             self._starts.append(self._starts[-1] + len(line))
@@ -129,15 +153,18 @@ class _Finder(cst.CSTVisitor):
     def _add(self, node: cst.CSTNode, changed: cst.CSTNode) -> None:
         whole = self.get_metadata(WhitespaceInclusivePositionProvider, node)
         seen = self._range(node)
+        lines = frozenset({*range(seen.start.line, seen.end.line + 1), self._statements[-1]})
+        said_on = [*sorted(lines), *reversed(self._statements)]
         self.found.append(
             Mutant(
                 self._file,
                 ".".join(self._scopes),
                 self._first_line(),
-                frozenset({*range(seen.start.line, seen.end.line + 1), self._statements[-1]}),
+                lines,
                 self._starts[whole.start.line - 1] + whole.start.column,
                 self._starts[whole.end.line - 1] + whole.end.column,
                 self._module.code_for_node(changed),
+                next((self._reasons[line] for line in said_on if line in self._reasons), None),
             )
         )
 

@@ -87,6 +87,7 @@ class Search:
         """Runs each test as it is; which tests run each line."""
         files = sorted({str(mutant.file) for mutant in self._mutants})
         watch = coverage.Coverage(data_file=None, config_file=False, include=files)
+        watch.set_option("run:disable_warnings", ["no-data-collected"])  # all are uncovered then
         for number, item in enumerate(session.items):
             _show(f"{number} of {len(session.items)} tests")
             began = time.monotonic()

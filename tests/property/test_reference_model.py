@@ -8,8 +8,7 @@ from packed_steps import PlainCaches, Sequence, Work, chunk_lengths, run_step
 
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.conv import ConvLayout, causal_conv1d, causal_conv1d_step
-from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_step
-from mamba_cache.reference.ssd_naive import ssd_naive
+from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_naive, ssd_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 # (tokens before this step, tokens of this step) of each sequence.

@@ -24,7 +24,7 @@ from context_rig import (
 import mamba_cache
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
-from mamba_cache.reference.verification import verify_greedy_on_device
+from mamba_cache.reference import verify_greedy_on_device
 from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 
 SHARED = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

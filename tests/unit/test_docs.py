@@ -24,7 +24,7 @@ PAGES = [
 TABLES = runpy.run_path(str(DOCS / "figures" / "tables.py"))
 TEST_FILES = r"tests/[\w/]+\.py"
 
-EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md"]
+EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 
 
 def text_of(page: Path) -> str:

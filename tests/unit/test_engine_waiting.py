@@ -5,7 +5,7 @@ from engine_rig import BLOCK, cache_config, draw_prompt, greedy, make_engine, st
 
 from mamba_cache.context import Admission, Request, RequestStatus
 from mamba_cache.reference.requests import EngineRequest
-from mamba_cache.reference.waiting import branch_positions, common_blocks, is_worth_waiting
+from mamba_cache.reference.scheduler import branch_positions, common_blocks, is_worth_waiting
 
 
 @pytest.fixture

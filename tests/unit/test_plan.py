@@ -7,13 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.cli.built_in import BUILT_IN
-from mamba_cache.cli.model_files import load_shape
-from mamba_cache.cli.model_shapes import ModelShape
-from mamba_cache.cli.planning import GpuMemory, Workload, make_plan, suggest_block_size
+from mamba_cache.cli.plan import GpuMemory, Workload, make_plan, suggest_block_size
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import CapturedExtractions, DynamicInferenceContext, Request
 from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
 from mamba_cache.states import KVCacheSpec, StateSpec
 
 GIB = 2**30

@@ -13,8 +13,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.attention import AttentionLayer
 from mamba_cache.reference.mamba import Mamba2Layer
-from mamba_cache.reference.ssd import SSDInputs
-from mamba_cache.reference.ssd_naive import ssd_naive
+from mamba_cache.reference.ssd import SSDInputs, ssd_naive
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

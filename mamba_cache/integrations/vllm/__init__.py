@@ -1,6 +1,12 @@
 """The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode."""
 
-from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers, MambaSpecDecodeGPUContext
+from mamba_cache.integrations.vllm.align_on_gpu import (
+    MambaBuffers,
+    MambaSpecDecodeGPUContext,
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
+)
 from mamba_cache.integrations.vllm.align_on_host import (
     cleanup_mamba_state_idx,
     postprocess_mamba,
@@ -15,11 +21,6 @@ from mamba_cache.integrations.vllm.copy_specs import (
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
     get_temporal_copy_spec,
-)
-from mamba_cache.integrations.vllm.gpu_staging import (
-    stage_mamba_state_idx_to_gpu,
-    stage_postprocess_inputs_to_gpu,
-    stage_postprocess_metadata_to_gpu,
 )
 from mamba_cache.integrations.vllm.hybrid_model_state import (
     MambaHybridAttnMetadata,

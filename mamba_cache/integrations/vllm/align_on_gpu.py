@@ -1,6 +1,6 @@
-"""Align mode on the GPU, without waiting for it: ``MambaSpecDecodeGPUContext``."""
+"""Align mode on the GPU, without waiting for it: ``MambaSpecDecodeGPUContext``, and its inputs."""
 
-# An engine gives these methods all that it has, by position.
+# An engine gives these functions all that it has, by position.
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -12,22 +12,27 @@ from typing import Any
 import torch
 
 from mamba_cache._lasting import lasting
-from mamba_cache.integrations.vllm._backend import kernels_for
-from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, wait_until_sent
 from mamba_cache.integrations.vllm.copy_specs import describe_states
-from mamba_cache.integrations.vllm.kernels.plain import (
-    check_moves,
-    decide_postcopy,
-    decide_postcopy_resident,
-    decide_precopy,
-    decide_precopy_resident,
-)
+from mamba_cache.integrations.vllm.kernels import kernels_for, plain
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
-from mamba_cache.integrations.vllm.protocols import HostDeviceBuffer, KVCacheConfig, MakeBuffer
+from mamba_cache.integrations.vllm.protocols import (
+    HostDeviceBuffer,
+    KVCacheConfig,
+    MakeBuffer,
+    SchedulerOutput,
+)
 from mamba_cache.integrations.vllm.state_table import StateTable
 from mamba_cache.states import CopyBackend
 
-__all__ = ["MambaBuffers", "MambaSpecDecodeGPUContext"]
+__all__ = [
+    "MambaBuffers",
+    "MambaSpecDecodeGPUContext",
+    "stage_mamba_state_idx_to_gpu",
+    "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
+]
 
 
 @dataclass(slots=True)
@@ -115,7 +120,7 @@ class MambaSpecDecodeGPUContext:
         mamba_state_copy_funcs: Sequence[Callable[..., Any]],
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """Learns where the states and block tables lie; every later call does nothing.
+        """Learn where the states and block tables lie; every later call does nothing.
 
         Args:
             kv_cache_config: Names the layers of each group.
@@ -160,19 +165,16 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = (
+        self._run(
+            "postcopy_columns",
+            num_reqs,
             num_accepted_tokens_gpu,
             mamba_state_idx_gpu,
             num_scheduled_tokens_gpu,
             num_computed_tokens_gpu,
             num_draft_tokens_gpu,
+            self.num_accepted_tokens_out,
         )
-        if self.check_columns:
-            check_moves(self.table, decide_postcopy(num_reqs, *inputs, self.table.block_size))
-        kernels = kernels_for(self.backend, self.table.device)
-        kernels.postcopy_columns(self.table, num_reqs, *inputs, self.num_accepted_tokens_out)
 
     def run_fused_precopy(
         self,
@@ -194,12 +196,8 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was copied.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping
-        if self.check_columns:
-            check_moves(self.table, decide_precopy(*inputs))
-        kernels_for(self.backend, self.table.device).precopy_columns(self.table, *inputs)
+        columns = state_idx_gpu, src_col_gpu
+        self._run("precopy_columns", num_reqs, *columns, token_bias_gpu, idx_mapping)
 
     def run_resident_precopy(
         self,
@@ -230,20 +228,17 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
-        if not num_reqs or not self.is_initialized:
-            return
-        inputs = (
+        self._run(
+            "precopy_resident",
             num_reqs,
             idx_mapping,
             query_start_loc,
             num_computed_tokens_gpu,
             num_accepted_tokens_gpu,
             state_idx_gpu,
-        )
-        if self.check_columns:
-            check_moves(self.table, decide_precopy_resident(*inputs, self.table.block_size))
-        kernels_for(self.backend, self.table.device).precopy_resident(
-            self.table, *inputs, src_col_gpu, token_bias_gpu, accepted_by_row
+            src_col_gpu,
+            token_bias_gpu,
+            accepted_by_row,
         )
 
     def run_resident_postprocess(
@@ -267,25 +262,18 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
-        if not len(idx_mapping) or not self.is_initialized:
+        accepted, columns = num_accepted_tokens_gpu, state_idx_gpu
+        inputs = idx_mapping, num_sampled, accepted, columns, num_computed_tokens_gpu
+        self._run("postcopy_resident", *inputs)
+
+    def _run(self, name: str, rows: int | torch.Tensor, *inputs: Any) -> None:
+        """Launch one of the kernels; ``rows`` is how many there are, or a tensor of as many."""
+        num_reqs = rows if isinstance(rows, int) else len(rows)
+        if not num_reqs or not self.is_initialized:
             return
         if self.check_columns:
-            moves = decide_postcopy_resident(
-                idx_mapping,
-                num_sampled,
-                state_idx_gpu,
-                num_computed_tokens_gpu,
-                self.table.block_size,
-            )
-            check_moves(self.table, moves)
-        kernels_for(self.backend, self.table.device).postcopy_resident(
-            self.table,
-            idx_mapping,
-            num_sampled,
-            num_accepted_tokens_gpu,
-            state_idx_gpu,
-            num_computed_tokens_gpu,
-        )
+            getattr(plain, name)(self.table, rows, *inputs, only_checks=True)
+        getattr(kernels_for(self.backend, self.table.device), name)(self.table, rows, *inputs)
 
 
 @dataclass(slots=True)
@@ -330,3 +318,102 @@ class MambaBuffers:
             max_num_reqs, kv_cache_config, len(copy_funcs), device, make_buffer
         )
         return cls(preprocess, context)
+
+
+def stage_mamba_state_idx_to_gpu(
+    mamba_state_idx: Mapping[str, int],
+    req_ids: Sequence[str],
+    num_reqs: int,
+    gpu_buf: HostDeviceBuffer,
+) -> None:
+    """Bring the running columns of the first ``num_reqs`` requests to the device.
+
+    Args:
+        mamba_state_idx: Running column of each request, as ``preprocess_mamba`` leaves it.
+        req_ids: Requests in batch order.
+        num_reqs: How many of them.
+        gpu_buf: Written: one entry for each request.
+
+    Raises:
+        UnknownRequestError: A request has no running column. Nothing was written.
+        InvalidArgumentError: The buffer is too small.
+    """
+    staged = req_ids[:num_reqs]
+    missing = [req_id for req_id in staged if req_id not in mamba_state_idx]
+    if missing:
+        raise UnknownRequestError(
+            f"mamba_state_idx must have every request of the batch, but has none of {missing}: "
+            "preprocess_mamba comes first"
+        )
+    _stage(gpu_buf, [mamba_state_idx[req_id] for req_id in staged])
+
+
+def stage_postprocess_metadata_to_gpu(
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, Any],
+    num_scheduled_tokens_buf: HostDeviceBuffer,
+    num_computed_tokens_buf: HostDeviceBuffer,
+    num_draft_tokens_buf: HostDeviceBuffer,
+) -> None:
+    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+
+    Args:
+        scheduler_output: What the step computes.
+        req_ids: Requests in batch order.
+        num_reqs: How many of them.
+        requests: The running requests by id.
+        num_scheduled_tokens_buf: Written.
+        num_computed_tokens_buf: Written.
+        num_draft_tokens_buf: Written.
+
+    Raises:
+        UnknownRequestError: A request is not scheduled or not known. Nothing was written.
+        InvalidArgumentError: A buffer is too small.
+    """
+    staged = req_ids[:num_reqs]
+    scheduled, drafts = (
+        scheduler_output.num_scheduled_tokens,
+        scheduler_output.scheduled_spec_decode_tokens,
+    )
+    unknown = [req_id for req_id in staged if req_id not in scheduled or req_id not in requests]
+    if unknown:
+        raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
+    _stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
+    _stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
+    _stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
+
+
+def stage_postprocess_inputs_to_gpu(
+    ctx: MambaSpecDecodeGPUContext,
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, Any],
+    mamba_state_idx: Mapping[str, int],
+) -> None:
+    """Bring all that ``run_fused_postprocess`` reads to the buffers of ``ctx``.
+
+    Raises:
+        UnknownRequestError: As in the two functions above.
+        InvalidArgumentError: As in the two functions above.
+    """
+    stage_mamba_state_idx_to_gpu(mamba_state_idx, req_ids, num_reqs, ctx.mamba_state_idx_buf)
+    stage_postprocess_metadata_to_gpu(
+        scheduler_output,
+        req_ids,
+        num_reqs,
+        requests,
+        ctx.num_scheduled_tokens_buf,
+        ctx.num_computed_tokens_buf,
+        ctx.num_draft_tokens_buf,
+    )
+
+
+def _stage(buffer: HostDeviceBuffer, values: Sequence[int]) -> None:
+    if len(values) > len(buffer.np):
+        raise InvalidArgumentError(f"the buffer holds {len(buffer.np)} requests, got {len(values)}")
+    wait_until_sent(buffer)
+    buffer.np[: len(values)] = values
+    buffer.copy_to_gpu(len(values))

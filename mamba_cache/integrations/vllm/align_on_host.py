@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
-from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.align_on_gpu import MambaBuffers
 from mamba_cache.integrations.vllm.column_moves import (
     StateMove,
@@ -24,6 +23,7 @@ from mamba_cache.integrations.vllm.column_moves import (
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, Region
 from mamba_cache.integrations.vllm.copy_specs import StateMemory, describe_states
+from mamba_cache.integrations.vllm.kernels import kernels_for
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
     CacheSettings,
@@ -43,17 +43,10 @@ __all__ = [
 _CopyFuncs: TypeAlias = "Sequence[Callable[..., Any]]"
 
 
-class _Copies(NamedTuple):
-    """Checked copies, and the tensors that keep their memory alive."""
-
-    regions: list[Region]
-    memories: list[StateMemory]
-
-
 def cleanup_mamba_state_idx(
     scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[str, int]
 ) -> None:
-    """Forgets the running columns of requests that are finished, preempted or resumed.
+    """Forget the running columns of requests that are finished, preempted or resumed.
 
     A forced preemption shows up only among the resumed requests.
 
@@ -88,7 +81,7 @@ def preprocess_mamba(
         cache_config: The engine's cache settings.
         mamba_state_idx: Running column of each request; brought up to this step.
         input_batch: The batch. Accepted counts become 1 where a state was copied.
-        requests: ``RequestState`` by id.
+        requests: The running requests by id.
         forward_context: The layers by name.
         mamba_state_copy_funcs: What each kind of state is.
         copy_bufs: Where the copies are listed.
@@ -148,7 +141,7 @@ def postprocess_mamba(
         kv_cache_config: Names the layers of each group.
         cache_config: The engine's cache settings.
         input_batch: The batch. Accepted counts become 1 where a state was shifted in its column.
-        requests: ``RequestState`` by id, as before the step.
+        requests: The running requests by id, as before the step.
         mamba_state_idx: Running column of each request.
         num_spec_tokens: Drafts of a full step.
         num_reqs: Requests that "all" mode looks at.
@@ -190,19 +183,13 @@ def postprocess_mamba_all(
     num_spec_tokens: int,
     num_reqs: int,
 ) -> None:
-    """Remembers the last column that each decoding request has written, in "all" mode.
+    """Remember the last column that each decoding request has written, in "all" mode.
 
     Kernels write all columns in place then, so nothing is copied. A request that did not verify a
     full set of drafts is forgotten.
 
-    Args:
-        scheduler_output: What the step computed.
-        kv_cache_config: Names the layers of each group.
-        input_batch: The batch.
-        requests: ``RequestState`` by id, as before the step.
-        mamba_state_idx: Last column of each request; changed.
-        num_spec_tokens: Drafts of a full step. Without any nothing is done.
-        num_reqs: How many requests of the batch are looked at.
+    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
+    each request. Without ``num_spec_tokens`` nothing is done.
 
     Raises:
         InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
@@ -314,11 +301,11 @@ def _plan_copies(
     states: tuple[KVCacheConfig, Mapping[str, Any], _CopyFuncs],
     input_batch: InputBatch,
     requests: Mapping[str, Any],
-) -> _Copies | None:
+) -> list[Region]:
     """Check the moves of requests by batch index, and return where their bytes go."""
     real = {index: move for index, move in moves.items() if not move.is_empty}
     if not real:
-        return None
+        return []
     kv_cache_config, forward_context, copy_funcs = states
     group_ids = copy_bufs.mamba_group_ids
     memories = describe_states(kv_cache_config, group_ids, forward_context, copy_funcs)
@@ -329,7 +316,7 @@ def _plan_copies(
         for memory in memories:
             regions += _regions(memory, by_group[memory.group], move, req_id)
     copy_bufs.check_room(len(regions))
-    return _Copies(regions, memories)
+    return regions
 
 
 def _regions(
@@ -358,8 +345,7 @@ def _regions(
         )
 
 
-def _launch(copies: _Copies | None, copy_bufs: MambaCopyBuffers) -> None:
-    if copies and copies.regions:
-        copy_bufs.fill(copies.regions)
-        device = copies.memories[0].blocks.device
-        kernels_for(copy_bufs.backend, device).copy_regions(copy_bufs)
+def _launch(regions: list[Region], copy_bufs: MambaCopyBuffers) -> None:
+    if regions:
+        copy_bufs.fill(regions)
+        kernels_for(copy_bufs.backend, copy_bufs.sizes.gpu.device).copy_regions(copy_bufs)

@@ -47,7 +47,7 @@ class CpuGpuBuffer:
         self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueues the copy of the first ``n`` elements, or of all.
+        """Enqueue the copy of the first ``n`` elements, or of all.
 
         The host side must not change before the copy is done: see ``wait``.
 
@@ -146,16 +146,10 @@ class MambaCopyBuffers:
         groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in group_ids]
         num_layers = sum(len(group.layer_names) for group in groups)
         count = max_num_reqs * num_layers * len(copy_funcs)
-        return cls(
-            src_ptrs=make_buffer(count, dtype=torch.int64),
-            dst_ptrs=make_buffer(count, dtype=torch.int64),
-            sizes=make_buffer(count, dtype=torch.int64),
-            num_rows=make_buffer(count, dtype=torch.int64),
-            row_strides=make_buffer(count, dtype=torch.int64),
-            piece_bytes=make_buffer(count, dtype=torch.int64),
-            mamba_group_ids=group_ids,
-            mamba_spec=spec,
+        one, two, three, four, five, six = (
+            make_buffer(count, dtype=torch.int64) for _ in Region._fields
         )
+        return cls(one, two, three, four, five, six, group_ids, spec)
 
     @property
     def columns(self) -> tuple[HostDeviceBuffer, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,9 @@ class StateMemory:
 def get_conv_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a conv state in SD layout after ``num_accepted_tokens``.
+    """Return what is read of a conv window in SD layout after ``num_accepted_tokens``.
 
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window.
 
     Args:
         state: [blocks, W, dim].
@@ -126,32 +126,14 @@ def get_conv_copy_spec(
 def get_conv_copy_spec_ds(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a conv state in DS layout after ``num_accepted_tokens``.
-
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a conv window of that layout.
-
-    Args:
-        state: [blocks, dim, W].
-        block_ids: Physical block of each column.
-        cur_block_idx: The running column.
-        num_accepted_tokens: Accepted tokens, the first one included.
-    """
+    """Do the same for a conv window in DS layout: ``state`` is [blocks, dim, W]."""
     return _read(get_conv_copy_spec_ds, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
 def get_temporal_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Says what is read of a temporal (SSM) state after ``num_accepted_tokens``.
-
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is a temporal one.
-
-    Args:
-        state: [blocks, ...].
-        block_ids: Physical block of each column.
-        cur_block_idx: The running column.
-        num_accepted_tokens: Accepted tokens, the first one included.
-    """
+    """Do the same for a temporal (SSM) state: ``state`` is [blocks, ...]."""
     return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
@@ -175,15 +157,7 @@ def describe_states(
         InvalidArgumentError: A copy function is unknown, a layer has fewer states than there are
             functions, or a block is not contiguous.
     """
-    return list(_walk_states(kv_cache_config, group_ids, forward_context, copy_funcs))
-
-
-def _walk_states(
-    kv_cache_config: KVCacheConfig,
-    group_ids: Sequence[int],
-    forward_context: Mapping[str, Any],
-    copy_funcs: Sequence[Callable[..., Any]],
-) -> Iterator[StateMemory]:
+    memories = []
     for group, group_id in enumerate(group_ids):
         for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
             states = forward_context[name].kv_cache
@@ -193,7 +167,8 @@ def _walk_states(
                     f"got {len(states)} in {name!r}"
                 )
             for state, copy_func in zip(states, copy_funcs, strict=False):
-                yield _describe(state, copy_func, group)
+                memories.append(_describe(state, copy_func, group))
+    return memories
 
 
 def _read(

@@ -14,10 +14,10 @@ import torch
 
 from mamba_cache._lasting import lasting
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm._backend import kernels_for
 from mamba_cache.integrations.vllm.align_on_gpu import MambaSpecDecodeGPUContext
 from mamba_cache.integrations.vllm.column_moves import previous_column
 from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer
+from mamba_cache.integrations.vllm.kernels import kernels_for
 from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
 from mamba_cache.integrations.vllm.protocols import (
     EngineConfig,
@@ -154,7 +154,7 @@ class MambaHybridModelState:
         kv_cache_config: KVCacheConfig,
         num_computed_tokens: torch.Tensor,
     ) -> None:
-        """Brings the states to the columns that the forward will read, before ``prepare_attn``.
+        """Bring the states to the columns that the forward will read, before ``prepare_attn``.
 
         Accepted counts become 1 where a state changes its column. Not for dummy batches.
 

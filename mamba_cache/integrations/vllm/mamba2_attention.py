@@ -174,7 +174,7 @@ class Mamba2AttentionMetadataBuilder:
         num_computed_tokens_p_cpu: torch.Tensor,
         query_start_loc_p_cpu: torch.Tensor,
     ) -> tuple[list[int], list[int], list[int]]:
-        """Cuts prefills at multiples of the chunk size counted from each sequence's own start.
+        """Cut prefills at multiples of the chunk size counted from each sequence's own start.
 
         Args:
             num_prefills: Sequences.
@@ -205,6 +205,7 @@ class Mamba2AttentionMetadataBuilder:
         cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
             starts_cpu.numpy(), computed, self.chunk_size
         )
+        # unnoticed: only a GPU is not waited for
         metadata.query_start_loc_p = starts.to(self.device, torch.int32, non_blocking=True)
         metadata.num_computed_tokens_p = self._to_device(computed)
         metadata.has_initial_states_p = metadata.num_computed_tokens_p > 0
@@ -222,6 +223,7 @@ class Mamba2AttentionMetadataBuilder:
         block_size = self.kv_cache_spec.block_size
         last = np.maximum(-(-(computed + lengths) // block_size) - 1, 0)
         read = np.maximum(-(-computed // block_size) - 1, 0)
+        # unnoticed: what goes to the device is truncated to integers
         return tuple(map(self._to_device, (last, computed // block_size, read)))  # type: ignore[return-value]
 
     def _state_indices(self, batch: CommonAttentionMetadata) -> torch.Tensor:
@@ -244,7 +246,7 @@ class Mamba2AttentionMetadataBuilder:
         tensor = torch.from_numpy(array.astype(np.int32))
         if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
             tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=True)  # unnoticed: only a GPU is not waited for
 
 
 class Mamba2AttentionBackend:

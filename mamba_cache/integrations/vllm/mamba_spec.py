@@ -12,13 +12,7 @@ from mamba_cache.integrations.vllm.protocols import KVCacheConfig, StateSpecView
 
 __all__ = ["MambaSpec", "get_mamba_groups"]
 
-_SPEC_FIELDS = (
-    "block_size",
-    "num_speculative_blocks",
-    "shapes",
-    "dtypes",
-    "mamba_cache_mode",
-)
+_SPEC_FIELDS = ("block_size", "num_speculative_blocks", "shapes", "dtypes", "mamba_cache_mode")
 _SHARED_FIELDS = ("block_size", "num_speculative_blocks", "mamba_cache_mode")
 
 

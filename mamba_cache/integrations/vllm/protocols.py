@@ -1,4 +1,10 @@
-"""What is read of vLLM's own objects, as Protocols with the attribute names that they have."""
+"""What is read of vLLM's own objects, as Protocols with the attribute names that they have.
+
+Of a running request two attributes are read: ``num_computed_tokens``, the tokens whose effect is in
+the state before the step, and ``block_ids``, by KV cache group the physical block ids, one for each
+column. Of a layer of the forward context one: ``kv_cache``, a tensor for each kind of state, the
+first axis being the physical block.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +14,18 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
-    "BlockTable",
     "CacheSettings",
-    "CachedRequests",
     "EngineConfig",
     "HostDeviceBuffer",
     "HybridModel",
     "InputBatch",
     "KVCacheConfig",
-    "KVCacheGroup",
     "MakeBuffer",
     "NewRequest",
-    "RequestState",
     "ResidentBatch",
     "SchedulerOutput",
-    "StateLayer",
     "StateSpecView",
 ]
-
-
-class CachedRequests(Protocol):
-    """Requests of a step that the engine has scheduled before."""
-
-    resumed_req_ids: Iterable[str]
 
 
 class SchedulerOutput(Protocol):
@@ -39,26 +34,10 @@ class SchedulerOutput(Protocol):
     finished_req_ids: Iterable[str]
     preempted_req_ids: Iterable[str] | None
     scheduled_cached_reqs: Any
-    """A ``CachedRequests``. A forced preemption shows up only among its resumed requests."""
+    """``resumed_req_ids``; a forced preemption shows up only among these."""
     num_scheduled_tokens: Mapping[str, int]
     scheduled_spec_decode_tokens: Mapping[str, Sequence[Any]]
     """Drafts of each request that has any."""
-
-
-class RequestState(Protocol):
-    """One running request."""
-
-    num_computed_tokens: int
-    """Tokens whose effect is in the state before the step."""
-    block_ids: Any
-    """By KV cache group: physical block ids, one for each column."""
-
-
-class BlockTable(Protocol):
-    """The block table of one KV cache group."""
-
-    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
-        """Return the first ``num_reqs`` rows, [num_reqs, columns] int32 on the device."""
 
 
 class InputBatch(Protocol):
@@ -68,7 +47,8 @@ class InputBatch(Protocol):
     num_accepted_tokens_cpu: Any
     """Writable ints, one for each request: accepted tokens of the last step, at least 1."""
     block_table: Any
-    """By KV cache group: a ``BlockTable``."""
+    """By KV cache group: ``get_device_tensor(num_reqs)`` returns the first rows of its block table,
+    [num_reqs, columns] int32 on the device."""
 
 
 class StateSpecView(Protocol):
@@ -87,18 +67,11 @@ class StateSpecView(Protocol):
         """Where states are kept: "none", "align" or "all"."""
 
 
-class KVCacheGroup(Protocol):
-    """Layers that share a block table."""
-
-    layer_names: Sequence[str]
-    kv_cache_spec: Any
-
-
 class KVCacheConfig(Protocol):
     """All KV cache groups of a model."""
 
     kv_cache_groups: Any
-    """A sequence of ``KVCacheGroup``."""
+    """Each with the ``layer_names`` that share a block table, and their ``kv_cache_spec``."""
 
 
 class CacheSettings(Protocol):
@@ -106,13 +79,6 @@ class CacheSettings(Protocol):
 
     enable_prefix_caching: bool
     mamba_cache_mode: str
-
-
-class StateLayer(Protocol):
-    """A layer of the engine's forward context."""
-
-    kv_cache: Sequence[torch.Tensor]
-    """One tensor for each kind of state, the first axis being the physical block."""
 
 
 class HostDeviceBuffer(Protocol):
@@ -123,11 +89,11 @@ class HostDeviceBuffer(Protocol):
     gpu: torch.Tensor
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueues the copy of the first ``n`` elements, or of all; returns them on the device."""
+        """Enqueue the copy of the first ``n`` elements, or of all; return them on the device."""
 
 
 class MakeBuffer(Protocol):
-    """Makes a buffer of ``n`` elements."""
+    """What makes a buffer of ``n`` elements."""
 
     def __call__(self, n: int, *, dtype: torch.dtype) -> Any:
         """Return a ``HostDeviceBuffer``."""

@@ -1,4 +1,4 @@
-"""The Triton kernels of align mode: each decides and copies in one launch.
+"""The Triton kernels of align mode: they copy what the host lists, or decide and copy themselves.
 
 Every program of a fused kernel makes the same decisions for the whole batch, then takes its share
 of the tiles of all moves. So a step in which nothing moves costs a launch of few programs, and a
@@ -11,17 +11,27 @@ single move is spread over the whole chip.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from mamba_cache.integrations.vllm.kernels.copy_states import NUM_TURNS, WORDS, copy_moves
-from mamba_cache.integrations.vllm.state_table import StateTable
+from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
+from mamba_cache.integrations.vllm.kernels.copy_states import (
+    NUM_TURNS,
+    WORDS,
+    copy_bytes,
+    copy_moves,
+    shift_rows,
+)
+from mamba_cache.integrations.vllm.state_table import TILE_BYTES, StateTable
 
 __all__ = [
     "accept_tokens",
+    "copy_regions",
     "gather_accepted",
     "postcopy_columns",
     "postcopy_resident",
@@ -31,6 +41,9 @@ __all__ = [
 
 _PROGRAMS_PER_SM = 12
 _NUM_WARPS = 1
+_PROGRAMS_PER_REGION = 64
+_REGION_WARPS = 4
+_TILE_BYTES = tl.constexpr(TILE_BYTES)
 # Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
 _FEWEST_ROWS = 64
 _ANY_VALUE = [
@@ -58,10 +71,25 @@ _TURNS_OF_INTERPRETER = 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _regions_kernel(  # type: ignore[no-untyped-def]
+    sources, destinations, sizes, num_rows, row_strides, piece_bytes, WORD: tl.constexpr
+) -> None:
+    entry, part, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    source, destination = tl.load(sources + entry), tl.load(destinations + entry)
+    size, piece = tl.load(sizes + entry), tl.load(piece_bytes + entry)
+    if piece > 0:
+        rows, row_stride = tl.load(num_rows + entry), tl.load(row_strides + entry)
+        shift_rows(source, destination, size, rows, row_stride, piece, part, num_parts, WORD)
+    else:
+        for tile in range(part, tl.cdiv(size, _TILE_BYTES), num_parts):
+            copy_bytes(source, destination, size, tile, WORD)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _align(  # type: ignore[no-untyped-def]
     num_running, num_accepted, is_real, BLOCK_SIZE: tl.constexpr
 ):
-    """Decides as ``plan_alignment``: which rows move, to which column, by how many drafts."""
+    """Decide as ``plan_alignment``: which rows move, to which column, by how many drafts."""
     aligned = (num_running + num_accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
     moves = is_real & (aligned >= num_running) & (aligned > 0)
     return moves, aligned // BLOCK_SIZE - 1, aligned - num_running
@@ -249,6 +277,17 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     slots = _load_slots(idx_mapping, rows, num_reqs)
     accepted = tl.load(num_accepted + slots, mask=slots >= 0, other=1)
     tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
+
+
+def copy_regions(buffers: MambaCopyBuffers) -> None:
+    """Copy the first ``offset`` regions of ``buffers`` in one launch."""
+    count = buffers.offset
+    values = np.concatenate([buffer.np[:count] for buffer in buffers.columns])
+    word_bytes = math.gcd(8, int(np.gcd.reduce(values)))
+    columns = [buffer.copy_to_gpu(count) for buffer in buffers.columns]
+    programs = _PROGRAMS_PER_REGION if columns[0].is_cuda else _PROGRAMS_OF_INTERPRETER
+    with torch.cuda.device(columns[0].get_device()):
+        _regions_kernel[count, programs](*columns, WORD=WORDS[word_bytes], num_warps=_REGION_WARPS)
 
 
 def precopy_columns(

@@ -1,6 +1,7 @@
 """The kernels' twins in plain Python: each function decides, checks, then copies.
 
-They read the inputs of decisions on the host, so they serve the CPU, and as a reference.
+They read the inputs of decisions on the host, so they serve the CPU, and as a reference. Where a
+GPU is to copy, ``only_checks`` leaves it at the first two.
 """
 
 # The launchers of the kernels take the same arguments in the same order.
@@ -22,18 +23,11 @@ from mamba_cache.integrations.vllm.column_moves import (
     running_column,
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
-from mamba_cache.integrations.vllm.copy_specs import StateMemory
 from mamba_cache.integrations.vllm.state_table import StateTable
 
 __all__ = [
-    "RowMove",
     "accept_tokens",
-    "check_moves",
     "copy_regions",
-    "decide_postcopy",
-    "decide_postcopy_resident",
-    "decide_precopy",
-    "decide_precopy_resident",
     "gather_accepted",
     "postcopy_columns",
     "postcopy_resident",
@@ -42,14 +36,8 @@ __all__ = [
 ]
 
 
-class RowMove(NamedTuple):
-    """A move of the request in one row of the block tables.
-
-    Attributes:
-        row: The row.
-        slot: The request's entry in per-request arrays.
-        move: The columns.
-    """
+class _RowMove(NamedTuple):
+    """A move of the request in one row of the block tables, and the request's slot."""
 
     row: int
     slot: int
@@ -64,22 +52,6 @@ def copy_regions(buffers: MambaCopyBuffers) -> None:
             ctypes.memmove(destination + row * row_stride, source + row * row_stride, size)
 
 
-def decide_precopy(
-    num_reqs: int,
-    state_idx: torch.Tensor,
-    source_columns: torch.Tensor,
-    token_bias: torch.Tensor,
-    idx_mapping: torch.Tensor | None,
-) -> list[RowMove]:
-    """Return the moves of ``precopy_columns``."""
-    sources, columns, bias = (t.tolist() for t in (source_columns, state_idx, token_bias))
-    planned = (
-        (row, slot, plan_migration(sources[slot], columns[slot], bias[slot] + 1))
-        for row, slot in _rows(num_reqs, idx_mapping)
-    )
-    return [RowMove(row, slot, move) for row, slot, move in planned if move]
-
-
 def precopy_columns(
     table: StateTable,
     num_reqs: int,
@@ -87,26 +59,19 @@ def precopy_columns(
     source_columns: torch.Tensor,
     token_bias: torch.Tensor,
     idx_mapping: torch.Tensor | None,
+    *,
+    only_checks: bool = False,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
-    moves = decide_precopy(num_reqs, state_idx, source_columns, token_bias, idx_mapping)
-    check_moves(table, moves)
-    _copy(table, moves)
-
-
-def decide_precopy_resident(
-    num_reqs: int,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    block_size: int,
-) -> list[RowMove]:
-    """Return the moves of ``precopy_resident``."""
-    inputs = (query_start_loc, num_computed, num_accepted, state_idx, block_size)
-    steps = _steps(num_reqs, idx_mapping, *inputs)
-    return [step for step in steps if step.move.source >= 0 and not step.move.stays]
+    sources, columns, bias = (t.tolist() for t in (source_columns, state_idx, token_bias))
+    planned = (
+        (row, slot, plan_migration(sources[slot], columns[slot], bias[slot] + 1))
+        for row, slot in _rows(num_reqs, idx_mapping)
+    )
+    moves = [_RowMove(row, slot, move) for row, slot, move in planned if move]
+    _check_moves(table, moves)
+    if not only_checks:
+        _copy(table, moves)
 
 
 def precopy_resident(
@@ -120,12 +85,20 @@ def precopy_resident(
     source_columns: torch.Tensor,
     token_bias: torch.Tensor,
     accepted_by_row: torch.Tensor,
+    *,
+    only_checks: bool = False,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
-    inputs = (query_start_loc, num_computed, num_accepted, state_idx, table.block_size)
-    steps = _steps(num_reqs, idx_mapping, *inputs)
-    moves = decide_precopy_resident(num_reqs, idx_mapping, *inputs)
-    check_moves(table, moves)
+    starts, computed = query_start_loc.tolist(), num_computed.tolist()
+    steps = []
+    for row, slot in _rows(num_reqs, idx_mapping):
+        column = running_column(computed[slot], starts[row + 1] - starts[row], table.block_size)
+        bias = max(int(num_accepted[slot]) - 1, 0)
+        steps.append(_RowMove(row, slot, StateMove(int(state_idx[slot]), column, bias)))
+    moves = [step for step in steps if step.move.source >= 0 and not step.move.stays]
+    _check_moves(table, moves)
+    if only_checks:
+        return
     for _, slot, move in steps:
         source_columns[slot] = move.source
         token_bias[slot] = move.bias
@@ -134,26 +107,6 @@ def precopy_resident(
         num_accepted[slot] = 1
     gather_accepted(idx_mapping[:num_reqs], num_accepted, accepted_by_row)
     _copy(table, moves)
-
-
-def decide_postcopy(
-    num_reqs: int,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    num_scheduled: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_drafts: torch.Tensor,
-    block_size: int,
-) -> list[RowMove]:
-    """Return the moves of ``postcopy_columns``."""
-    inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts)
-    planned = (
-        (row, plan_alignment(computed + scheduled - drafts, accepted, column, block_size))
-        for row, (accepted, column, scheduled, computed, drafts) in enumerate(
-            zip(*(tensor[:num_reqs].tolist() for tensor in inputs), strict=True)
-        )
-    )
-    return [RowMove(row, row, move) for row, move in planned if move]
 
 
 def postcopy_columns(
@@ -165,33 +118,24 @@ def postcopy_columns(
     num_computed: torch.Tensor,
     num_drafts: torch.Tensor,
     num_accepted_out: torch.Tensor,
+    *,
+    only_checks: bool = False,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts)
-    moves = decide_postcopy(num_reqs, *inputs, table.block_size)
-    check_moves(table, moves)
+    planned = (
+        (row, plan_alignment(computed + scheduled - drafts, accepted, column, table.block_size))
+        for row, (accepted, column, scheduled, computed, drafts) in enumerate(
+            zip(*(tensor[:num_reqs].tolist() for tensor in inputs), strict=True)
+        )
+    )
+    moves = [_RowMove(row, row, move) for row, move in planned if move]
+    _check_moves(table, moves)
+    if only_checks:
+        return
     num_accepted_out[:num_reqs] = num_accepted[:num_reqs]
     _accept_one_where_it_stays(num_accepted_out, moves)
     _copy(table, moves)
-
-
-def decide_postcopy_resident(
-    idx_mapping: torch.Tensor,
-    num_sampled: torch.Tensor,
-    state_idx: torch.Tensor,
-    num_computed: torch.Tensor,
-    block_size: int,
-) -> list[RowMove]:
-    """Return the moves of ``postcopy_resident``."""
-    sampled, columns, computed = (t.tolist() for t in (num_sampled, state_idx, num_computed))
-    moves = []
-    for row, slot in _rows(len(idx_mapping), idx_mapping):
-        accepted = max(sampled[row], 1)
-        num_running = computed[slot] - accepted + 1
-        move = plan_alignment(num_running, accepted, columns[slot], block_size)
-        if move:
-            moves.append(RowMove(row, slot, move))
-    return moves
 
 
 def postcopy_resident(
@@ -201,12 +145,21 @@ def postcopy_resident(
     num_accepted: torch.Tensor,
     state_idx: torch.Tensor,
     num_computed: torch.Tensor,
+    *,
+    only_checks: bool = False,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
-    moves = decide_postcopy_resident(
-        idx_mapping, num_sampled, state_idx, num_computed, table.block_size
-    )
-    check_moves(table, moves)
+    sampled, columns, computed = (t.tolist() for t in (num_sampled, state_idx, num_computed))
+    moves = []
+    for row, slot in _rows(len(idx_mapping), idx_mapping):
+        accepted = max(sampled[row], 1)
+        num_running = computed[slot] - accepted + 1
+        move = plan_alignment(num_running, accepted, columns[slot], table.block_size)
+        if move:
+            moves.append(_RowMove(row, slot, move))
+    _check_moves(table, moves)
+    if only_checks:
+        return
     accept_tokens(idx_mapping, num_sampled, num_accepted)
     _accept_one_where_it_stays(num_accepted, moves)
     _copy(table, moves)
@@ -230,13 +183,8 @@ def gather_accepted(
         num_accepted_by_row[row] = num_accepted[slot]
 
 
-def check_moves(table: StateTable, moves: Iterable[RowMove]) -> None:
-    """Check that every move stays within the block tables and the states.
-
-    Raises:
-        InvalidArgumentError: A row or column is past a block table's end, or a block is past those
-            of a state.
-    """
+def _check_moves(table: StateTable, moves: Iterable[_RowMove]) -> None:
+    """Check that every move stays within the block tables and the states."""
     for row, _, move in moves:
         for memory in table.memories:
             blocks = table.block_tables[memory.group]
@@ -246,15 +194,12 @@ def check_moves(table: StateTable, moves: Iterable[RowMove]) -> None:
                         f"the block table of Mamba group {memory.group} has shape "
                         f"{tuple(blocks.shape)}, but row {row} copies {move}"
                     )
-                _check_block(int(blocks[row, column]), memory, row, column)
-
-
-def _check_block(block: int, memory: StateMemory, row: int, column: int) -> None:
-    if block >= memory.blocks.shape[0]:
-        raise InvalidArgumentError(
-            f"the states of Mamba group {memory.group} have {memory.blocks.shape[0]} blocks, but "
-            f"row {row} has block {block} in column {column}"
-        )
+                block, num_blocks = int(blocks[row, column]), len(memory.blocks)
+                if block >= num_blocks:
+                    raise InvalidArgumentError(
+                        f"the states of Mamba group {memory.group} have {num_blocks} blocks, but "
+                        f"row {row} has block {block} in column {column}"
+                    )
 
 
 def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> list[tuple[int, int]]:
@@ -265,32 +210,13 @@ def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> list[tuple[int, in
     return [(row, slot) for row, slot in enumerate(slots) if slot >= 0]
 
 
-def _steps(
-    num_reqs: int,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    block_size: int,
-) -> list[RowMove]:
-    """Return from which column to which each request's state goes, most often the same."""
-    starts, computed = query_start_loc.tolist(), num_computed.tolist()
-    steps = []
-    for row, slot in _rows(num_reqs, idx_mapping):
-        column = running_column(computed[slot], starts[row + 1] - starts[row], block_size)
-        bias = max(int(num_accepted[slot]) - 1, 0)
-        steps.append(RowMove(row, slot, StateMove(int(state_idx[slot]), column, bias)))
-    return steps
-
-
-def _accept_one_where_it_stays(num_accepted: torch.Tensor, moves: Iterable[RowMove]) -> None:
+def _accept_one_where_it_stays(num_accepted: torch.Tensor, moves: Iterable[_RowMove]) -> None:
     for _, slot, move in moves:
         if move.stays:
             num_accepted[slot] = 1
 
 
-def _copy(table: StateTable, moves: Iterable[RowMove]) -> None:
+def _copy(table: StateTable, moves: Iterable[_RowMove]) -> None:
     for row, _, move in moves:
         for memory in table.memories:
             if move.is_empty:

@@ -7,8 +7,13 @@ its layers have is told by the names of their sizes, never by ``model_type``.
 
 from __future__ import annotations
 
+import importlib
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +22,7 @@ from mamba_cache._checks import INT32_MAX, as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
-__all__ = ["ModelShape", "shape_of"]
+__all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
 
 _Config = Mapping[str, Any]
 
@@ -64,6 +69,112 @@ _LINEAR_ATTENTION_CHUNK = 64
 """The chunk of the usual kernels of gated delta rules; configurations do not name it."""
 
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+"""What names a repository of the Hugging Face hub: owner/name."""
+
+BUILT_IN: dict[str, tuple[float, Mapping[str, Any]]] = {
+    "nemotron-h-8b": (
+        8.1,
+        {
+            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "chunk_size": 128,
+        },
+    ),
+    "nemotron-nano-9b-v2": (
+        8.9,
+        {
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            "hidden_size": 4480,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 80,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "chunk_size": 128,
+        },
+    ),
+    "granite-4.0-h-tiny": (
+        6.9,
+        {
+            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 256,
+        },
+    ),
+    "qwen3-next-80b-a3b": (
+        81.3,
+        {
+            "num_hidden_layers": 48,
+            "full_attention_interval": 4,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+    ),
+    "falcon-h1-7b": (
+        7.6,
+        {
+            "num_hidden_layers": 44,
+            "hidden_size": 3072,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 3072,
+            "mamba_n_heads": 24,
+            "mamba_d_head": 128,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 256,
+        },
+    ),
+    "zamba2-7b": (
+        7.4,
+        {
+            "layers_block_type": [
+                "hybrid" if layer in (6, *range(11, 78, 6)) else "mamba" for layer in range(81)
+            ],
+            "hidden_size": 3584,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "attention_head_dim": 224,
+            "n_mamba_heads": 112,
+            "mamba_headdim": 64,
+            "mamba_d_state": 64,
+            "mamba_ngroups": 2,
+            "mamba_d_conv": 4,
+            "chunk_size": 256,
+        },
+    ),
+}
+"""Billions of parameters, and what the published configurations say, by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What a model keeps of a sequence.
@@ -96,6 +207,27 @@ class _Layers:
     states: int
     tokens: int
     windows: int
+
+
+def load_shape(model: str) -> ModelShape:
+    """Read a model's shape. Nothing is downloaded.
+
+    Args:
+        model: One of ``BUILT_IN``, in any case; the path of a config.json or of the folder that
+            holds one; or the hub id of a model that is in the local cache of huggingface_hub.
+
+    Raises:
+        InvalidArgumentError: There is no such model or file, or it cannot be read.
+    """
+    if model.lower() in BUILT_IN:
+        billions, config = BUILT_IN[model.lower()]
+        return shape_of(config, name=model.lower(), weight_bytes=int(billions * 10**9) * 2)
+    path = _find(model)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} must be a Hugging Face config.json: {error}") from error
+    return shape_of(found, name=str(path), weight_bytes=_checkpoint_bytes(path.parent))
 
 
 def shape_of(
@@ -402,3 +534,68 @@ def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> tor
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(f"{' or '.join(names)} must be a torch dtype, got {name!r}")
     return dtype
+
+
+def _find(model: str) -> Path:
+    """Return the file that holds a model's configuration.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
+    path = Path(model)
+    try:
+        is_folder, is_file = bool(model) and path.is_dir(), path.is_file()
+    except (OSError, ValueError):  # too long for a path, or with a character that none can have
+        is_folder = is_file = False
+    if is_folder and not (path / "config.json").is_file():
+        raise InvalidArgumentError(f"the folder {model!r} must hold a config.json, and holds none")
+    if is_folder or is_file:
+        return path / "config.json" if is_folder else path
+    cached = _cached_config(model) if _HUB_ID.fullmatch(model) else None
+    if cached is None:
+        raise InvalidArgumentError(_not_found(model))
+    return cached
+
+
+def _cached_config(hub_id: str) -> Path | None:
+    """Return a repository's config.json if huggingface_hub is here and has it in its cache."""
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ImportError:
+        return None
+    try:
+        found: Any = hub.try_to_load_from_cache(hub_id, "config.json")
+    except (OSError, ValueError):  # no valid id, or a cache that cannot be read
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _not_found(model: str) -> str:
+    """Say what is allowed, what may have been meant, and how to get it."""
+    allowed = f"{', '.join(BUILT_IN)}, or a Hugging Face config.json or the folder that holds one"
+    message = f"model must be one of {allowed}, got {model!r:.200}"
+    near = get_close_matches(model.rpartition("/")[2].lower(), BUILT_IN, n=1)
+    message += f"; did you mean {near[0]!r}?" if near else "."
+    if _HUB_ID.fullmatch(model) and not model.endswith(".json"):
+        message += (
+            " Nothing is downloaded, and this machine's cache of the hub has no such model: run "
+            f"'hf download {model} config.json' first"
+        )
+    return message
+
+
+def _checkpoint_bytes(folder: Path) -> int | None:
+    """Return the bytes of the weights beside a configuration, if they are there.
+
+    Raises:
+        InvalidArgumentError: Their index cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            raise InvalidArgumentError(
+                f"{index} must say metadata.total_size: {error!r}"
+            ) from error
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
