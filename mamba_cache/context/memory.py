@@ -26,6 +26,7 @@ from mamba_cache.states import (
 __all__ = [
     "SLOT_FIELDS",
     "BatchCounts",
+    "KindLayers",
     "LiveRows",
     "fingerprint_of_kinds",
     "kv_pool_size",

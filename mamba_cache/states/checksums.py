@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mamba_cache._lasting import lasting
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states._backend import CopyBackend
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch
 from mamba_cache.states.kernels.checksum_plan import plan_checksums
 
 __all__ = ["TensorChecksums", "bytes_of"]
+
+_KERNELS = "mamba_cache.states.kernels.checksum"
 
 
 class TensorChecksums:
@@ -42,7 +42,7 @@ class TensorChecksums:
         if len(devices) != 1:
             raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
         self.device = tensors[0].device
-        self._measure = _backend_for(backend, self.device)
+        self._measure = _measure_for(backend, self.device)
         # A tensor with gaps between its elements is copied together before each measurement.
         self._gapped = [
             (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
@@ -135,17 +135,11 @@ def _span(tensor: torch.Tensor) -> int | None:
     return span if span <= count else None
 
 
-def _backend_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and device.type != "cuda" and not is_interpreted:
-        raise InvalidArgumentError(f"backend 'triton' needs tensors on a CUDA device, got {device}")
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return checksum_torch.checksum
+def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
+    twin: Callable[..., None] = checksum_torch.checksum
     try:
-        kernels = importlib.import_module("mamba_cache.states.kernels.checksum")
-    except ImportError:  # no Triton: slower, and the same sums
-        return checksum_torch.checksum
+        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
+    except MissingExtraError:  # slower, and the same sums
+        return twin
     measure: Callable[..., None] = kernels.checksum
     return measure

@@ -10,6 +10,7 @@ import torch
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import check_are_tensors, check_devices
+from mamba_cache.states.kernels import extract_torch
 from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
@@ -23,6 +24,7 @@ CHECKPOINT_FIELDS = (
 )
 """The fields of ``StepMetadata`` that say what to extract, in the order that kernels take them."""
 
+_KERNELS = "mamba_cache.states.kernels.extract"
 # States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -150,7 +152,7 @@ def plan_extraction(
         _check_conv(slot_conv, live_conv, conv_input)
         _check_layouts(slot_conv, live_conv)
         conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
-    kernels = kernels_for(backend, device)
+    kernels = kernels_for(backend, device, kernels=_KERNELS, twins=extract_torch)
     scales, hash_seed = None, None
     if slot_ssm is not None and chunk_states is not None:
         _check_layouts(slot_ssm, chunk_states)
