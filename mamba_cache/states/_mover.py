@@ -54,7 +54,7 @@ class RowMover:
         self._ring = _RowRing(capacity, self._device) if on_cuda else None
 
     def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
-        """Copies ``source_rows[i]`` to ``destination_rows[i]`` for every i.
+        """Copy ``source_rows[i]`` to ``destination_rows[i]`` for every i.
 
         ``PAD_SLOT_ID`` in either skips the pair; the source ``ZERO_SOURCE`` clears the destination.
         Rows on the host are checked, then sent without waiting for the device. Rows on a CUDA
@@ -135,7 +135,7 @@ class _RowRing:
     def send(
         self, source_rows: Sequence[int], destination_rows: Sequence[int]
     ) -> tuple[torch.Tensor, ...]:
-        """Enqueues the copy of two equally long lists on the current stream.
+        """Enqueue the copy of two equally long lists on the current stream.
 
         Returns:
             Two tensors, each [capacity] int32 on the device, that begin with the lists. They hold
@@ -150,18 +150,18 @@ class _RowRing:
         return self._lists[turn]
 
     def mark_used(self) -> None:
-        """Says that the work which reads the rows last sent is enqueued on the current stream."""
+        """Say that the work which reads the rows last sent is enqueued on the current stream."""
         self._used[self._turn].record()
         self._turn = (self._turn + 1) % _RING_DEPTH
 
 
 def _is_on_host(rows: RowIndices) -> bool:
-    """Says whether the rows can be read without waiting for a device."""
+    """Say whether the rows can be read without waiting for a device."""
     return not isinstance(rows, torch.Tensor) or rows.device.type == "cpu"
 
 
 def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> torch.Tensor:
-    """Checks what can be checked of rows on a device without waiting for it.
+    """Check what can be checked of rows on a device without waiting for it.
 
     Raises:
         InvalidArgumentError: The rows are not a contiguous 1-D int32 or int64 tensor on ``device``.
@@ -189,7 +189,7 @@ def _check_host_rows(
     num_destination_rows: int,
     in_place: bool,
 ) -> tuple[list[int], list[int]]:
-    """Checks rows on the host.
+    """Check rows on the host.
 
     Args:
         source_rows: [n]; ``PAD_SLOT_ID`` and ``ZERO_SOURCE`` are allowed.
@@ -262,7 +262,7 @@ def _check_conflicts(sources: list[int], destinations: list[int], *, in_place: b
 
 
 def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Checks that two sets of tensors can be copied into each other.
+    """Check that two sets of tensors can be copied into each other.
 
     Raises:
         InvalidArgumentError: As in ``StateCopier``.
@@ -286,7 +286,7 @@ def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.
 
 
 def check_are_tensors(name: str, tensors: Any) -> None:
-    """Checks that ``tensors`` is a list or tuple of tensors.
+    """Check that ``tensors`` is a list or tuple of tensors.
 
     Raises:
         InvalidArgumentError: It is not.
@@ -297,7 +297,7 @@ def check_are_tensors(name: str, tensors: Any) -> None:
 
 
 def check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Checks that tensors hold parts of the same states, laid out so that they can be copied.
+    """Check that tensors hold parts of the same states, laid out so that they can be copied.
 
     Args:
         side: What they are, for the message.
@@ -314,7 +314,7 @@ def check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_devices(*tensors: torch.Tensor) -> None:
-    """Checks that tensors are on one device.
+    """Check that tensors are on one device.
 
     Raises:
         InvalidArgumentError: They are not.

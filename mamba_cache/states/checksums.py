@@ -68,7 +68,7 @@ class TensorChecksums:
         return sum(tensor.numel() for tensor in self._plan.tensors)
 
     def measure(self) -> list[bytes]:
-        """Returns the checksum of each tensor now, which are expected from then on. It waits."""
+        """Return the checksum of each tensor now, which are expected from then on. It waits."""
         self._copy_gapped()
         self._measure(self._plan, self._expected, self._expected, self._changed, 1, 0)
         sums, heads = self._expected.cpu(), self._plan.num_heads
@@ -79,7 +79,7 @@ class TensorChecksums:
         ]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
-        """Begins to compare the tensors with what is expected.
+        """Begin to compare the tensors with what is expected.
 
         Args:
             stride: Compare the first 64 KiB of each tensor, and of all that follow in them only
@@ -94,7 +94,7 @@ class TensorChecksums:
             self._done.record(torch.cuda.current_stream(self.device))
 
     def is_unchanged(self) -> bool:
-        """Says whether all that ``start`` compared was as expected. It waits for that."""
+        """Say whether all that ``start`` compared was as expected. It waits for that."""
         if self._done is not None:
             self._done.synchronize()
         return not self._verdict.item()
@@ -105,7 +105,7 @@ class TensorChecksums:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
+    """Return the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
 
     Raises:
         InvalidArgumentError: It has no memory of its own that could be read, or has gaps.
@@ -122,7 +122,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Counts the elements from a tensor's first to its last, None if some between are not its."""
+    """Count the elements from a tensor's first to its last, None if some between are not its."""
     sizes_and_strides = [
         (size, stride)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

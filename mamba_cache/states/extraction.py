@@ -45,7 +45,7 @@ def extract_checkpoint_states(
     quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> None:
-    """Writes one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
+    """Write one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
 
     One launch, without scratch memory. Call it before the layer overwrites its live conv state.
     The checkpoint fields are those of ``StepMetadata``, each [n] int32 or int64, contiguous. An
@@ -119,7 +119,7 @@ def plan_extraction(
     quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
-    """Returns what does what ``extract_checkpoint_states`` says, of states that are checked.
+    """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
 
     So a layer of several tensors can have all of them checked before the first is written. The
     fields are not checked: a context makes them itself.
