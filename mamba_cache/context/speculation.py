@@ -19,8 +19,9 @@ from mamba_cache.context.request_rows import Int64Array
 from mamba_cache.context.request_table import DecodingGroup
 from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
-from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.metadata import StepMetadata
+from mamba_cache.states import kernels_for
 
 __all__ = [
     "DeviceTokens",
@@ -112,7 +113,9 @@ class Speculation:
         self._config = config
         self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
-        self._kernels = _kernels_for(device)
+        self._kernels: _Kernels = kernels_for(
+            "auto", device, kernels="mamba_cache.context.kernels.decode", twins=decode_numpy
+        )
 
     def describe(
         self, metadata: StepMetadata, drafts: torch.Tensor | None, *, is_exact: bool
@@ -536,20 +539,3 @@ def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tenso
 
 def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-
-
-def _kernels_for(device: torch.device) -> _Kernels:
-    """Return what works on a device.
-
-    Raises:
-        MissingExtraError: It is a GPU, and Triton is not installed.
-    """
-    if device.type != "cuda":
-        return decode_numpy
-    try:
-        from mamba_cache.context.kernels import decode  # noqa: PLC0415
-    except ImportError as error:
-        raise MissingExtraError(
-            "drafts on a GPU need triton, which is not installed: pip install triton (Linux only)"
-        ) from error
-    return decode

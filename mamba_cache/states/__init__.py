@@ -1,8 +1,8 @@
 """States: what they are made of, the tensors that hold them, and how they are moved."""
 
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
-from mamba_cache.states._backend import CopyBackend
-from mamba_cache.states._rows import RowIndices
+from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
+from mamba_cache.states._mover import RowIndices
 from mamba_cache.states.copier import StateCopier
 from mamba_cache.states.extraction import (
     CHECKPOINT_FIELDS,
@@ -47,8 +47,10 @@ __all__ = [
     "blocks_in_budget",
     "dequantize_states",
     "extract_checkpoint_states",
+    "kernels_for",
     "plan_extraction",
     "quantize_states",
     "scratch_slots",
     "slots_in_budget",
+    "uses_triton",
 ]

@@ -1,74 +1,62 @@
-"""Who moves the states: Triton kernels, or their PyTorch twins."""
+"""The choice between Triton kernels and their twins, for every package that has kernels."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.states.kernels import copy_torch, extract_torch, quantize_torch
-from mamba_cache.states.kernels.plan import CopyPlan, RowCopy
-from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
 
-__all__ = ["CopyBackend", "StateKernels", "kernels_for"]
+__all__ = ["CopyBackend", "kernels_for", "uses_triton"]
 
 CopyBackend = Literal["auto", "torch", "triton"]
 """What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
 
 
-class StateKernels(NamedTuple):
-    """What moves states, on one device.
+def uses_triton(backend: CopyBackend, device: torch.device) -> bool:
+    """Say whether ``backend`` means Triton for tensors on ``device``.
 
-    Attributes:
-        copy_states: Returns what copies whole rows by a plan.
-        extract_states: Writes one layer's checkpoint states, into slots of either kind.
-        quantize_states: Returns what stores whole rows in quantised slots by a plan.
-        dequantize_states: Returns what restores whole rows from them by a plan.
+    Raises:
+        InvalidArgumentError: The backend is unknown, or not for the device.
     """
-
-    copy_states: Callable[[CopyPlan], RowCopy]
-    extract_states: Callable[..., None]
-    quantize_states: Callable[[QuantizedPlan], RowCopy]
-    dequantize_states: Callable[[QuantizedPlan], RowCopy]
-
-
-_TWINS = StateKernels(
-    copy_torch.copy_states,
-    extract_torch.extract_states,
-    quantize_torch.quantize_states,
-    quantize_torch.dequantize_states,
-)
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if device.type == "cuda":
+        return backend != "torch"
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidArgumentError(
+            f"backend 'triton' needs tensors on a CUDA device, got {device} "
+            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
+        )
+    return backend == "triton"
 
 
-def kernels_for(backend: CopyBackend, device: torch.device) -> StateKernels:
-    """Returns what ``backend`` means for tensors on ``device``.
+def kernels_for(
+    backend: CopyBackend, device: torch.device, *, kernels: str, twins: ModuleType
+) -> Any:
+    """Return the module whose functions work on ``device``.
+
+    Args:
+        backend: Which is wanted.
+        device: Where the tensors are.
+        kernels: The module of Triton kernels and their launchers, imported if it is chosen: it
+            needs Triton.
+        twins: The module of their twins, which has functions of the same names.
 
     Raises:
         InvalidArgumentError: The backend is unknown, or not for the device.
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return _TWINS
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidArgumentError(
-            f"backend 'triton' needs tensors on a CUDA device, got {device} "
-            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
-        )
+    if not uses_triton(backend, device):
+        return twins
     try:
-        from mamba_cache.states.kernels import copy, extract, quantize  # noqa: PLC0415
+        return import_module(kernels)
     except ImportError as error:
         raise MissingExtraError(
             "the kernels need triton, which is not installed: pip install triton (Linux only), or "
-            "choose backend='torch'"
+            "use tensors on the CPU or backend='torch'"
         ) from error
-    return StateKernels(
-        copy.copy_states,
-        extract.extract_states,
-        quantize.quantize_states,
-        quantize.dequantize_states,
-    )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states._backend import CopyBackend
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch
 from mamba_cache.states.kernels.checksum_plan import plan_checksums
 
 __all__ = ["TensorChecksums", "bytes_of"]
+
+_KERNELS = "mamba_cache.states.kernels.checksum"
 
 
 class TensorChecksums:
@@ -42,7 +42,7 @@ class TensorChecksums:
         if len(devices) != 1:
             raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
         self.device = tensors[0].device
-        self._measure = _backend_for(backend, self.device)
+        self._measure = _measure_for(backend, self.device)
         # A tensor with gaps between its elements is copied together before each measurement.
         self._gapped = [
             (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
@@ -68,7 +68,7 @@ class TensorChecksums:
         return sum(tensor.numel() for tensor in self._plan.tensors)
 
     def measure(self) -> list[bytes]:
-        """Returns the checksum of each tensor now, which are expected from then on. It waits."""
+        """Return the checksum of each tensor now, which are expected from then on. It waits."""
         self._copy_gapped()
         self._measure(self._plan, self._expected, self._expected, self._changed, 1, 0)
         sums, heads = self._expected.cpu(), self._plan.num_heads
@@ -79,7 +79,7 @@ class TensorChecksums:
         ]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
-        """Begins to compare the tensors with what is expected.
+        """Begin to compare the tensors with what is expected.
 
         Args:
             stride: Compare the first 64 KiB of each tensor, and of all that follow in them only
@@ -94,7 +94,7 @@ class TensorChecksums:
             self._done.record(torch.cuda.current_stream(self.device))
 
     def is_unchanged(self) -> bool:
-        """Says whether all that ``start`` compared was as expected. It waits for that."""
+        """Say whether all that ``start`` compared was as expected. It waits for that."""
         if self._done is not None:
             self._done.synchronize()
         return not self._verdict.item()
@@ -105,7 +105,7 @@ class TensorChecksums:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
+    """Return the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
 
     Raises:
         InvalidArgumentError: It has no memory of its own that could be read, or has gaps.
@@ -122,7 +122,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Counts the elements from a tensor's first to its last, None if some between are not its."""
+    """Count the elements from a tensor's first to its last, None if some between are not its."""
     sizes_and_strides = [
         (size, stride)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -135,17 +135,11 @@ def _span(tensor: torch.Tensor) -> int | None:
     return span if span <= count else None
 
 
-def _backend_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and device.type != "cuda" and not is_interpreted:
-        raise InvalidArgumentError(f"backend 'triton' needs tensors on a CUDA device, got {device}")
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return checksum_torch.checksum
+def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
+    twin: Callable[..., None] = checksum_torch.checksum
     try:
-        kernels = importlib.import_module("mamba_cache.states.kernels.checksum")
-    except ImportError:  # no Triton: slower, and the same sums
-        return checksum_torch.checksum
+        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
+    except MissingExtraError:  # slower, and the same sums
+        return twin
     measure: Callable[..., None] = kernels.checksum
     return measure

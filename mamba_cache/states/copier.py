@@ -9,9 +9,12 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import RowMover, check_tensors
+from mamba_cache.states.kernels import copy_torch
 from mamba_cache.states.kernels.plan import plan_copy
 
 __all__ = ["StateCopier"]
+
+_KERNELS = "mamba_cache.states.kernels.copy"
 
 
 class StateCopier(RowMover):
@@ -45,5 +48,6 @@ class StateCopier(RowMover):
         check_tensors(sources, destinations)
         device = sources[0].device
         plan = plan_copy(sources, destinations, device=device)
-        copy_rows = kernels_for(backend, device).copy_states(plan)
+        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=copy_torch)
+        copy_rows = kernels.copy_states(plan)
         super().__init__(sources, destinations, copy_rows)

@@ -10,6 +10,7 @@ import torch
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states._mover import check_are_tensors, check_devices
+from mamba_cache.states.kernels import extract_torch
 from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
@@ -23,6 +24,7 @@ CHECKPOINT_FIELDS = (
 )
 """The fields of ``StepMetadata`` that say what to extract, in the order that kernels take them."""
 
+_KERNELS = "mamba_cache.states.kernels.extract"
 # States are moved as integers: on some ways a float16 loses what a signalling NaN carries.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +45,7 @@ def extract_checkpoint_states(
     quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> None:
-    """Writes one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
+    """Write one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
 
     One launch, without scratch memory. Call it before the layer overwrites its live conv state.
     The checkpoint fields are those of ``StepMetadata``, each [n] int32 or int64, contiguous. An
@@ -117,7 +119,7 @@ def plan_extraction(
     quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
-    """Returns what does what ``extract_checkpoint_states`` says, of states that are checked.
+    """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
 
     So a layer of several tensors can have all of them checked before the first is written. The
     fields are not checked: a context makes them itself.
@@ -150,7 +152,7 @@ def plan_extraction(
         _check_conv(slot_conv, live_conv, conv_input)
         _check_layouts(slot_conv, live_conv)
         conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
-    kernels = kernels_for(backend, device)
+    kernels = kernels_for(backend, device, kernels=_KERNELS, twins=extract_torch)
     scales, hash_seed = None, None
     if slot_ssm is not None and chunk_states is not None:
         _check_layouts(slot_ssm, chunk_states)

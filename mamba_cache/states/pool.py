@@ -15,7 +15,7 @@ __all__ = ["StatePool", "as_device"]
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Returns the device of a name.
+    """Return the device of a name.
 
     Raises:
         InvalidArgumentError: PyTorch knows no such device.
@@ -60,7 +60,7 @@ class StatePool:
         self.device = next(iter(self.tensors.values())).device
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns the tensor called ``name``, [num_layers, num_rows, *shape].
+        """Return the tensor called ``name``, [num_layers, num_rows, *shape].
 
         Raises:
             InvalidArgumentError: The spec has no such tensor.
@@ -70,7 +70,7 @@ class StatePool:
         return self.tensors[name]
 
     def zero_(self, rows: Sequence[int] | None = None) -> None:
-        """Clears the states in ``rows``, or all of them if None.
+        """Clear the states in ``rows``, or all of them if None.
 
         Raises:
             InvalidArgumentError: A row is outside [0, num_rows); nothing was cleared.

@@ -62,7 +62,7 @@ class SlotQuantization:
         return name + _SCALES if name in self.tensors else None
 
     def slot_spec(self, spec: StateSpec) -> StateSpec:
-        """Describes the slots of such states: codes in int8, and "..._scales" after them.
+        """Describe the slots of such states: codes in int8, and "..._scales" after them.
 
         Args:
             spec: Live states, those of ``tensors`` floating-point and [heads, head_dim, state_dim].
@@ -95,7 +95,7 @@ class SlotQuantization:
 def quantize_states(
     states: torch.Tensor, quantization: SlotQuantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises SSM states, as they are stored in slots.
+    """Quantise SSM states, as they are stored in slots.
 
     Args:
         states: [..., heads, head_dim, state_dim], floating-point.
@@ -110,7 +110,7 @@ def quantize_states(
 def dequantize_states(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Turns codes back into states of ``dtype``, as they are restored: code times scale.
+    """Turn codes back into states of ``dtype``, as they are restored: code times scale.
 
     Args:
         codes: [..., heads, head_dim, state_dim] int8.

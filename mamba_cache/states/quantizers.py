@@ -16,12 +16,14 @@ from mamba_cache.states._mover import (
     check_side,
     check_tensors,
 )
+from mamba_cache.states.kernels import quantize_torch
 from mamba_cache.states.kernels.plan import CopyPlan, RowCopy, plan_copy
 from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
 from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["StateDequantizer", "StateQuantizer"]
 
+_KERNELS = "mamba_cache.states.kernels.quantize"
 _STATE_DIMS = 5
 
 
@@ -57,7 +59,7 @@ class StateQuantizer(RowMover):
     ) -> None:
         pairs, plans = _match(live, slots)
         unchanged = plan_copy(*pairs, device=live[0].device)
-        kernels = kernels_for(backend, live[0].device)
+        kernels = kernels_for(backend, live[0].device, kernels=_KERNELS, twins=quantize_torch)
         launches = [
             kernels.quantize_states(QuantizedPlan(plan, *tensors, quantization.hash_seed))
             for plan, tensors in _with_first(unchanged, plans)
@@ -88,7 +90,7 @@ class StateDequantizer(RowMover):
     ) -> None:
         (sources, targets), plans = _match(live, slots)
         unchanged = plan_copy(targets, sources, device=live[0].device)
-        kernels = kernels_for(backend, live[0].device)
+        kernels = kernels_for(backend, live[0].device, kernels=_KERNELS, twins=quantize_torch)
         launches = [
             kernels.dequantize_states(QuantizedPlan(plan, *tensors, hash_seed=None))
             for plan, tensors in _with_first(unchanged, plans)

@@ -148,7 +148,7 @@ class StateSpec:
         conv_dtype: torch.dtype,
         ssm_dtype: torch.dtype,
     ) -> StateSpec:
-        """Describes Mamba layers: a convolution window "conv" and an SSM state "ssm" in each.
+        """Describe Mamba layers: a convolution window "conv" and an SSM state "ssm" in each.
 
         Args:
             num_layers: Mamba layers of the model, or of this pipeline stage.
@@ -166,7 +166,7 @@ class StateSpec:
 
     @classmethod
     def of(cls, *kinds: LayerKind) -> StateSpec:
-        """Describes a model by the kinds of its layers that keep a state.
+        """Describe a model by the kinds of its layers that keep a state.
 
         Args:
             *kinds: At least one, each of a different name.
@@ -265,7 +265,7 @@ class KVCacheSpec:
     def allocate(
         self, num_blocks: int, block_size_tokens: int, device: torch.device | str
     ) -> torch.Tensor:
-        """Makes a KV cache, cleared.
+        """Make a KV cache, cleared.
 
         Returns:
             [num_layers, 2, num_blocks, block_size_tokens, num_kv_heads, head_dim] of the spec's
@@ -282,7 +282,7 @@ class KVCacheSpec:
 
 
 def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) -> int:
-    """Counts the checkpoints that one step can write, where an embedder collects them in a scratch.
+    """Count the checkpoints that one step can write, where an embedder collects them in a scratch.
 
     Args:
         max_tokens: Tokens computed in one step.
@@ -301,7 +301,7 @@ def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) ->
 
 
 def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0) -> int:
-    """Counts the slots that a budget holds beside the scratch.
+    """Count the slots that a budget holds beside the scratch.
 
     Args:
         budget_gb: Budget in GiB (2**30 bytes).
@@ -322,7 +322,7 @@ def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0
 
 
 def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: int) -> int:
-    """Counts the KV blocks that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
+    """Count the KV blocks that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
 
     Returns:
         At least 1, or 0 if the spec has no layers, because then a block takes no memory.
@@ -337,7 +337,7 @@ def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: 
 
 
 def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: str) -> int:
-    """Counts units of ``unit_bytes``; raises if there are fewer than ``least``."""
+    """Count units of ``unit_bytes``; raises if there are fewer than ``least``."""
     if not 0 <= budget_gb < math.inf:
         raise InvalidArgumentError(f"a budget must be a finite number >= 0, got {budget_gb!r}")
     if not unit_bytes:

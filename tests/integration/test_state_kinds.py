@@ -338,3 +338,21 @@ def test_scrubbing_and_resetting_clear_all_kinds():
     generate(context, PROMPT, 2, model=MIXED, request_id="b")
     context.reset()
     assert not any(tensor.any() for tensor in slots.states.tensors.values())
+
+
+@models
+def test_forks_go_on_from_states_of_any_kind(model):
+    """Each with its own last token, equal to a request of its own."""
+    context = make_context(model=model)
+    add(context, "a", PROMPT)
+    taken = [run_step(context, model=model)["a"][1] for _ in range(3)]
+    others = [(taken[-1] + 1) % 13, (taken[-1] + 5) % 13]
+    context.fork("a", ["b", "c"], last_tokens=others)
+    runs = {"a": [], "b": [], "c": []}
+    for _ in range(4):
+        for request_id, (row, token) in run_step(context, model=model).items():
+            runs[request_id].append((token, row))
+    for request_id, last in zip("abc", [taken[-1], *others], strict=True):
+        tokens, logits = zip(*runs[request_id], strict=True)
+        assert_same_run((list(tokens), logits), model, [*PROMPT, *taken[:-1], last])
+    context.check_invariants()

@@ -1,7 +1,6 @@
 """Steps with drafts: what is refused, and cases that the search over all calls has found."""
 
 import re
-import sys
 
 import pytest
 import torch
@@ -9,11 +8,8 @@ from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, sav
 
 from mamba_cache import DeviceTokens
 from mamba_cache.context import RequestStatus
-from mamba_cache.context.kernels import decode
-from mamba_cache.context.speculation import _kernels_for
 from mamba_cache.errors import (
     InvalidArgumentError,
-    MissingExtraError,
     SequenceLengthError,
     StepOrderError,
     TokenCapacityError,
@@ -349,15 +345,6 @@ def test_scrubbing_clears_tokens_on_their_way(context):
     context.finish("a")
     context.scrub()
     assert not last.any()
-
-
-def test_a_gpu_needs_the_kernels(monkeypatch):
-    device = torch.device("cuda")
-    assert _kernels_for(device) is decode
-    monkeypatch.delattr("mamba_cache.context.kernels.decode")
-    monkeypatch.setitem(sys.modules, "mamba_cache.context.kernels.decode", None)
-    with pytest.raises(MissingExtraError, match="pip install triton"):
-        _kernels_for(device)
 
 
 def test_drafts_that_are_not_accepted_count_as_computed(context):

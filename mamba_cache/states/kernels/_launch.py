@@ -38,7 +38,7 @@ class Launcher:
         *arguments: object,
         **options: object,
     ) -> None:
-        """Launches on the device's current stream.
+        """Launch on the device's current stream.
 
         Args:
             device: Index of the CUDA device; -1: the CPU, for Triton's interpreter.
@@ -64,7 +64,7 @@ class Launcher:
 
 
 def layout_of(*tensors: torch.Tensor | None) -> Hashable:
-    """Returns what Triton looks at in tensors: dtypes, and whether wide accesses fit."""
+    """Return what Triton looks at in tensors: dtypes, and whether wide accesses fit."""
     return tuple(
         None if tensor is None else (tensor.dtype, tensor.data_ptr() % _WIDE_BYTES == 0)
         for tensor in tensors

@@ -16,14 +16,14 @@ _MOST_PROGRAMS_Y = 65535
 
 @triton.jit  # type: ignore[untyped-decorator]
 def end_of_real(rows, first, num_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the end of what is not padding in ``rows[first : first + BLOCK]``."""
+    """Return the end of what is not padding in ``rows[first : first + BLOCK]``."""
     entries = first + tl.arange(0, BLOCK)
     is_real = tl.load(rows + entries, mask=entries < num_rows, other=-1) >= 0
     return tl.max(tl.where(is_real, entries + 1, 0))
 
 
 def entries_per_program(num_entries: int, *, on_gpu: bool, captured: int) -> int:
-    """Returns how many entries of a list of rows one program walks through.
+    """Return how many entries of a list of rows one program walks through.
 
     A program for each entry is fastest where all are real. But a captured launch is replayed with
     other rows, most of them padding, and starting programs that have nothing to do takes time: 64

@@ -32,7 +32,7 @@ _WIDE_BYTES = tl.constexpr(16)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Shifts to the right, filling with zeros: the words are signed."""
+    """Shift to the right, filling with zeros: the words are signed."""
     return (value >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
@@ -53,7 +53,7 @@ def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
-    """Puts words together byte by byte, as far as there are any, so that any address will do."""
+    """Put words together byte by byte, as far as there are any, so that any address will do."""
     pointer = address.to(tl.pointer_type(tl.uint8))
     first = tl.arange(0, _LANES) * 8
     words = tl.zeros([_LANES], dtype=tl.int64)
@@ -105,7 +105,7 @@ def checksum(
     stride: int,
     phase: int,
 ) -> None:
-    """Measures chunks, and tells whether any is another than expected. It does not wait.
+    """Measure chunks, and tell whether any is another than expected. It does not wait.
 
     Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
     about 2**-64. Which word stands where matters, and where the tensor lies does not.

@@ -67,12 +67,12 @@ class ChecksumPlan:
         return self.chunks.shape[0]
 
     def num_programs(self, stride: int, phase: int) -> int:
-        """Counts the chunks of a sample: all heads, and each ``stride``-th of the others."""
+        """Count the chunks of a sample: all heads, and each ``stride``-th of the others."""
         return self.num_heads + len(range(self.num_heads + phase, self.num_chunks, stride))
 
 
 def plan_checksums(tensors: Sequence[torch.Tensor]) -> ChecksumPlan:
-    """Plans checksums of ``tensors``, [bytes] uint8 each, none empty, all on one device."""
+    """Plan checksums of ``tensors``, [bytes] uint8 each, none empty, all on one device."""
     rows = np.empty((len(tensors), 2), dtype=np.int64)
     for index, tensor in enumerate(tensors):
         rows[index] = tensor.data_ptr(), tensor.numel()

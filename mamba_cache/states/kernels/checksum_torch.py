@@ -30,7 +30,7 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
     stride: int,
     phase: int,
 ) -> None:
-    """Measures chunks, and tells whether any is another than expected. It does not wait.
+    """Measure chunks, and tell whether any is another than expected. It does not wait.
 
     Args:
         plan: The chunks.
@@ -62,7 +62,7 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Reads bytes as words of 8, copied if their address does not allow it."""
+    """Read bytes as words of 8, copied if their address does not allow it."""
     if tensor.storage_offset() % 8 or tensor.data_ptr() % 8:
         tensor = tensor.clone()
     return tensor.view(torch.int64)
@@ -71,7 +71,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 def _measure_ends(
     items: list[tuple[int, torch.Tensor]], num_rounds: int, sums: torch.Tensor
 ) -> None:
-    """Measures chunks that are not full, filled up with zeros."""
+    """Measure chunks that are not full, filled up with zeros."""
     filled = sums.new_zeros((len(items), num_rounds * ROUND_BYTES), dtype=torch.uint8)
     for row, (_, end) in enumerate(items):
         filled[row, : end.numel()] = end
@@ -81,7 +81,7 @@ def _measure_ends(
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Measures chunks, [chunks, rounds, LANES] int64."""
+    """Measure chunks, [chunks, rounds, LANES] int64."""
     parts = torch.split(words, _CHUNKS_AT_ONCE)
     return (
         torch.cat([_sums_of_few(part) for part in parts]) if len(parts) > 1 else _sums_of_few(words)
@@ -104,7 +104,7 @@ def _sums_of_few(words: torch.Tensor) -> torch.Tensor:
 
 
 def _xor_shifted(lanes: torch.Tensor, bits: int, high: torch.Tensor) -> None:
-    """Xors words in place with themselves shifted to the right, zeros coming in."""
+    """Xor words in place with themselves shifted to the right, zeros coming in."""
     torch.bitwise_right_shift(lanes, bits, out=high)
     high &= (1 << (64 - bits)) - 1
     lanes ^= high

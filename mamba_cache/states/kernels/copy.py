@@ -43,7 +43,7 @@ _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 def copy_tile(  # type: ignore[no-untyped-def]
     chunk, tile, source_row, destination_row, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
-    """Copies a tile of one chunk of ``CopyPlan.chunks``, or clears it."""
+    """Copy a tile of one chunk of ``CopyPlan.chunks``, or clear it."""
     source = tl.load(chunk) + source_row * tl.load(chunk + 2)
     destination = tl.load(chunk + 1) + destination_row * tl.load(chunk + 3)
     words = tile * _TILE_WORDS + tl.arange(0, _TILE_WORDS)
@@ -96,7 +96,7 @@ _launch = Launcher(_copy_kernel)
 
 
 def copy_states(plan: CopyPlan) -> RowCopy:
-    """Returns what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+    """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     Args:
         plan: Where to read and write.

@@ -13,7 +13,7 @@ __all__ = ["copy_states", "is_padding"]
 
 
 def copy_states(plan: CopyPlan) -> RowCopy:
-    """Returns what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
+    """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
@@ -38,5 +38,5 @@ def _copy(
 
 
 def is_padding(source_row: int, destination_row: int) -> bool:
-    """Says whether a pair of rows is to be skipped."""
+    """Say whether a pair of rows is to be skipped."""
     return destination_row < 0 or (source_row < 0 and source_row != ZERO_SOURCE)

@@ -65,7 +65,7 @@ def _write_window_tile(  # type: ignore[no-untyped-def]
     WIDTH_POWER_OF_2: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Writes some channels of a window: the WIDTH inputs before ``end``, newest last."""
+    """Write some channels of a window: the WIDTH inputs before ``end``, newest last."""
     channels = tile.to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     columns = tl.arange(0, WIDTH_POWER_OF_2)[None, :]
     mask = (channels < conv_dim) & (columns < WIDTH)
@@ -209,7 +209,7 @@ def extract_states(
     slots: torch.Tensor,
     hash_seed: int | None,
 ) -> None:
-    """Writes checked tensors as ``extract_checkpoint_states`` describes.
+    """Write checked tensors as ``extract_checkpoint_states`` describes.
 
     Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
     """

@@ -26,7 +26,7 @@ def extract_states(
     slots: torch.Tensor,
     hash_seed: int | None,
 ) -> None:
-    """Writes checked tensors as ``extract_checkpoint_states`` describes.
+    """Write checked tensors as ``extract_checkpoint_states`` describes.
 
     Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
     It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
@@ -68,7 +68,7 @@ def _conv_windows(
     starts: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Gathers the last W inputs before each of ``ends``.
+    """Gather the last W inputs before each of ``ends``.
 
     Args:
         live_windows: [n, conv_dim, W], the inputs before ``starts``, newest last.

@@ -71,7 +71,7 @@ def plan_copy(
     *,
     device: torch.device,
 ) -> CopyPlan:
-    """Plans copies from rows of ``sources`` to rows of ``destinations``, which are paired in order.
+    """Plan copies from rows of ``sources`` to rows of ``destinations``, which are paired in order.
 
     Args:
         sources: Each [num_layers, source rows, *inner], any dtype, inner axes contiguous.
@@ -131,7 +131,7 @@ def _power_of_2(count: int) -> int:
 
 
 def _chunks(segments: Sequence[_Segment], word_bytes: int, tiles_per_chunk: int) -> np.ndarray:
-    """Cuts a row of each segment into chunks: ``CopyPlan.chunks``."""
+    """Cut a row of each segment into chunks: ``CopyPlan.chunks``."""
     chunk_words = tiles_per_chunk * TILE_WORDS
     tables = [np.empty((0, 5), dtype=np.int64)]
     for segment in segments:

@@ -93,7 +93,7 @@ def _mixed(keys):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _chances(bits, rows, columns, seed):  # type: ignore[no-untyped-def]
-    """Hashes values, given in bits, and their places to ``CHANCE_BITS`` bits, as the twin does."""
+    """Hash values, given in bits, and their places to ``CHANCE_BITS`` bits, as the twin does."""
     # Few columns are mixed well, and their hashes spread over all rows at one operation a value.
     keys = _mixed(columns.to(tl.uint32) * 0x85EBCA77 + seed.to(tl.uint32))
     keys = keys ^ (rows.to(tl.uint32) * 0x9E3779B1) ^ bits.to(tl.uint32, bitcast=True)
@@ -113,7 +113,7 @@ def quantize_tile(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ) -> None:
-    """Quantises some whole columns of one head's state."""
+    """Quantise some whole columns of one head's state."""
     tiles_per_head: tl.constexpr = (STATE_DIM + COLUMNS - 1) // COLUMNS
     head = tile // tiles_per_head
     columns = tile % tiles_per_head * COLUMNS + tl.arange(0, COLUMNS)
@@ -150,7 +150,7 @@ def _clear_tile(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Writes what columns of zeros become."""
+    """Write what columns of zeros become."""
     tiles_per_head: tl.constexpr = (STATE_DIM + COLUMNS - 1) // COLUMNS
     head = tile // tiles_per_head
     columns = tile % tiles_per_head * COLUMNS + tl.arange(0, COLUMNS)
@@ -175,7 +175,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Restores a part of one head's state; clears it if ``source_row`` is negative."""
+    """Restore a part of one head's state; clear it if ``source_row`` is negative."""
     tiles_across: tl.constexpr = (STATE_DIM + COLUMNS - 1) // COLUMNS
     tiles_per_head: tl.constexpr = (HEAD_DIM + ROWS - 1) // ROWS * tiles_across
     head = tile // tiles_per_head
@@ -288,7 +288,7 @@ class TileSizes(NamedTuple):
 
 
 def quantize_states(plan: QuantizedPlan) -> RowCopy:
-    """Returns what stores live states in slots, as ``StateQuantizer.copy`` describes.
+    """Return what stores live states in slots, as ``StateQuantizer.copy`` describes.
 
     Args:
         plan: Where to read and write.
@@ -299,7 +299,7 @@ def quantize_states(plan: QuantizedPlan) -> RowCopy:
 
 
 def dequantize_states(plan: QuantizedPlan) -> RowCopy:
-    """Returns what restores live states from slots, as ``StateDequantizer.copy`` describes.
+    """Return what restores live states from slots, as ``StateDequantizer.copy`` describes.
 
     Args:
         plan: Where to read and write.
@@ -313,7 +313,7 @@ def dequantize_states(plan: QuantizedPlan) -> RowCopy:
 
 
 def stored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
-    """Returns the sizes of tiles that are quantised: a scale needs whole columns."""
+    """Return the sizes of tiles that are quantised: a scale needs whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     return TileSizes(head_dim, state_dim, rows, min(columns, max(1, _STORED_ELEMENTS // rows)))
 

@@ -25,7 +25,7 @@ _UINT32 = 0xFFFFFFFF
 
 
 def quantize_states(plan: QuantizedPlan) -> RowCopy:
-    """Returns what stores live states in slots, as ``StateQuantizer.copy`` describes.
+    """Return what stores live states in slots, as ``StateQuantizer.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
@@ -36,7 +36,7 @@ def quantize_states(plan: QuantizedPlan) -> RowCopy:
 
 
 def dequantize_states(plan: QuantizedPlan) -> RowCopy:
-    """Returns what restores live states from slots, as ``StateDequantizer.copy`` describes.
+    """Return what restores live states from slots, as ``StateDequantizer.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
 
@@ -82,7 +82,7 @@ def _dequantize_rows(
 
 
 def quantize(states: torch.Tensor, hash_seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises [..., heads, head_dim, state_dim], as ``SlotQuantization`` describes.
+    """Quantise [..., heads, head_dim, state_dim], as ``SlotQuantization`` describes.
 
     Returns:
         Codes of the same shape, int8, and scales [..., heads, state_dim], float32.
@@ -104,12 +104,12 @@ def quantize(states: torch.Tensor, hash_seed: int | None) -> tuple[torch.Tensor,
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns code times scale, rounded once, to ``dtype``."""
+    """Return code times scale, rounded once, to ``dtype``."""
     return (codes.float() * scales.unsqueeze(-2)).to(dtype)
 
 
 def _chances(values: torch.Tensor, hash_seed: int) -> torch.Tensor:
-    """Hashes each value and its place in its layer to ``CHANCE_BITS`` bits, in unsigned 32 bits.
+    """Hash each value and its place in its layer to ``CHANCE_BITS`` bits, in unsigned 32 bits.
 
     Returns:
         int32, of the values' shape.

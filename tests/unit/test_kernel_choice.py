@@ -1,0 +1,66 @@
+"""Which module's functions work on a device: for every package that has kernels."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from mamba_cache.context.kernels import decode, decode_numpy
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.integrations.vllm import kernels as vllm_kernels
+from mamba_cache.integrations.vllm.kernels import align_columns, plain
+from mamba_cache.states import kernels_for, uses_triton
+from mamba_cache.states.kernels import (
+    checksum,
+    checksum_torch,
+    copy,
+    copy_torch,
+    extract,
+    extract_torch,
+    quantize,
+    quantize_torch,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PAIRS = [
+    (copy, copy_torch),
+    (extract, extract_torch),
+    (quantize, quantize_torch),
+    (checksum, checksum_torch),
+    (decode, decode_numpy),
+    (align_columns, plain),
+]
+
+
+@pytest.mark.parametrize(("kernels", "twins"), PAIRS, ids=lambda module: module.__name__)
+def test_kernels_work_on_a_gpu_and_their_twins_elsewhere(kernels, twins):
+    def choose(backend, device):
+        return kernels_for(backend, device, kernels=kernels.__name__, twins=twins)
+
+    assert choose("auto", GPU) is choose("triton", GPU) is choose("triton", CPU) is kernels
+    assert choose("auto", CPU) is choose("torch", CPU) is choose("torch", GPU) is twins
+
+
+def test_without_an_interpreter_kernels_need_a_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert uses_triton("triton", GPU)
+    with pytest.raises(InvalidArgumentError, match="needs tensors on a CUDA device, got cpu"):
+        uses_triton("triton", CPU)
+    with pytest.raises(InvalidArgumentError, match="must be 'auto', 'torch' or 'triton', got 'x'"):
+        uses_triton("x", CPU)
+
+
+def test_without_triton_only_the_twins_are_there(monkeypatch):
+    twins = ModuleType("twins")
+    monkeypatch.setitem(sys.modules, decode.__name__, None)
+    with pytest.raises(MissingExtraError, match="pip install triton"):
+        kernels_for("auto", GPU, kernels=decode.__name__, twins=twins)
+    assert kernels_for("auto", CPU, kernels=decode.__name__, twins=twins) is twins
+
+
+def test_the_vllm_adapters_twin_is_for_the_cpu_alone():
+    assert vllm_kernels.kernels_for("torch", CPU) is plain
+    assert vllm_kernels.kernels_for("auto", GPU) is align_columns
+    with pytest.raises(InvalidArgumentError, match="decides on the CPU"):
+        vllm_kernels.kernels_for("torch", GPU)
