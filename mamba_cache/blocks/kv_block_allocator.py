@@ -765,7 +765,7 @@ class KVBlockAllocator:
         if not block_ids:
             return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
+            hash_ids, digests = self._hashes[blocks].tolist(), self._tree.digests_of(blocks)
             self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)

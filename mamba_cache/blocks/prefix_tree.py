@@ -124,6 +124,11 @@ class PrefixTree:
         digest: bytes | None = self._digests[block_id]
         return digest
 
+    def digests_of(self, blocks: BlockArray) -> list[bytes | None]:
+        """Return the same of many blocks."""
+        digests: list[bytes | None] = self._digests[blocks].tolist()
+        return digests
+
     def parent_of(self, block_id: int) -> int | None:
         """Return the block that is a registered block's parent; None if it is not registered."""
         parent, block = self._parent_at[block_id], self._parent_block_at[block_id]
