@@ -688,8 +688,9 @@ class KVBlockAllocator:
         the queue ends as it was: whoever was a leaf then is put back.
         """
         victims: list[int] = []
-        chosen_children: dict[int, int] = {}
-        leaves, parent_of = self._leaves, self._tree.parent_of
+        chosen_children: dict[int, int] = {}  # of parents that have several
+        leaves, tree, as_leaf = self._leaves, self._tree, self._as_leaf
+        parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
         new_leaf: tuple[int, int] | None = None
         num_wanted = num_blocks - len(self._free)
         while len(victims) < num_wanted:
@@ -699,9 +700,12 @@ class KVBlockAllocator:
             block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
             new_leaf, parent = None, parent_of(block_id)
-            if parent is not None:
-                chosen_children[parent] = num_chosen = chosen_children.get(parent, 0) + 1
-                new_leaf = self._as_leaf(parent, num_chosen)
+            if parent is None:
+                continue
+            num_chosen = num_cached_children[parent]
+            if num_chosen > 1:
+                num_chosen = chosen_children[parent] = chosen_children.get(parent, 0) + 1
+            new_leaf = as_leaf(parent, num_chosen)
         if new_leaf is not None:
             leaves.push(*new_leaf)
         return victims
