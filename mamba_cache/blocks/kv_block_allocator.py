@@ -697,8 +697,9 @@ class KVBlockAllocator:
         the queue ends as it was: whoever was a leaf then is put back.
         """
         victims: list[int] = []
-        chosen_children: dict[int, int] = {}
-        leaves, parent_of = self._leaves, self._tree.parent_of
+        chosen_children: dict[int, int] = {}  # of parents that have several
+        leaves, tree, as_leaf = self._leaves, self._tree, self._as_leaf
+        parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
         new_leaf: tuple[int, int] | None = None
         num_wanted = num_blocks - len(self._free)
         while len(victims) < num_wanted:
@@ -708,9 +709,12 @@ class KVBlockAllocator:
             block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
             new_leaf, parent = None, parent_of(block_id)
-            if parent is not None:
-                chosen_children[parent] = num_chosen = chosen_children.get(parent, 0) + 1
-                new_leaf = self._as_leaf(parent, num_chosen)
+            if parent is None:
+                continue
+            num_chosen = num_cached_children[parent]
+            if num_chosen > 1:
+                num_chosen = chosen_children[parent] = chosen_children.get(parent, 0) + 1
+            new_leaf = as_leaf(parent, num_chosen)
         if new_leaf is not None:
             leaves.push(*new_leaf)
         return victims
@@ -774,7 +778,7 @@ class KVBlockAllocator:
         if not block_ids:
             return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            hash_ids, digests = self._hashes[blocks].tolist(), map(self._tree.digest_of, block_ids)
+            hash_ids, digests = self._hashes[blocks].tolist(), self._tree.digests_of(blocks)
             self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)

@@ -124,6 +124,7 @@ class SlotPool:
         self._free_slots = np.empty(self.max_slots, np.int32)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
         self._slot_to_block = np.empty(self.max_slots, np.int32)
+        self._slot_at = self._block_to_slot.data  # single elements are read faster so
         as_tensor = as_tensor or (lambda array: array)
         self.free_slots = as_tensor(self._free_slots)
         self.block_to_slot = as_tensor(self._block_to_slot)
@@ -641,10 +642,13 @@ class SlotPool:
             raise
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self._free_blocks(ids + found)
+        # Eviction names many blocks of a long prompt at once, and few of them have a state.
         for block_id in ids:
-            self._forget_block(block_id)  # it may have had a hash, but no slot
+            if block_id in self._hash_of:  # it had a hash, but no slot
+                self._forget_block(block_id)
         for hash_id in hashes:
-            self._forget_hash(hash_id)
+            if hash_id in self.hash_to_block_id:
+                self._forget_hash(hash_id)
         self._notify()
 
     @guarded(nests=True)
@@ -785,8 +789,8 @@ class SlotPool:
         return as_ids("block ids", block_ids, self.num_blocks, error=UnknownBlockError)
 
     def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
-        slot_of = self._block_to_slot.item
-        return [slot_of(block_id) for block_id in block_ids]
+        slot_at = self._slot_at
+        return [slot_at[block_id] for block_id in block_ids]
 
     def _is_over(self, epoch: int | None) -> bool:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
