@@ -24,13 +24,14 @@ COLUMNS = ["call", "injected", "moments", "struck", *(outcome.value for outcome 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="of the instructions, every N-th only")
+    parser.add_argument("--only", default="", help="calls whose names begin so")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the moments")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("|" + "|".join(COLUMNS) + "|")
     print("|" + "---|" * len(COLUMNS))
     for injected, injector in INJECTORS.items():
-        for name in CALLS:
+        for name in (name for name in CALLS if name.startswith(options.only)):
             started = time.perf_counter()
             num_moments = survey_of(injected, name).num_moments
             step = options.every if injector is Interrupt else 1

@@ -36,6 +36,8 @@ class Interrupt(Injector):
 
     def __enter__(self):
         self._previous = sys.gettrace()
+        # Python 3.12 makes instructions traceable in settrace, if a frame has asked for it before.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         return self
 

@@ -19,16 +19,18 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One tensor in a slot, [1, *shape] of ``dtype``, without gaps.
+class _SlotGroup:
+    """Tensors in a slot that are alike, one after the other: one call makes the views of all.
 
     Attributes:
-        dtype: Of the tensor.
-        shape: Its shape, the row included.
-        strides: In elements.
-        start: Its first element, if all of the slot were of its dtype.
+        indices: Which of the slot's tensors they are.
+        dtype: Of each.
+        shape: How many there are, one row, and the shape of each.
+        strides: In elements. A tensor has no gaps; between two may be some that align them.
+        start: The first element of the first, if all of the slot were of this dtype.
     """
 
+    indices: tuple[int, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -99,8 +101,7 @@ class PrefixLayout:
         logits = tuple(sample.logits.shape[1:])
         self.logits_dtype = sample.logits.dtype
         kinds = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
-        self._parts, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
-        self._dtypes = {part.dtype for part in self._parts}
+        self._slot_groups, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
             len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
@@ -133,16 +134,16 @@ class PrefixLayout:
             row: [bytes_per_slot] uint8.
             num_tokens: What ``SequenceMemory.num_tokens`` is to be.
         """
-        # One view for each tensor, and one for each dtype: every hit makes all of them.
-        rows = {dtype: row.view(dtype) for dtype in self._dtypes}
-        first = {dtype: view.storage_offset() for dtype, view in rows.items()}
-        views = [
-            rows[part.dtype].as_strided(part.shape, part.strides, first[part.dtype] + part.start)
-            for part in self._parts
-        ]
+        views: dict[int, torch.Tensor] = {}
+        for group in self._slot_groups:  # every hit makes them, so not one by one
+            typed = row.view(group.dtype)
+            start = typed.storage_offset() + group.start
+            alike = typed.as_strided(group.shape, group.strides, start).unbind()
+            views.update(zip(group.indices, alike, strict=True))
+        found = [views[index] for index in range(len(views))]
         num_states = len(self.initial.states)
         return SequenceMemory(
-            num_tokens, views[:num_states], views[num_states:-1], logits=views[-1]
+            num_tokens, found[:num_states], found[num_states:-1], logits=found[-1]
         )
 
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
@@ -267,15 +268,21 @@ def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def _arrange(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-) -> tuple[list[_Part], int]:
-    """Lays tensors one after the other; returns where each is, and the bytes of all."""
-    parts, end = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + math.prod(shape) * dtype.itemsize
-        strides = torch.empty((1, *shape), device="meta").stride()
-        parts.append(_Part(dtype, (1, *shape), strides, start // dtype.itemsize))
-    return parts, -(-end // _ALIGNMENT) * _ALIGNMENT
+) -> tuple[list[_SlotGroup], int]:
+    """Lays tensors one after the other; returns where they are, and the bytes of all."""
+    alike: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
+    for index, key in enumerate(zip(shapes, dtypes, strict=True)):
+        alike.setdefault(key, []).append(index)
+    groups, end = [], 0
+    for (shape, dtype), indices in alike.items():
+        num_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        strides = (num_bytes // dtype.itemsize, *torch.empty((1, *shape), device="meta").stride())
+        group_shape = (len(indices), 1, *shape)
+        groups.append(
+            _SlotGroup(tuple(indices), dtype, group_shape, strides, end // dtype.itemsize)
+        )
+        end += len(indices) * num_bytes
+    return groups, end
 
 
 def _group(tokens: Sequence[torch.Tensor]) -> list[_TokenGroup]:
