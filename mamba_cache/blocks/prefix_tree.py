@@ -124,6 +124,11 @@ class PrefixTree:
         digest: bytes | None = self._digests[block_id]
         return digest
 
+    def digests_of(self, blocks: BlockArray) -> list[bytes | None]:
+        """Return the same of many blocks."""
+        digests: list[bytes | None] = self._digests[blocks].tolist()
+        return digests
+
     def parent_of(self, block_id: int) -> int | None:
         """Return the block that is a registered block's parent; None if it is not registered."""
         parent, block = self._parent_at[block_id], self._parent_block_at[block_id]
@@ -192,33 +197,22 @@ class PrefixTree:
         self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
     def remove(self, blocks: BlockArray, cached: BlockArray) -> list[int]:
-        """Deregister registered blocks.
-
-        Args:
-            blocks: The blocks.
-            cached: Those of them that are counted as cached.
-
-        Returns:
-            Their parents that are still registered.
-        """
+        """Deregister blocks, of which some are cached; return their parents that still are."""
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
         hash_ids = self.hashes[blocks].tolist()
         self.hashes[blocks], self._digests[blocks] = NO_HASH, None
-        block_ids, num_children = blocks.tolist(), self.num_children[blocks].tolist()
-        for block_id, hash_id, count in zip(block_ids, hash_ids, num_children, strict=True):
+        for hash_id in hash_ids:
             del self._block_of[hash_id]
-            if count:
-                self._orphans[hash_id] = [count, self.cached_children_at[block_id]]
+        for index in self.num_children[blocks].nonzero()[0].tolist():
+            block_id = blocks.item(index)
+            children = [self.children_at[block_id], self.cached_children_at[block_id]]
+            self._orphans[hash_ids[index]] = children
         left = zip(parents.tolist(), self.hashes[parents].tolist(), strict=True)
         return [parent for parent, hash_id in left if hash_id != NO_HASH]
 
     def count_cached(self, blocks: BlockArray, step: int) -> BlockArray:
-        """Count registered blocks as cached from now on, or as cached no longer.
-
-        Args:
-            blocks: The blocks.
-            step: 1 or -1.
+        """Count registered blocks as cached from now on, or with ``step`` -1 no longer.
 
         Returns:
             [n] The parent of each. What is not registered stands for one that is not.

@@ -124,6 +124,7 @@ class SlotPool:
         self._free_slots = np.empty(self.max_slots, np.int32)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
         self._slot_to_block = np.empty(self.max_slots, np.int32)
+        self._slot_at = self._block_to_slot.data  # single elements are read faster so
         as_tensor = as_tensor or (lambda array: array)
         self.free_slots = as_tensor(self._free_slots)
         self.block_to_slot = as_tensor(self._block_to_slot)
@@ -522,8 +523,8 @@ class SlotPool:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
 
         It is called in order, when the bookkeeping of a call is done, and must not call commands of
-        the pool. If one raises, the others still run and the error goes on to the caller. What is
-        written into the tables from outside is not seen.
+        the pool. If one raises, the others still run and the error goes on to the caller. It is not
+        called for what is written into the tables from outside.
 
         Raises:
             InvalidArgumentError: It cannot be called.
@@ -641,10 +642,13 @@ class SlotPool:
             raise
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self._free_blocks(ids + found)
+        # Eviction names many blocks of a long prompt at once, and few of them have a state.
         for block_id in ids:
-            self._forget_block(block_id)  # it may have had a hash, but no slot
+            if block_id in self._hash_of:  # it had a hash, but no slot
+                self._forget_block(block_id)
         for hash_id in hashes:
-            self._forget_hash(hash_id)
+            if hash_id in self.hash_to_block_id:
+                self._forget_hash(hash_id)
         self._notify()
 
     @guarded(nests=True)
@@ -785,8 +789,8 @@ class SlotPool:
         return as_ids("block ids", block_ids, self.num_blocks, error=UnknownBlockError)
 
     def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
-        slot_of = self._block_to_slot.item
-        return [slot_of(block_id) for block_id in block_ids]
+        slot_at = self._slot_at
+        return [slot_at[block_id] for block_id in block_ids]
 
     def _is_over(self, epoch: int | None) -> bool:
         return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
@@ -839,11 +843,10 @@ class SlotPool:
         self.evicted_slots_total += len(slots)
 
     def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
-        """Check slots that are to be taken from their blocks.
+        """Check that slots are different, cached and not pinned, and as many as are wanted.
 
         Raises:
-            InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
-                they are not as many as are wanted.
+            InvalidArgumentError: They are not, or one is outside the pool.
         """
         given = as_ids("slots", slots, self.max_slots)
         kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
@@ -945,9 +948,8 @@ class SlotPool:
     def _notify(self, *, hands_out: bool = False) -> None:
         """Call the observers with what became findable or ceased to be.
 
-        Args:
-            hands_out: Whether the caller is about to return slots that an observer's error would
-                lose. Otherwise the bookkeeping is right even if one raises.
+        With ``hands_out`` the caller is about to return slots, which an observer's error would
+        lose. Otherwise the bookkeeping is right even if one raises.
         """
         if not self._unsent:
             return
@@ -990,11 +992,7 @@ def _read_states(
     hashes: Iterable[Any],
     saved_tokens: Sequence[int] | None,
 ) -> tuple[list[int], list[int]]:
-    """Read the hash id of each state that is to be published, and the tokens that it saves.
-
-    Raises:
-        InvalidArgumentError: The lists differ in length, or hold what is no int or out of range.
-    """
+    """Read the hash id of each state that is to be published, and the tokens that it saves."""
     hash_ids, saved = _as_hash_ids(hashes), [1] * len(slots)
     if saved_tokens is not None:
         given = as_items("saved_tokens", saved_tokens, "ints")

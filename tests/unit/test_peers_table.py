@@ -40,7 +40,7 @@ WRONG_STATE = [
     ),
     Row(
         "an invalidated slot's hash stayed findable; the later restore zeroed (Megatron)",
-        "forget_block in SlotPool._vacate; Admitter.renew_restore",
+        "forget_block in SlotPool._unassign; Admitter.renew_restore",
         (
             SLOTS + "test_an_invalidated_block_is_not_findable",
             CONTRACTS + "test_lost_state_is_planned_anew",
