@@ -227,7 +227,7 @@ class KVBlockAllocator:
             self._ref_counts[blocks] = count
         else:
             np.add.at(self._ref_counts, blocks, np.int32(count))
-        if reused:
+        if reused:  # they were cached
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
             blocks = blocks if len(reused) == len(ids) else np.array(reused, np.intp)
@@ -594,12 +594,7 @@ class KVBlockAllocator:
         return _Registration(block_ids, hash_ids, given, parents, tokens)
 
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
-        """Make blocks findable, and put what observers are to be called with into ``_unsent``.
-
-        Args:
-            plan: The blocks.
-            are_new: Whether they are different blocks that have no hash.
-        """
+        """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
         block_ids, parents = plan.block_ids, plan.parents
         # Two by themselves cost less than the operations on arrays that many of them are worth.
         if are_new and len(block_ids) > 2 and self._tree.add_chain(*plan[:3], parents[0]):
@@ -661,11 +656,7 @@ class KVBlockAllocator:
         return holder
 
     def _free_or_cache(self, ids: list[int], blocks: BlockArray) -> BlockArray:
-        """Free blocks without references, or keep them cached if they are registered.
-
-        Returns:
-            Those that are cached now.
-        """
+        """Free blocks without references, or cache them if they are registered; return these."""
         hash_ids = self._hashes[blocks].tolist()
         if NO_HASH in hash_ids:
             pairs = list(zip(ids, hash_ids, strict=True))
@@ -722,8 +713,7 @@ class KVBlockAllocator:
     def _as_leaf(self, block_id: int, num_chosen_children: int = 0) -> tuple[int, int] | None:
         """Return a registered block and its place in the order of eviction.
 
-        Returns:
-            None if it is used, or not all of its cached children are among those chosen.
+        None if it is used, or not all of its cached children are among those chosen.
         """
         tree = self._tree
         num_cached = tree.cached_children_at[block_id]
@@ -760,12 +750,7 @@ class KVBlockAllocator:
         return np.array(registered, np.intp), np.array(cached, np.intp)
 
     def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
-        """Make registered blocks unfindable and call observers.
-
-        Args:
-            blocks: The blocks.
-            cached: Those of them without references; they become free.
-        """
+        """Make registered blocks unfindable, free the cached ones of them, and call observers."""
         self._guard.is_changing = True
         self._forget(blocks, cached)
         self._free.extend(cached.tolist())
@@ -773,7 +758,7 @@ class KVBlockAllocator:
         self._notify()
 
     def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
-        """Make registered blocks unfindable; those that were cached are the caller's now."""
+        """Make registered blocks unfindable; the cached ones of them are the caller's now."""
         block_ids = blocks.tolist()
         if not block_ids:
             return
@@ -789,8 +774,7 @@ class KVBlockAllocator:
         """Call the observers with what happened; whatever one raises, the others are called."""
         if not self._unsent:
             return
-        calls = (call for event in self._unsent for call in self._calls(event))
-        failure = call_all(calls)
+        failure = call_all(call for event in self._unsent for call in self._calls(event))
         self._unsent = []
         if failure is not None:
             raise failure
@@ -845,12 +829,7 @@ class KVBlockAllocator:
 
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
-    """Check that no block would get a second hash.
-
-    Args:
-        block_ids: The blocks.
-        own: The hash id that each has already, ``NO_HASH`` for none.
-        hash_ids: Those that they are to be registered under.
+    """Check that no block would get a second hash beside its ``own``.
 
     Returns:
         Whether they are different blocks, and none of them has a hash.

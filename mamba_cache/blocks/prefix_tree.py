@@ -197,15 +197,7 @@ class PrefixTree:
         self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
     def remove(self, blocks: BlockArray, cached: BlockArray) -> list[int]:
-        """Deregister registered blocks.
-
-        Args:
-            blocks: The blocks.
-            cached: Those of them that are counted as cached.
-
-        Returns:
-            Their parents that are still registered.
-        """
+        """Deregister blocks, of which some are cached; return their parents that still are."""
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
         hash_ids = self.hashes[blocks].tolist()
@@ -220,11 +212,7 @@ class PrefixTree:
         return [parent for parent, hash_id in left if hash_id != NO_HASH]
 
     def count_cached(self, blocks: BlockArray, step: int) -> BlockArray:
-        """Count registered blocks as cached from now on, or as cached no longer.
-
-        Args:
-            blocks: The blocks.
-            step: 1 or -1.
+        """Count registered blocks as cached from now on, or with ``step`` -1 no longer.
 
         Returns:
             [n] The parent of each. What is not registered stands for one that is not.

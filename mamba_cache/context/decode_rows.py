@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mamba_cache.metadata import StepMetadata
+
 __all__ = ["DecodeRows"]
 
 
@@ -31,20 +33,21 @@ class DecodeRows:
     num_computed: torch.Tensor
     cursors: torch.Tensor
     last_tokens: torch.Tensor
-    _arrays: dict[int, tuple[torch.Tensor, np.ndarray[Any, Any]]] = field(
+    _arrays: dict[str, tuple[torch.Tensor, np.ndarray[Any, Any]]] = field(
         default_factory=dict, repr=False
     )
 
-    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return the memory of a tensor on the CPU, looked up once.
+    def array(self, owner: DecodeRows | StepMetadata, name: str) -> np.ndarray[Any, Any]:
+        """Return the memory of a tensor on the CPU, which is looked up once.
 
         Args:
-            tensor: One of these, or of a step's metadata, which are the same in all steps: it is
-                kept.
+            owner: These rows, or a step's metadata, whose tensors are the same in all steps.
+            name: Which of its tensors.
         """
-        kept = self._arrays.get(id(tensor))
-        if kept is None:
-            kept = self._arrays[id(tensor)] = tensor, tensor.numpy()
+        tensor: torch.Tensor = getattr(owner, name)
+        kept = self._arrays.get(name)
+        if kept is None or kept[0] is not tensor:
+            kept = self._arrays[name] = tensor, tensor.numpy()
         return kept[1]
 
     @classmethod

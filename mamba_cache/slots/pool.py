@@ -523,8 +523,8 @@ class SlotPool:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
 
         It is called in order, when the bookkeeping of a call is done, and must not call commands of
-        the pool. If one raises, the others still run and the error goes on to the caller. What is
-        written into the tables from outside is not seen.
+        the pool. If one raises, the others still run and the error goes on to the caller. It is not
+        called for what is written into the tables from outside.
 
         Raises:
             InvalidArgumentError: It cannot be called.
@@ -843,11 +843,10 @@ class SlotPool:
         self.evicted_slots_total += len(slots)
 
     def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
-        """Check slots that are to be taken from their blocks.
+        """Check that slots are different, cached and not pinned, and as many as are wanted.
 
         Raises:
-            InvalidArgumentError: One is outside the pool, not cached, pinned, or comes twice; or
-                they are not as many as are wanted.
+            InvalidArgumentError: They are not, or one is outside the pool.
         """
         given = as_ids("slots", slots, self.max_slots)
         kept = [slot for slot in given if self._slot_to_block[slot] < 0 or self.pin_counts[slot]]
@@ -949,9 +948,8 @@ class SlotPool:
     def _notify(self, *, hands_out: bool = False) -> None:
         """Call the observers with what became findable or ceased to be.
 
-        Args:
-            hands_out: Whether the caller is about to return slots that an observer's error would
-                lose. Otherwise the bookkeeping is right even if one raises.
+        With ``hands_out`` the caller is about to return slots, which an observer's error would
+        lose. Otherwise the bookkeeping is right even if one raises.
         """
         if not self._unsent:
             return
@@ -994,11 +992,7 @@ def _read_states(
     hashes: Iterable[Any],
     saved_tokens: Sequence[int] | None,
 ) -> tuple[list[int], list[int]]:
-    """Read the hash id of each state that is to be published, and the tokens that it saves.
-
-    Raises:
-        InvalidArgumentError: The lists differ in length, or hold what is no int or out of range.
-    """
+    """Read the hash id of each state that is to be published, and the tokens that it saves."""
     hash_ids, saved = _as_hash_ids(hashes), [1] * len(slots)
     if saved_tokens is not None:
         given = as_items("saved_tokens", saved_tokens, "ints")

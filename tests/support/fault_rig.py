@@ -1,5 +1,6 @@
 """Contexts that are interrupted in the middle of a call, and what is expected of them then."""
 
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -285,8 +286,8 @@ def frozen(thing, seen=None):
     if isinstance(thing, torch.Tensor):
         return _bits(thing.detach().cpu())
     if isinstance(thing, np.ndarray):
-        return thing.tobytes()
-    if isinstance(thing, memoryview):
+        return frozen(thing.tolist(), seen) if thing.dtype.hasobject else thing.tobytes()
+    if isinstance(thing, (memoryview, array)):
         return thing.tobytes()
     if isinstance(thing, (dict, OrderedDict, Counter)):
         return tuple((frozen(k, seen), frozen(v, seen)) for k, v in thing.items())
