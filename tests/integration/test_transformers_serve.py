@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -161,7 +162,10 @@ class Server:
             return answer.read().decode()
 
     def timed(self, folder):
-        return self.serve._model_manager.loaded_models[f"{folder}@main"]
+        """What the server keeps of a model, which is loaded if it is not."""
+        manager, name = self.serve._model_manager, f"{folder}@main"
+        manager.load_model_and_processor(name)
+        return manager.loaded_models[name]
 
     def served(self, folder):
         return SERVED[-1].find(self.timed(folder).model)
@@ -246,6 +250,12 @@ def hit(answer):
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
+def in_common(*prompts):
+    """How many tokens prompts begin with alike."""
+    same = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
+    return sum(takewhile(bool, same))
+
+
 def heard(stream):
     """The text of a stream, and its usage."""
     chunks = list(stream)
@@ -269,9 +279,8 @@ def counted(server, folder):
 
 
 def test_a_repeated_request_computes_no_prompt(server, folders, references, words):
-    main = folders["main"]
-    server.chat(main, words(9))  # loads it
-    question = words(1500)
+    main, question = folders["main"], words(1500)
+    server.chat(main, words(9))  # makes its cache
     ids = prompt_ids(question)
     expected = generated(references["main"], ids)
     with counted(server, main) as counts:
@@ -358,13 +367,13 @@ def test_eight_clients_at_once(server, folders, references, words):
                 chat += [{"role": "user", "content": "Go on."}]
         return turns
 
-    server.chat(main, words(9))  # loads it
+    server.chat(main, words(9))  # makes its cache
     before = server.served(main).cache.stats()
     with ThreadPoolExecutor(8) as pool:
         turns = list(pool.map(talk, range(8)))
     for ids, text, _ in (turn for chat in turns for turn in chat):
         assert text == generated(references["main"], ids)
-    shared = len(os.path.commonprefix([chat[0][0][0].tolist() for chat in turns]))
+    shared = in_common(*(chat[0][0][0].tolist() for chat in turns))
     assert shared > 400
     assert sorted(chat[0][2] for chat in turns) == [0] + [shared // BLOCK * BLOCK] * 7
     # The last token of an answer went through no forward.
@@ -453,7 +462,7 @@ def test_stripped_reasoning_hits_up_to_where_it_is_missing(
         if earlier is None:
             assert hit(answer) == 0
         else:
-            shared = len(os.path.commonprefix([earlier, ids]))
+            shared = in_common(earlier, ids)
             # The prompt's end is kept as it is, what lies before it in whole blocks.
             assert hit(answer) == (shared if shared == len(earlier) else shared // BLOCK * BLOCK)
             assert (shared == len(earlier)) == (name == "stripping")
@@ -470,7 +479,7 @@ def test_the_second_user_of_a_system_prompt_hits(server, folders, words):
     users = [[system, {"role": "user", "content": words(40)}] for _ in range(2)]
     hits = [hit(server.chat(folders["main"], chat)) for chat in users]
     ids = [prompt_ids(chat)[0].tolist() for chat in users]
-    shared = len(os.path.commonprefix(ids))
+    shared = in_common(*ids)
     assert hits[0] == 0
     assert hits[1] == shared // BLOCK * BLOCK > 200
 
@@ -602,9 +611,7 @@ def test_a_request_that_a_cache_does_not_serve_goes_past_it(
     assert hit(server.chat(main, question)) == 0
 
 
-def test_weights_that_change_are_noticed_and_forgotten(
-    server, folders, references, words, caplog
-):
+def test_weights_that_change_are_noticed_and_forgotten(server, folders, references, words, caplog):
     other, question = folders["other"], words(100)
     before = generated(references["other"], prompt_ids(question))
     assert said(server.chat(other, question)) == before
@@ -643,6 +650,27 @@ def test_a_cache_that_is_poisoned_begins_anew(
     assert "reset() makes everything new" in warnings_in(caplog)[-1]
     assert hit(server.chat(main, question)) == 0
     assert hit(server.chat(main, question)) > 0
+
+
+def test_a_model_that_changes_in_each_call_loses_its_cache(
+    server, folders, references, words, caplog
+):
+    """Such a cache is begun anew a few times and never hits."""
+    question = words(100)
+    pair = [server.timed(folders["stripping"]).model, references["stripping"]]
+    kept = pair[0].lm_head.weight.detach().clone()
+    for shift in [*range(1, 10), 0]:
+        for model in pair:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(kept.roll(shift, 0))
+        answer = said(server.chat(folders["stripping"], question))
+        assert answer == generated(references["stripping"], prompt_ids(question))
+    assert server.served(folders["stripping"]).cache is None
+    told = warnings_in(caplog)
+    assert len(told) == 2
+    assert "answers such requests without its prefix cache: the model's weights are" in told[0]
+    assert "is served without a prefix cache: the model's weights are not those" in told[1]
+    server.timed(folders["stripping"]).delete_model()
 
 
 def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):

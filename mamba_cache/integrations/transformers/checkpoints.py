@@ -68,9 +68,9 @@ def chat_checkpoints(
 ) -> list[int]:
     """Finds where other prompts will part from a chat's, so that states are worth keeping there.
 
-    One place is where the user's first words begin: whatever comes before them, a system prompt and
+    One place is where the user's first words begin: what comes before them, a system prompt and
     tools, other chats have in common. The other is where the chat's own next turn will part from
-    this prompt, if the template shows the turn's beginning otherwise by then; where it does not, the
+    this prompt, if the template shows the end of it otherwise by then; where it does not, the
     prompt's end will do. The template is rendered four times, and only what is short is tokenized:
     what precedes the first words, and the prompt's end.
 

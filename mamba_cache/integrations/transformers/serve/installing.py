@@ -49,7 +49,7 @@ def install(
     segment_tokens: int | None = None,
     on_unresumable: Literal["error", "step"] = "error",
     reuse_answers: bool = True,
-    weights_check: WeightsCheck = "off",
+    weights_check: WeightsCheck = "sample",
     measure_costs: bool = True,
 ) -> None:
     """Puts a prefix cache behind each model that transformers' server loads from now on.
@@ -67,8 +67,8 @@ def install(
         on_unresumable: What becomes of models that do not go on from a saved state: "error" serves
             them without a cache.
         reuse_answers: Keep the states of answers.
-        weights_check: By default ``"off"``: a server does not change its models. Choose another if
-            code of yours does.
+        weights_check: How much of the weights each request compares. By default ``"sample"``, since
+            nothing in a server changes them.
         measure_costs: Pass over what is known not to pay.
 
     Raises:
@@ -145,13 +145,13 @@ def installed(**settings: Any) -> Iterator[None]:
 
 
 def _check_extra() -> None:
-    for name in _NEEDED:
-        try:
+    try:
+        for name in _NEEDED:
             importlib.import_module(name)
-        except ImportError as error:
-            raise MissingExtraError(
-                f"a server with prefix caches needs {name}: {install_hint('serve')}"
-            ) from error
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a server with prefix caches needs {name}: {install_hint('serve')}"
+        ) from error
 
 
 def _find(path: str) -> tuple[Any, str]:

@@ -15,6 +15,9 @@ __all__ = ["ServedModel", "ServedModels"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_RENEWALS = 3
+"""How often a cache is begun anew without a hit in between: a model may change in each call."""
+
 _MOST_REASONS = 16
 """Reasons for which a model's requests went past its cache that are told, each once."""
 
@@ -85,6 +88,7 @@ class ServedModel:
         self.cache: PrefixCache | None = None
         self._settings = settings
         self._is_tried = False
+        self._num_renewals = 0  # since the last hit
         self._told: set[str] = set()
 
     def prepare(self) -> PrefixCache | None:
@@ -107,11 +111,10 @@ class ServedModel:
 
         Called where the server tokenizes: a tokenizer is for one thread at a time.
         """
-        ids = inputs.get("input_ids")
-        if (self._is_tried and self.cache is None) or getattr(ids, "ndim", 0) != 2:
+        if self._is_tried and self.cache is None:
             return []
         with suppress(Exception):  # the server has read the request already, in its own way
-            return request.checkpoints(tokenizer, ids[0].tolist())
+            return request.checkpoints(tokenizer, inputs["input_ids"][0].tolist())
         return []
 
     def generate(
@@ -144,23 +147,36 @@ class ServedModel:
         except (InvalidArgumentError, ModelChangedError, PoisonedError) as error:
             if listener is not None and listener.has_begun:
                 raise
-            self._tell(error)
-            if not isinstance(error, InvalidArgumentError):
-                self._renew(cache)
+            if isinstance(error, InvalidArgumentError):
+                self._tell(error)
+            else:
+                self._renew(cache, error)
         else:
             count()
+            if request.cached_tokens:
+                self._num_renewals = 0
             return output
         request.cached_tokens = None
         if listener is not None:
             listener.begin_again()
         return self.model.generate(**options)
 
-    def _renew(self, cache: PrefixCache) -> None:
-        """Forgets what is cached, after which the cache can be used again, or gives it up."""
+    def _renew(self, cache: PrefixCache, error: Exception) -> None:
+        """Forgets what is cached, after which the cache can be used again, or gives it up.
+
+        Args:
+            cache: The cache.
+            error: Why it cannot be used: the model was changed, or a call broke off.
+        """
+        self._num_renewals += 1
+        if self._num_renewals > _MOST_RENEWALS:
+            self._give_up(error)
+            return
+        self._tell(error)
         try:
             cache.reset()
-        except Exception as error:  # it was moved, or what broke it goes on breaking it
-            self._give_up(error)
+        except Exception as reason:  # it was moved, or what broke it goes on breaking it
+            self._give_up(reason)
 
     def _give_up(self, error: Exception) -> None:
         self.cache = None

@@ -19,7 +19,7 @@ salt_values: ContextVar[tuple[str, ...]] = ContextVar("salt_values", default=())
 """What the headers of the HTTP request that is being answered say."""
 
 current_request: ContextVar[ServedRequest | None] = ContextVar("current_request", default=None)
-"""The request that is being answered. Tasks that it begins, such as that of a stream, have it too."""
+"""The request that is being answered, also in tasks that it begins, such as that of a stream."""
 
 
 @dataclass(slots=True)
