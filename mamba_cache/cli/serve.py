@@ -26,6 +26,8 @@ def serve(
     All other options are passed on: see `transformers serve --help`. The server has no
     authentication, and listens on localhost unless `--host` says otherwise.
     """
+    if model.startswith("-"):  # it would be an option that is passed on
+        raise typer.BadParameter(f"MODEL comes before all other options, got {model} first")
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
     with serving.installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

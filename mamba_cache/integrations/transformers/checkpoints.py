@@ -13,6 +13,9 @@ __all__ = ["chat_checkpoints", "message_ends", "read_checkpoints"]
 _OURS = ("tokenize", "return_tensors", "return_dict")
 """Options of ``apply_chat_template`` that say what it returns."""
 
+_NEARBY = 64
+"""Characters, more than a token has but for runs of spaces and the like."""
+
 
 def message_ends(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any
@@ -131,9 +134,12 @@ def _next_parting(
     shared = _common(now, then)
     if shared == len(now):
         return 0
-    rest = list(_tokens(tokenizer, now[shared:]))
+    # Tokens may part before the text does, so both are tokenized around that place.
+    start = max(shared - _NEARBY, 0)
+    rest = list(_tokens(tokenizer, now[start:]))
+    rest = rest[_common(rest, list(_tokens(tokenizer, then[start : shared + _NEARBY]))) :]
     position = len(token_ids) - len(rest)
-    # Else a token of the prompt begins before the place and reaches across it.
+    # If they are not what the prompt has there, one of its tokens reaches across the place.
     return position if rest == list(token_ids[position:]) else position - 1
 
 
