@@ -611,10 +611,14 @@ def test_a_request_that_a_cache_does_not_serve_goes_past_it(
     assert hit(server.chat(main, question)) == 0
 
 
-def test_weights_that_change_are_noticed_and_forgotten(server, folders, references, words, caplog):
+@pytest.mark.parametrize("stream", [False, True])
+def test_weights_that_change_are_noticed_and_forgotten(
+    server, folders, references, words, caplog, stream
+):
     other, question = folders["other"], words(100)
     before = generated(references["other"], prompt_ids(question))
     assert said(server.chat(other, question)) == before
+    server.served(other)._told.clear()
     pair = [server.timed(other).model, references["other"]]
     kept = pair[0].lm_head.weight.detach().clone()
     try:
@@ -623,10 +627,13 @@ def test_weights_that_change_are_noticed_and_forgotten(server, folders, referenc
                 model.lm_head.weight.copy_(kept.flip(0))
         changed = generated(references["other"], prompt_ids(question))
         assert changed != before
-        answers = [server.chat(other, question) for _ in range(3)]
-        assert [said(one) for one in answers] == [changed] * 3
-        assert answers[0].usage.prompt_tokens_details is None
-        assert [hit(one) for one in answers[1:]] == [0, prompt_ids(question).shape[1]]
+        answers = [server.chat(other, question, stream=stream) for _ in range(3)]
+        answers = [heard(one) if stream else (said(one), one.usage) for one in answers]
+        assert [text for text, _ in answers] == [changed] * 3
+        details = [usage.prompt_tokens_details for _, usage in answers]
+        assert details[0] is None
+        hits = [one.cached_tokens for one in details[1:]]
+        assert hits == [0, prompt_ids(question).shape[1]]
         assert "lm_head" in warnings_in(caplog)[0]
     finally:
         for model in pair:

@@ -179,11 +179,8 @@ def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..
     """A manager of generations, whose calls of ``model.generate`` go through the model's cache."""
 
     @wraps(original)
-    def generate(
-        self: Any, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        asked = served.asked(model, processor, inputs)
-        return original(self, asked, processor, inputs, *args, **kwargs)
+    def generate(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, served.asked(model), *args, **kwargs)
 
     return generate
 

@@ -57,18 +57,14 @@ class ServedModels:
             if served is not None and served.cache is not None:
                 yield name, served.cache
 
-    def asked(self, model: Any, tokenizer: Any, inputs: Mapping[str, Any]) -> Any:
-        """Returns what the server is to call ``generate`` of, for the current request.
+    def asked(self, model: Any) -> Any:
+        """Returns what the server is to call ``generate`` of for the current request.
 
         Args:
             model: The model that it would call.
-            tokenizer: Its tokenizer, or its processor.
-            inputs: The tokenized prompt.
         """
         served, request = self.find(model), current_request.get()
-        if served is None or request is None:
-            return model
-        return _Asked(served, request, served.checkpoints(request, tokenizer, inputs))
+        return model if served is None or request is None else _Asked(served, request)
 
 
 class ServedModel:
@@ -104,32 +100,20 @@ class ServedModel:
                 self._give_up(error)
         return self.cache
 
-    def checkpoints(
-        self, request: ServedRequest, tokenizer: Any, inputs: Mapping[str, Any]
-    ) -> list[int]:
-        """Returns where other prompts will part from a request's.
-
-        Called where the server tokenizes: a tokenizer is for one thread at a time.
-        """
-        if self._is_tried and self.cache is None:
-            return []
-        with suppress(Exception):  # the server has read the request already, in its own way
-            return request.checkpoints(tokenizer, inputs["input_ids"][0].tolist())
-        return []
-
-    def generate(
-        self, request: ServedRequest, checkpoints: list[int], options: dict[str, Any]
-    ) -> Any:
+    def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Does what ``model.generate`` does, through the cache where it serves that.
 
         Args:
             request: Is told how many tokens were cached.
-            checkpoints: Where other prompts will part from its prompt.
             options: What the server gives ``generate``.
         """
         cache = self.prepare()
         if cache is None:
             return self.model.generate(**options)
+        checkpoints = []
+        with suppress(Exception):  # the server has read the request already, in its own way
+            ids = options["input_ids"][0].tolist()
+            checkpoints = request.checkpoints(options["tokenizer"], ids)
         before = cache.stats().skipped_tokens
 
         def count() -> None:
@@ -200,13 +184,12 @@ class ServedModel:
 class _Asked:
     """A model as one request sees it: its ``generate`` goes through the cache."""
 
-    def __init__(self, served: ServedModel, request: ServedRequest, checkpoints: list[int]) -> None:
+    def __init__(self, served: ServedModel, request: ServedRequest) -> None:
         self._served = served
         self._request = request
-        self._checkpoints = checkpoints
 
     def generate(self, **options: Any) -> Any:
-        return self._served.generate(self._request, self._checkpoints, options)
+        return self._served.generate(self._request, options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._served.model, name)
