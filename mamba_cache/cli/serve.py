@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mamba_cache.integrations.transformers import serve as serving
-
 __all__ = ["serve"]
 
 
@@ -28,8 +26,12 @@ def serve(
     """
     if model.startswith("-"):  # it would be an option that is passed on
         raise typer.BadParameter(f"MODEL comes before all other options, got {model} first")
+    from mamba_cache.integrations.transformers.serve import (  # noqa: PLC0415 - an extra
+        installed,
+    )
+
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
-    with serving.installed(**settings, block_size_tokens=block_size_tokens):
+    with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
         server(args=[model, *context.args], prog_name="mamba-cache serve")

@@ -58,6 +58,8 @@ SETTINGS = {
 NEW = 12
 
 CHATML = (
+    "{% if greeting %}{{ greeting }}{% endif %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -478,10 +480,28 @@ def test_the_second_user_of_a_system_prompt_hits(server, folders, words):
     system = {"role": "system", "content": words(200)}
     users = [[system, {"role": "user", "content": words(40)}] for _ in range(2)]
     hits = [hit(server.chat(folders["main"], chat)) for chat in users]
-    ids = [prompt_ids(chat)[0].tolist() for chat in users]
-    shared = in_common(*ids)
+    shared = in_common(*(prompt_ids(chat)[0].tolist() for chat in users))
     assert hits[0] == 0
     assert hits[1] == shared // BLOCK * BLOCK > 200
+
+
+def test_what_the_template_puts_before_it_is_shared_too(server, folders, words):
+    tools = [{"type": "function", "function": {"name": words(90)}} for _ in range(2)]
+    options = {"tools": tools, "extra_body": {"chat_template_kwargs": {"greeting": words(70)}}}
+    hits = [hit(server.chat(folders["main"], words(40), **options)) for _ in range(2)]
+    assert hits[0] == 0
+    assert hits[1] > 240
+
+
+def test_responses_share_instructions_and_tools(server, folders, words):
+    options = {"instructions": words(90), "max_output_tokens": 2, "model": folders["main"]}
+    options["tools"] = [{"type": "function", "name": words(90), "parameters": {}, "strict": True}]
+    answers = [
+        server.client.responses.create(input=words(40), **options, stream=False) for _ in "ab"
+    ]
+    hits = [one.usage.input_tokens_details.cached_tokens for one in answers]
+    assert hits[0] == 0
+    assert hits[1] > 170
 
 
 # As the plain server behaves.
