@@ -781,6 +781,16 @@ def test_several_models_at_once(server, folders, references, words):
         assert f"{requests} {float(cache.stats().requests)}\n" in page
 
 
+def test_a_model_that_is_named_has_its_cache_before_the_first_request(server, folders):
+    named = Server(force_model=folders["main"])
+    try:
+        requests = f'mamba_cache_requests_total{{cache="{folders["main"]}@main"}} 0.0'
+        assert requests in named.get("/metrics")
+        assert hit(named.chat(folders["main"], "Hello")) == 0
+    finally:
+        named.close()
+
+
 def test_continuous_batching_is_refused_in_its_own_words(server, folders, caplog):
     """As without caches: hybrids are none of its models."""
     batching = Server(continuous_batching=True, force_model=folders["main"])

@@ -69,7 +69,7 @@ def chat_checkpoints(
     token_ids: Sequence[int],
     **template_options: Any,
 ) -> list[int]:
-    """Finds where other prompts will part from a chat's, so that states are worth keeping there.
+    """Find where other prompts will part from a chat's, so that states are worth keeping there.
 
     One place is where the user's first words begin: what comes before them, a system prompt and
     tools, other chats have in common. The other is where the chat's own next turn will part from
@@ -103,7 +103,7 @@ def _first_words(
     token_ids: Sequence[int],
     options: Mapping[str, Any],
 ) -> int:
-    """Returns how many tokens precede the first user's words, 0 if they are not found."""
+    """Return how many tokens precede the first user's words, 0 if they are not found."""
     roles = [message["role"] for message in messages]
     before = list(messages[: roles.index("user")])
     options = {**options, "add_generation_prompt": False}
@@ -123,7 +123,7 @@ def _next_parting(
     token_ids: Sequence[int],
     options: Mapping[str, Any],
 ) -> int:
-    """Returns how many tokens the next turn will have in common, 0 if it is all of them."""
+    """Return how many tokens the next turn will have in common, 0 if it is all of them."""
     now = tokenizer.apply_chat_template(
         messages, tokenize=False, **{**options, "add_generation_prompt": True}
     )

@@ -52,7 +52,7 @@ def install(
     weights_check: WeightsCheck = "sample",
     measure_costs: bool = True,
 ) -> None:
-    """Puts a prefix cache behind each model that transformers' server loads from now on.
+    """Put a prefix cache behind each model that transformers' server loads from now on.
 
     Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
     before the server is made: ``transformers.cli.serve.Serve(...)``. Requests are served as ever; a
@@ -115,7 +115,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Gives transformers' server its own functions back; without ``install`` it does nothing.
+    """Give transformers' server its own functions back; without ``install`` it does nothing.
 
     Models that are loaded answer without a cache from then on.
     """
@@ -126,7 +126,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(**settings: Any) -> Iterator[None]:
-    """Installs for the length of a ``with`` block.
+    """Install for the length of a ``with`` block.
 
     Args:
         settings: As for ``install``.
@@ -155,7 +155,7 @@ def _check_extra() -> None:
 
 
 def _find(path: str) -> tuple[Any, str]:
-    """Returns whose attribute a dotted path below the server's package names, and its name.
+    """Return whose attribute a dotted path below the server's package names, and its name.
 
     Raises:
         UnsupportedVersionError: There is none.

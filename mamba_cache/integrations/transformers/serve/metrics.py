@@ -28,7 +28,7 @@ class _LoadedCaches(Collector):
 
 
 def metrics_app(caches: Callable[[], Mapping[str, PrefixCache]]) -> Any:
-    """Makes an ASGI application that answers each request with the metrics of that moment.
+    """Make an ASGI application that answers each request with the metrics of that moment.
 
     Args:
         caches: Returns the caches by name.

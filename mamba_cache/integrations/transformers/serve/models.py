@@ -35,19 +35,19 @@ class ServedModels:
         self._by_id: dict[int, ServedModel] = {}
 
     def add(self, model: Any) -> None:
-        """Takes in a model that was loaded."""
+        """Take in a model that was loaded."""
         self._by_id[id(model)] = ServedModel(model, self._settings)
 
     def drop(self, model: Any) -> None:
-        """Lets go of a model that is unloaded; a call that still runs keeps it until it ends."""
+        """Let go of a model that is unloaded; a call that still runs keeps it until it ends."""
         self._by_id.pop(id(model), None)
 
     def find(self, model: Any) -> ServedModel | None:
-        """Returns the entry of a model, None if it was not loaded by the server, or is no more."""
+        """Return the entry of a model, None if it was not loaded by the server, or is no more."""
         return self._by_id.get(id(model))
 
     def caches(self, loaded: Mapping[str, Any]) -> Iterator[tuple[str, PrefixCache]]:
-        """Yields the caches that are there now, by the server's names.
+        """Yield the caches that are there now, by the server's names.
 
         Args:
             loaded: What the server has loaded, by name; each has a ``model``.
@@ -58,7 +58,7 @@ class ServedModels:
                 yield name, served.cache
 
     def asked(self, model: Any) -> Any:
-        """Returns what the server is to call ``generate`` of for the current request.
+        """Return what the server is to call ``generate`` of for the current request.
 
         Args:
             model: The model that it would call.
@@ -88,7 +88,7 @@ class ServedModel:
         self._told: set[str] = set()
 
     def prepare(self) -> PrefixCache | None:
-        """Makes the cache if that was not tried yet, and says why if there can be none.
+        """Make the cache if that was not tried yet, and says why if there can be none.
 
         Called where the model is called: in its thread, or before the server begins.
         """
@@ -101,7 +101,7 @@ class ServedModel:
         return self.cache
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
-        """Does what ``model.generate`` does, through the cache where it serves that.
+        """Do what ``model.generate`` does, through the cache where it serves that.
 
         Args:
             request: Is told how many tokens were cached.
@@ -146,7 +146,7 @@ class ServedModel:
         return self.model.generate(**options)
 
     def _renew(self, cache: PrefixCache, error: Exception) -> None:
-        """Forgets what is cached, after which the cache can be used again, or gives it up.
+        """Forget what is cached, after which the cache can be used again, or gives it up.
 
         Args:
             cache: The cache.
@@ -169,7 +169,7 @@ class ServedModel:
         )
 
     def _tell(self, error: Exception) -> None:
-        """Says why a request went past the cache, once for each reason."""
+        """Say why a request went past the cache, once for each reason."""
         reason = str(error)
         if reason in self._told or len(self._told) >= _MOST_REASONS:
             return

@@ -42,7 +42,7 @@ class ServedRequest:
     cached_tokens: int | None = None
 
     def checkpoints(self, tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-        """Returns where other prompts will part from this one."""
+        """Return where other prompts will part from this one."""
         if self.messages is None:
             return []
         options = {
@@ -56,7 +56,7 @@ class ServedRequest:
 
 
 def salt_of(headers: Sequence[str], user: Any) -> str | None:
-    """Returns the salt of a request: what its headers say and its user, both.
+    """Return the salt of a request: what its headers say and its user, both.
 
     Args:
         headers: The values of ``SALT_HEADER``, in their order.
