@@ -14,6 +14,7 @@ from mamba_cache.cli.demo import demo
 from mamba_cache.cli.doctor import doctor
 from mamba_cache.cli.output import Command, Group
 from mamba_cache.cli.plan import plan
+from mamba_cache.cli.serve import serve
 from mamba_cache.errors import MambaCacheError
 
 __all__ = ["app", "bench", "main_options", "run"]
@@ -29,6 +30,10 @@ app = typer.Typer(
 
 for _command in (demo, plan, doctor):
     app.command(cls=Command)(_command)
+
+app.command(
+    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(serve)
 
 
 @app.command(

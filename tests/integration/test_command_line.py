@@ -431,3 +431,15 @@ def test_copies_on_the_cpu_are_timed():
 )
 def test_sizes_as_people_read_them(num_bytes, text):
     assert size_text(num_bytes) == text
+
+
+def test_serve_says_what_it_passes_on_and_needs(call, monkeypatch):
+    code, out, _ = call("serve", "--help")
+    assert (code, "--mamba-cache-gb" in out, "transformers serve --help" in out) == (0, True, True)
+    code, _, err = call("serve", "--port", "80", "some/model")
+    assert code == 2
+    assert "MODEL comes before all other options" in err
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    code, _, err = call("serve", "some/model")
+    assert code == 2
+    assert re.search(r"pip install -e '\.\[(serve|transformers)\]'", err)

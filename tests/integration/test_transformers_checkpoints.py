@@ -24,6 +24,7 @@ from transformers_rig import (
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import message_ends
+from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
 
 SYSTEM = 3 * BLOCK + 5
 BOUNDARY = 3 * BLOCK
@@ -340,3 +341,93 @@ def test_a_chat_is_found_again_by_where_its_messages_end(generator):
         ends = message_ends(tokenizer, chat, add_generation_prompt=True)
         hit = served(cache, ids, checkpoints=ends)[0]
         assert hit == (ends[0] // BLOCK * BLOCK if number else 0)
+
+
+# Where other prompts part from a chat's, as a server names it.
+
+STRIPPING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+OPENING = STRIPPING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def parts_as_text(template, messages, tokenizer=None, **options):
+    """The prompt up to each position, and the prompt."""
+    tokenizer = tokenizer or make_tokenizer(template)
+    options = {"add_generation_prompt": True, **options}
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    found = chat_checkpoints(tokenizer, messages, ids, **options)
+    return [tokenizer.decode(ids[:position]) for position in found], tokenizer.decode(ids)
+
+
+SYSTEM_PART = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING])
+@pytest.mark.parametrize("length", [2, 4])
+def test_chats_part_where_the_first_words_begin(template, length):
+    """The next turn begins with all of the prompt, whose end is kept anyway."""
+    assert parts_as_text(template, MESSAGES[:length])[0] == [SYSTEM_PART]
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_the_next_turn_parts_before_what_it_shows_otherwise(length):
+    parts, prompt = parts_as_text(OPENING, MESSAGES[:length])
+    assert parts == [SYSTEM_PART, prompt.removesuffix("<think>\n")]
+
+
+def test_what_is_before_the_first_words_depends_on_the_options():
+    template = "{% for tool in tools %}{{ tool.name }}\n{% endfor %}" + CHATML
+    [part], _ = parts_as_text(template, MESSAGES[1:], tools=[{"name": "look"}, {"name": "ask"}])
+    assert part.endswith("ask\n<|im_start|>user\n")
+
+
+def test_a_thought_that_is_shown_until_the_next_question():
+    """What the next turn strips was in this prompt: they part at the answer that had it."""
+    keeping = OPENING.replace("not loop.last", "not messages[-1].role == 'tool'")
+    messages = [
+        *MESSAGES[:2],
+        {"role": "assistant", "content": "<think>Look.</think>"},
+        {"role": "tool", "content": "A slot is ..."},
+    ]
+    parts, prompt = parts_as_text(keeping, messages)
+    assert parts == [SYSTEM_PART, prompt[: prompt.index("<think>Look")]]
+
+
+def test_what_a_template_refuses_is_left_out():
+    refusing = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('No system.') }}{% endif %}"
+        "{% if messages|length > 4 %}{{ raise_exception('Too long.') }}{% endif %}" + OPENING
+    )
+    assert parts_as_text(refusing, MESSAGES)[0] == [SYSTEM_PART]
+    assert parts_as_text(OPENING, MESSAGES[:1])[0] == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n"
+    ]
+
+
+def test_a_position_within_a_token_is_before_it():
+    """Where the prompt parts in the middle of what is one token in it."""
+    alphabet = {s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    pairs = Tokenizer(models.BPE(vocab={**alphabet, "bc": len(alphabet)}, merges=[("b", "c")]))
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if not loop.last %}b{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}bcde{% endif %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, chat_template=template)
+    messages = [{"role": "user", "content": "xyz"}]
+    ids = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    assert len(ids) == 6  # x y z bc d e
+    assert chat_checkpoints(tokenizer, messages, ids) == [3]
+
+
+def test_nothing_is_named_of_what_is_no_chat():
+    tokenizer = make_tokenizer(CHATML)
+    assert chat_checkpoints(tokenizer, [], [1, 2, 3]) == []
+    assert chat_checkpoints(object(), MESSAGES, [1, 2, 3]) == []
+    assert chat_checkpoints(tokenizer, MESSAGES, []) == []
+    assert chat_checkpoints(tokenizer, MESSAGES, [1, 2, 3]) == []  # not of these messages

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from mamba_cache._checks import as_ints, as_items
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["message_ends", "read_checkpoints"]
+__all__ = ["chat_checkpoints", "message_ends", "read_checkpoints"]
 
 _OURS = ("tokenize", "return_tensors", "return_dict")
 """Options of ``apply_chat_template`` that say what it returns."""
+
+_NEARBY = 64
+"""Characters, more than a token has but for runs of spaces and the like."""
 
 
 def message_ends(
@@ -61,6 +63,86 @@ def message_ends(
     return ends[1:]
 
 
+def chat_checkpoints(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    **template_options: Any,
+) -> list[int]:
+    """Find where other prompts will part from a chat's, so that states are worth keeping there.
+
+    One place is where the user's first words begin: what comes before them, a system prompt and
+    tools, other chats have in common. The other is where the chat's own next turn will part from
+    this prompt, if the template shows the end of it otherwise by then; where it does not, the
+    prompt's end will do. The template is rendered four times, and only what is short is tokenized:
+    what precedes the first words, and the prompt's end.
+
+    Args:
+        tokenizer: A tokenizer of transformers with a chat template.
+        messages: The chat, as for ``tokenizer.apply_chat_template``.
+        token_ids: What that made of it.
+        template_options: What that was given besides, such as ``tools``.
+
+    Returns:
+        Positions in tokens of the prompt, ascending, at most two: to be given as ``checkpoints``.
+        Each is left out where the template does not tell it.
+    """
+    options = {name: x for name, x in template_options.items() if name not in _OURS}
+    found = set()
+    for find in (_first_words, _next_parting):
+        try:
+            found.add(find(tokenizer, messages, token_ids, options))
+        except Exception:  # noqa: PERF203 - templates raise what they like
+            continue
+    return sorted(position for position in found if 0 < position < len(token_ids))
+
+
+def _first_words(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    options: Mapping[str, Any],
+) -> int:
+    """Return how many tokens precede the first user's words, 0 if they are not found."""
+    roles = [message["role"] for message in messages]
+    before = list(messages[: roles.index("user")])
+    options = {**options, "add_generation_prompt": False}
+    asked = [
+        tokenizer.apply_chat_template(
+            [*before, {"role": "user", "content": words}], tokenize=False, **options
+        )
+        for words in ("a", "b")
+    ]
+    stem = _tokens(tokenizer, asked[0][: _common(*asked)])
+    return _common(stem, list(token_ids[: len(stem)]))
+
+
+def _next_parting(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    options: Mapping[str, Any],
+) -> int:
+    """Return how many tokens the next turn will have in common, 0 if it is all of them."""
+    now = tokenizer.apply_chat_template(
+        messages, tokenize=False, **{**options, "add_generation_prompt": True}
+    )
+    answered = [*messages, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    then = tokenizer.apply_chat_template(
+        answered, tokenize=False, **{**options, "add_generation_prompt": False}
+    )
+    shared = _common(now, then)
+    if shared == len(now):
+        return 0
+    # Tokens may part before the text does, so both are tokenized around that place.
+    start = max(shared - _NEARBY, 0)
+    rest = list(_tokens(tokenizer, now[start:]))
+    rest = rest[_common(rest, list(_tokens(tokenizer, then[start : shared + _NEARBY]))) :]
+    position = len(token_ids) - len(rest)
+    # If they are not what the prompt has there, one of its tokens reaches across the place.
+    return position if rest == list(token_ids[position:]) else position - 1
+
+
 def read_checkpoints(checkpoints: Any, lengths: Sequence[int]) -> list[list[int]]:
     """Returns what a caller names as checkpoints, a list for each row.
 
@@ -103,7 +185,11 @@ def _tokens(tokenizer: Any, text: str) -> Sequence[int]:
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Returns how many items two sequences have in common from the first on."""
-    if one == other[: len(one)]:
-        return len(one)
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

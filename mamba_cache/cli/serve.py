@@ -1,0 +1,37 @@
+"""``mamba-cache serve``: transformers' own server, with a prefix cache behind its models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["serve"]
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or hub id of the model; it is preloaded.")],
+    mamba_cache_gb: Annotated[float, typer.Option(help="Budget for saved states in GiB.")] = 2.0,
+    kv_cache_gb: Annotated[float, typer.Option(help="Budget for keys and values in GiB.")] = 4.0,
+    block_size_tokens: Annotated[
+        int, typer.Option(help="Tokens of a block; a multiple of the model's SSM chunk.")
+    ] = 256,
+) -> None:
+    """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
+
+    All other options are passed on: see `transformers serve --help`. The server has no
+    authentication, and listens on localhost unless `--host` says otherwise.
+    """
+    if model.startswith("-"):  # it would be an option that is passed on
+        raise typer.BadParameter(f"MODEL comes before all other options, got {model} first")
+    from mamba_cache.integrations.transformers.serve import (  # noqa: PLC0415 - an extra
+        installed,
+    )
+
+    settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
+    with installed(**settings, block_size_tokens=block_size_tokens):
+        server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        server.command()(importlib.import_module("transformers.cli.serve").Serve)
+        server(args=[model, *context.args], prog_name="mamba-cache serve")

@@ -1,0 +1,317 @@
+"""Installation: prefix caches behind transformers' own server, whose code stays as it is."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Literal
+
+from mamba_cache._checks import check_int, check_kind
+from mamba_cache._extras import install_hint
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MissingExtraError,
+    StepOrderError,
+    UnsupportedVersionError,
+)
+from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
+from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.serve.models import ServedModels
+from mamba_cache.integrations.transformers.serve.requests import (
+    SALT_HEADER,
+    ServedRequest,
+    current_request,
+    salt_of,
+    salt_values,
+)
+
+__all__ = ["install", "installed", "uninstall"]
+
+_SERVING = "transformers.cli.serving"
+_NEEDED = ("transformers", "accelerate", "fastapi", "openai", "prometheus_client", "uvicorn")
+
+_Make = Callable[[ServedModels, Any], Any]
+_Call = Callable[..., Awaitable[None]]
+"""An ASGI application."""
+
+_originals: list[tuple[Any, str, Any]] = []
+"""What is replaced now: whose it is, its name, and what was there."""
+
+
+def install(
+    *,
+    mamba_cache_gb: float,
+    kv_cache_gb: float,
+    block_size_tokens: int = 256,
+    segment_tokens: int | None = None,
+    on_unresumable: Literal["error", "step"] = "error",
+    reuse_answers: bool = True,
+    weights_check: WeightsCheck = "sample",
+    measure_costs: bool = True,
+) -> None:
+    """Put a prefix cache behind each model that transformers' server loads from now on.
+
+    Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
+    before the server is made: ``transformers.cli.serve.Serve(...)``. Requests are served as ever; a
+    model that cannot be cached, and a request that its cache does not serve, go past it with one
+    warning in the log ``mamba_cache`` that names the reason. Continuous batching is left alone.
+
+    Args:
+        mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
+        kv_cache_gb: Likewise for its keys and values.
+        block_size_tokens: As for ``PrefixCache``, like those that follow.
+        segment_tokens: The most that one forward computes of a prompt.
+        on_unresumable: What becomes of models that do not go on from a saved state: "error" serves
+            them without a cache.
+        reuse_answers: Keep the states of answers.
+        weights_check: How much of the weights each request compares. By default ``"sample"``, since
+            nothing in a server changes them.
+        measure_costs: Pass over what is known not to pay.
+
+    Raises:
+        InvalidArgumentError: A setting is out of range, whatever the model.
+        StepOrderError: It is installed already; ``uninstall`` first.
+        MissingExtraError: Something that the extra ``serve`` brings is not installed.
+        UnsupportedVersionError: This version of transformers has no such server; the message says
+            what it lacks. Nothing was replaced.
+    """
+    for name, budget in (("mamba_cache_gb", mamba_cache_gb), ("kv_cache_gb", kv_cache_gb)):
+        if not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
+            raise InvalidArgumentError(f"{name} must be a finite number >= 0, got {budget!r}")
+    check_int("block_size_tokens", block_size_tokens, minimum=1)
+    if segment_tokens is not None:
+        check_int("segment_tokens", segment_tokens, minimum=1)
+    check_kind("reuse_answers", reuse_answers, bool)
+    check_kind("measure_costs", measure_costs, bool)
+    for name, value, allowed in (
+        ("on_unresumable", on_unresumable, ("error", "step")),
+        ("weights_check", weights_check, ("full", "sample", "off")),
+    ):
+        if value not in allowed:
+            raise InvalidArgumentError(f"{name} must be one of {allowed}, got {value!r}")
+    if _originals:
+        raise StepOrderError("prefix caches are installed already: call uninstall() first")
+    _check_extra()
+    served = ServedModels(
+        {
+            "mamba_cache_gb": mamba_cache_gb,
+            "kv_cache_gb": kv_cache_gb,
+            "block_size_tokens": block_size_tokens,
+            "segment_tokens": segment_tokens,
+            "on_unresumable": on_unresumable,
+            "reuse_answers": reuse_answers,
+            "weights_check": weights_check,
+            "measure_costs": measure_costs,
+        }
+    )
+    found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
+    made = [(owner, name, make(served, vars(owner)[name])) for owner, name, make in found]
+    for owner, name, substitute in made:
+        _originals.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, substitute)
+
+
+def uninstall() -> None:
+    """Give transformers' server its own functions back; without ``install`` it does nothing.
+
+    Models that are loaded answer without a cache from then on.
+    """
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+
+
+@contextmanager
+def installed(**settings: Any) -> Iterator[None]:
+    """Install for the length of a ``with`` block.
+
+    Args:
+        settings: As for ``install``.
+
+    Raises:
+        InvalidArgumentError: As ``install`` does, like those that follow.
+        StepOrderError: It is installed already.
+        MissingExtraError: Something is not installed.
+        UnsupportedVersionError: This version cannot be served.
+    """
+    install(**settings)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _check_extra() -> None:
+    try:
+        for name in _NEEDED:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a server with prefix caches needs {name}: {install_hint('serve')}"
+        ) from error
+
+
+def _find(path: str) -> tuple[Any, str]:
+    """Return whose attribute a dotted path below the server's package names, and its name.
+
+    Raises:
+        UnsupportedVersionError: There is none.
+    """
+    module, *inner, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(f"{_SERVING}.{module}")
+        for part in inner:
+            owner = getattr(owner, part)
+        vars(owner)[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise UnsupportedVersionError(
+            f"transformers {transformers().__version__} has no {_SERVING}.{path}, which is "
+            "replaced to serve with prefix caches: use a version that mamba_cache was tested with "
+            "(docs/how-to/serve.md)"
+        ) from error
+    return owner, name
+
+
+def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager of generations, whose calls of ``model.generate`` go through the model's cache."""
+
+    @wraps(original)
+    def generate(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, served.asked(model), *args, **kwargs)
+
+    return generate
+
+
+def _handle_request(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler's method, whose request is known to all that it calls."""
+
+    @wraps(original)
+    async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
+        salt = salt_of(salt_values.get(), body.get("user"))
+        current_request.set(ServedRequest(self, body, salt))
+        return await original(self, body, request_id)
+
+    return handle_request
+
+
+def _read_messages(_: ServedModels, original: Any) -> Any:
+    """The function that makes a chat of a body, remembering the chat."""
+    read = original.__func__
+
+    @wraps(read)
+    def read_messages(*args: Any, **kwargs: Any) -> Any:
+        messages = read(*args, **kwargs)
+        request = current_request.get()
+        if request is not None:
+            request.messages = messages
+        return messages
+
+    return staticmethod(read_messages)
+
+
+def _usage(_: ServedModels, original: Any) -> Callable[..., Any]:
+    """What counts the tokens of a completion, the cached ones among them."""
+
+    @wraps(original, updated=())
+    def usage(**counts: Any) -> Any:
+        request = current_request.get()
+        if request is not None and request.cached_tokens is not None:
+            counts["prompt_tokens_details"] = {"cached_tokens": request.cached_tokens}
+        return original(**counts)
+
+    return usage
+
+
+def _response_usage(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What counts the tokens of a response, likewise."""
+
+    @wraps(original)
+    def compute_usage(*args: Any, **kwargs: Any) -> Any:
+        usage, request = original(*args, **kwargs), current_request.get()
+        if request is not None and request.cached_tokens is not None:
+            usage.input_tokens_details.cached_tokens = request.cached_tokens
+        return usage
+
+    return compute_usage
+
+
+def _load(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of a loaded model."""
+
+    @wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        served.add(self.model)
+
+    return load
+
+
+def _unload(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
+    """The method that unloads it: the cache goes first, for the method then collects garbage."""
+
+    @wraps(original)
+    def delete_model(self: Any) -> None:
+        served.drop(getattr(self, "model", None))
+        original(self)
+
+    return delete_model
+
+
+def _build_server(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes the application, with metrics and the salt's header."""
+    from mamba_cache.integrations.transformers.serve.metrics import (  # noqa: PLC0415 - an extra
+        metrics_app,
+    )
+
+    @wraps(original)
+    def build_server(model_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        app = original(model_manager, *args, **kwargs)
+        state = kwargs.get("generation_state")
+        if not getattr(state, "_continuous_batching", False):
+            # What is loaded before the server begins need not keep its first request waiting.
+            for timed in list(model_manager.loaded_models.values()):
+                one = served.find(timed.model)
+                if one is not None:
+                    one.prepare()
+        metrics = metrics_app(lambda: dict(served.caches(model_manager.loaded_models)))
+        app.add_middleware(_Entrance, metrics=metrics)
+        return app
+
+    return build_server
+
+
+class _Entrance:
+    """Answers ``/metrics``, and reads the header of all other requests."""
+
+    def __init__(self, app: _Call, metrics: _Call) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
+                await self._metrics(scope, receive, send)
+                return
+            given = [value for name, value in scope["headers"] if name.lower() == SALT_HEADER]
+            salt_values.set(tuple(value.decode("latin-1") for value in given))
+        await self._app(scope, receive, send)
+
+
+_REPLACEMENTS: dict[str, _Make] = {
+    "utils.GenerateManager.generate_streaming": _generate,
+    "utils.GenerateManager.generate_non_streaming": _generate,
+    "utils.BaseHandler.get_processor_inputs_from_messages": _read_messages,
+    "model_manager.TimedModel.__init__": _load,
+    "model_manager.TimedModel.delete_model": _unload,
+    "chat_completion.ChatCompletionHandler.handle_request": _handle_request,
+    "completion.CompletionHandler.handle_request": _handle_request,
+    "response.ResponseHandler.handle_request": _handle_request,
+    "chat_completion.CompletionUsage": _usage,
+    "completion.CompletionUsage": _usage,
+    "response.compute_usage": _response_usage,
+    "server.build_server": _build_server,
+}
+"""What of the server is replaced, and what makes the substitute."""

@@ -1,0 +1,237 @@
+"""The models that the server has loaded, each with a prefix cache where it can have one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError, PoisonedError
+from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
+
+__all__ = ["ServedModel", "ServedModels"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_RENEWALS = 3
+"""How often a cache is begun anew without a hit in between: a model may change in each call."""
+
+_MOST_REASONS = 16
+"""Reasons for which a model's requests went past its cache that are told, each once."""
+
+
+class ServedModels:
+    """The models that are loaded.
+
+    Args:
+        settings: What each one's ``PrefixCache`` is made with.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        # Each entry holds its model, so that no other object has its id.
+        self._by_id: dict[int, ServedModel] = {}
+
+    def add(self, model: Any) -> None:
+        """Take in a model that was loaded."""
+        self._by_id[id(model)] = ServedModel(model, self._settings)
+
+    def drop(self, model: Any) -> None:
+        """Let go of a model that is unloaded; a call that still runs keeps it until it ends."""
+        self._by_id.pop(id(model), None)
+
+    def find(self, model: Any) -> ServedModel | None:
+        """Return the entry of a model, None if it was not loaded by the server, or is no more."""
+        return self._by_id.get(id(model))
+
+    def caches(self, loaded: Mapping[str, Any]) -> Iterator[tuple[str, PrefixCache]]:
+        """Yield the caches that are there now, by the server's names.
+
+        Args:
+            loaded: What the server has loaded, by name; each has a ``model``.
+        """
+        for name, timed in list(loaded.items()):
+            served = self.find(timed.model)
+            if served is not None and served.cache is not None:
+                yield name, served.cache
+
+    def asked(self, model: Any) -> Any:
+        """Return what the server is to call ``generate`` of for the current request.
+
+        Args:
+            model: The model that it would call.
+        """
+        served, request = self.find(model), current_request.get()
+        return model if served is None or request is None else _Asked(served, request)
+
+
+class ServedModel:
+    """One model, and its cache from the first request on that needs it.
+
+    Args:
+        model: The model.
+        settings: What its ``PrefixCache`` is made with.
+
+    Attributes:
+        model: As given.
+        cache: Its cache; None before it is made, and where the model can have none.
+    """
+
+    def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
+        self.model = model
+        self.cache: PrefixCache | None = None
+        self._settings = settings
+        self._is_tried = False
+        self._num_renewals = 0  # since the last hit
+        self._told: set[str] = set()
+
+    def prepare(self) -> PrefixCache | None:
+        """Make the cache if that was not tried yet, and says why if there can be none.
+
+        Called where the model is called: in its thread, or before the server begins.
+        """
+        if not self._is_tried:
+            self._is_tried = True
+            try:
+                self.cache = PrefixCache(self.model, **self._settings)
+            except Exception as error:  # whatever a model raises that was not made for it
+                self._give_up(error)
+        return self.cache
+
+    def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
+        """Do what ``model.generate`` does, through the cache where it serves that.
+
+        Args:
+            request: Is told how many tokens were cached.
+            options: What the server gives ``generate``.
+        """
+        cache = self.prepare()
+        if cache is None:
+            return self.model.generate(**options)
+        checkpoints = []
+        with suppress(Exception):  # the server has read the request already, in its own way
+            ids = options["input_ids"][0].tolist()
+            checkpoints = request.checkpoints(options["tokenizer"], ids)
+        before = cache.stats().skipped_tokens
+
+        def count() -> None:
+            # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
+            request.cached_tokens = cache.stats().skipped_tokens - before
+
+        listener = None
+        if options.get("streamer") is not None:
+            listener = _Listener(options["streamer"], count)
+            options = {**options, "streamer": listener}
+        try:
+            output = cache.generate(
+                cache_salt=request.cache_salt, checkpoints=checkpoints, **options
+            )
+        except (InvalidArgumentError, ModelChangedError, PoisonedError) as error:
+            if listener is not None and listener.has_begun:
+                raise
+            if isinstance(error, InvalidArgumentError):
+                self._tell(error)
+            else:
+                self._renew(cache, error)
+        else:
+            count()
+            if request.cached_tokens:
+                self._num_renewals = 0
+            return output
+        request.cached_tokens = None
+        if listener is not None:
+            listener.begin_again()
+        return self.model.generate(**options)
+
+    def _renew(self, cache: PrefixCache, error: Exception) -> None:
+        """Forget what is cached, after which the cache can be used again, or gives it up.
+
+        Args:
+            cache: The cache.
+            error: Why it cannot be used: the model was changed, or a call broke off.
+        """
+        self._num_renewals += 1
+        if self._num_renewals > _MOST_RENEWALS:
+            self._give_up(error)
+            return
+        self._tell(error)
+        try:
+            cache.reset()
+        except Exception as reason:  # it was moved, or what broke it goes on breaking it
+            self._give_up(reason)
+
+    def _give_up(self, error: Exception) -> None:
+        self.cache = None
+        _log.warning(
+            "%s is served without a prefix cache: %s", self._name, str(error) or repr(error)
+        )
+
+    def _tell(self, error: Exception) -> None:
+        """Say why a request went past the cache, once for each reason."""
+        reason = str(error)
+        if reason in self._told or len(self._told) >= _MOST_REASONS:
+            return
+        self._told.add(reason)
+        _log.warning("%s answers such requests without its prefix cache: %s", self._name, reason)
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self.model).__name__} ({getattr(self.model, 'name_or_path', '')})"
+
+
+class _Asked:
+    """A model as one request sees it: its ``generate`` goes through the cache."""
+
+    def __init__(self, served: ServedModel, request: ServedRequest) -> None:
+        self._served = served
+        self._request = request
+
+    def generate(self, **options: Any) -> Any:
+        return self._served.generate(self._request, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._served.model, name)
+
+
+class _Listener:
+    """Hands tokens on to the server's streamer, which hears the prompt once if it begins again.
+
+    Attributes:
+        has_begun: A token of the answer was handed on.
+    """
+
+    def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
+        self._streamer = streamer
+        self._on_answer: Callable[[], None] | None = on_answer
+        self._is_prompt_next = True
+        self._is_prompt_told = False
+        self.has_begun = False
+
+    def begin_again(self) -> None:
+        """Expect another call of ``generate`` for the same prompt, past the cache."""
+        self._is_prompt_next = True
+        self._on_answer = None
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, and then each token."""
+        if self._is_prompt_next:
+            self._is_prompt_next = False
+            if not self._is_prompt_told:
+                self._is_prompt_told = True
+                self._streamer.put(value)
+            return
+        self._begin()
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Take the end of the answer."""
+        self._begin()
+        self._streamer.end()
+
+    def _begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            if self._on_answer is not None:
+                self._on_answer()

@@ -1,0 +1,67 @@
+"""Requests of the server, as the code that answers one knows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
+
+__all__ = ["SALT_HEADER", "ServedRequest", "current_request", "salt_of", "salt_values"]
+
+SALT_HEADER = b"x-cache-salt"
+"""The header that keeps requests apart, in lower case as ASGI has it."""
+
+salt_values: ContextVar[tuple[str, ...]] = ContextVar("salt_values", default=())
+"""What the headers of the HTTP request that is being answered say."""
+
+current_request: ContextVar[ServedRequest | None] = ContextVar("current_request", default=None)
+"""The request that is being answered, also in tasks that it begins, such as that of a stream."""
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """One request of a model.
+
+    Attributes:
+        handler: The server's handler that answers it.
+        body: What the client sent.
+        cache_salt: Requests of different salts share nothing.
+        messages: The chat as the template is given it; None: there is none.
+        cached_tokens: Tokens of the prompt that were not computed; None: not known yet, or the
+            model has no cache.
+    """
+
+    handler: Any
+    body: dict[str, Any]
+    cache_salt: str | None = None
+    messages: Sequence[Any] | None = None
+    cached_tokens: int | None = None
+
+    def checkpoints(self, tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
+        """Return where other prompts will part from this one."""
+        if self.messages is None:
+            return []
+        options = {
+            **getattr(self.handler, "chat_template_kwargs", {}),
+            **(self.body.get("chat_template_kwargs") or {}),
+        }
+        tools = self.body.get("tools")
+        normalize = getattr(self.handler, "_normalize_tools", None)
+        options["tools"] = tools if normalize is None else normalize(tools)
+        return chat_checkpoints(tokenizer, self.messages, token_ids, **options)
+
+
+def salt_of(headers: Sequence[str], user: Any) -> str | None:
+    """Return the salt of a request: what its headers say and its user, both.
+
+    Args:
+        headers: The values of ``SALT_HEADER``, in their order.
+        user: The field ``user`` of its body, whatever the client put there; None if nothing.
+    """
+    if user is None and not headers:
+        return None
+    return json.dumps([list(headers), user], sort_keys=True)

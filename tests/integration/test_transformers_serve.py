@@ -1,0 +1,925 @@
+"""transformers' own server on loopback with prefix caches behind it, driven by OpenAI's client."""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from types import SimpleNamespace
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the extra serve")
+for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="needs the extra serve")
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch  # noqa: E402
+from sources import ROOT  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.cli.serve import Serve  # noqa: E402
+from transformers.cli.serving import chat_completion, model_manager, utils  # noqa: E402
+from transformers_rig import make_model  # noqa: E402
+
+from mamba_cache.errors import (  # noqa: E402
+    InvalidArgumentError,
+    MissingExtraError,
+    PoisonedError,
+    StepOrderError,
+    UnsupportedVersionError,
+)
+from mamba_cache.integrations.transformers import serve  # noqa: E402
+from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
+
+BLOCK = 16
+SETTINGS = {
+    "mamba_cache_gb": 0.02,
+    "kv_cache_gb": 0.02,
+    "block_size_tokens": BLOCK,
+    "measure_costs": False,
+}
+NEW = 12
+
+CHATML = (
+    "{% if greeting %}{{ greeting }}{% endif %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPPING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Drops what was thought in earlier turns; the next turn begins as this prompt ends."""
+
+OPENING = STRIPPING + "{% if add_generation_prompt %}<think>\n{% endif %}"
+"""Opens the thought itself, so that the next turn parts from the prompt before its end."""
+
+
+def make_tokenizer(template):
+    """A character of ASCII a token, so that an answer's text tells its tokens."""
+    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # space and newline
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return fast
+
+
+def save(folder, model, template=CHATML):
+    tokenizer = make_tokenizer(template)
+    # Their text is not in an answer; without them each token is one character of it.
+    model.generation_config.suppress_tokens = tokenizer.all_special_ids
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+TOKENS = len(make_tokenizer(CHATML))
+SPECIAL = {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models by name."""
+    root = tmp_path_factory.mktemp("models")
+    hybrids = {"main": ("nemotron_h", CHATML), "other": ("falcon_h1", CHATML)}
+    hybrids |= {"stripping": ("granite 4", STRIPPING), "opening": ("granite 4", OPENING)}
+    found = {
+        name: save(root / name, make_model(family, vocab_size=TOKENS, **SPECIAL), template)
+        for name, (family, template) in hybrids.items()
+    }
+    llama = LlamaConfig(
+        vocab_size=TOKENS, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, **SPECIAL,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    found["llama"] = save(root / "llama", LlamaForCausalLM(llama).eval())
+    return found
+
+
+class ClosingServe(Serve):
+    """Closes its event loop in the end, which the library leaves to the garbage collector."""
+
+    def start_server(self):
+        def run():
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                loop.run_until_complete(self.server.serve())
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+
+class Server:
+    """A server that runs, and clients of it."""
+
+    def __init__(self, **options):
+        options = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "port": 0, **options}
+        self.serve = ClosingServe(**options, non_blocking=True)
+        uvicorn = self.serve.server
+        while not uvicorn.started:
+            assert self.serve._thread.is_alive()
+            threading.Event().wait(0.01)
+        port = uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def close(self):
+        self.client.close()
+        self.serve.kill_server()
+        self.serve._thread.join()
+
+    def chat(self, model, messages, **options):
+        options = {"max_tokens": NEW, "temperature": 0, **options}
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.client.chat.completions.create(model=model, messages=messages, **options)
+
+    def post(self, path, body):
+        """Status and body of a raw request's answer."""
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, body, headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path) as answer:
+            return answer.read().decode()
+
+    def timed(self, folder):
+        """What the server keeps of a model, which is loaded if it is not."""
+        manager, name = self.serve._model_manager, f"{folder}@main"
+        manager.load_model_and_processor(name)
+        return manager.loaded_models[name]
+
+    def served(self, folder):
+        return SERVED[-1].find(self.timed(folder).model)
+
+    def check(self, folder):
+        """The books of a model's cache, once what ran has ended."""
+        self.served(folder).cache.check_invariants()
+
+
+SERVED = []
+
+
+@pytest.fixture(scope="module")
+def plain_answers(folders):
+    """What the server says to malformed requests, and to two equal ones, without caches."""
+    running = Server()
+    try:
+        malformed = [running.post(path, fill(body, folders)) for path, body in MALFORMED]
+        return malformed, [running.chat(folders["main"], "Twice. " * 9) for _ in range(2)]
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def server(plain_answers):
+    made = installing.ServedModels
+
+    def remembered(settings):
+        SERVED.append(made(settings))
+        return SERVED[-1]
+
+    installing.ServedModels = remembered
+    try:
+        serve.install(**SETTINGS)
+    finally:
+        installing.ServedModels = made
+    running = Server()
+    yield running
+    running.close()
+    serve.uninstall()
+    SERVED.clear()
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    """The same models, which no server has."""
+    return {name: AutoModelForCausalLM.from_pretrained(path) for name, path in folders.items()}
+
+
+@pytest.fixture
+def words(generator):
+    """Makes text that nobody has sent before."""
+
+    def make(length):
+        codes = torch.randint(97, 123, (length,), generator=generator).tolist()
+        return "".join(map(chr, codes))
+
+    return make
+
+
+def prompt_ids(messages, template=CHATML):
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    inputs = make_tokenizer(template).apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return inputs["input_ids"]
+
+
+def generated(model, ids, **options):
+    """What the model generates by itself, as text."""
+    options = {"do_sample": False, "max_new_tokens": NEW, **options}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return make_tokenizer(CHATML).decode(output[0, ids.shape[1] :])
+
+
+def said(answer):
+    return answer.choices[0].message.content
+
+
+def hit(answer):
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def in_common(*prompts):
+    """How many tokens prompts begin with alike."""
+    same = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
+    return sum(takewhile(bool, same))
+
+
+def heard(stream):
+    """The text of a stream, and its usage."""
+    chunks = list(stream)
+    return "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].usage
+
+
+@contextlib.contextmanager
+def counted(server, folder):
+    """Counts the tokens of each forward of a model."""
+    counts = []
+    embeddings = server.timed(folder).model.get_input_embeddings()
+    original = embeddings.forward
+    embeddings.forward = lambda ids: (counts.append(ids.numel()), original(ids))[1]
+    try:
+        yield counts
+    finally:
+        del embeddings.forward
+
+
+# Equal answers, and less work.
+
+
+def test_a_repeated_request_computes_no_prompt(server, folders, references, words):
+    main, question = folders["main"], words(1500)
+    server.chat(main, words(9))  # makes its cache
+    ids = prompt_ids(question)
+    expected = generated(references["main"], ids)
+    with counted(server, main) as counts:
+        first = server.chat(main, question)
+        before = sum(counts) - (NEW - 1)
+        counts.clear()
+        second = server.chat(main, question)
+        after = sum(counts) - (NEW - 1)
+    assert said(first) == said(second) == expected
+    assert (hit(first), hit(second)) == (0, ids.shape[1])
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens == ids.shape[1]
+    assert (before, after) == (ids.shape[1], 0)  # what the first token waits for
+
+
+@pytest.mark.parametrize("name", ["main", "other"])
+def test_the_next_turn_computes_what_is_new(server, folders, references, words, name):
+    chat, done = [{"role": "user", "content": words(300)}], 0
+    for _ in range(4):
+        answer = server.chat(folders[name], chat)
+        assert said(answer) == generated(references[name], prompt_ids(chat))
+        assert hit(answer) == done
+        done = answer.usage.total_tokens - 1  # the last token went through no forward
+        chat += [
+            {"role": "assistant", "content": said(answer)},
+            {"role": "user", "content": words(20)},
+        ]
+
+
+def test_streams(server, folders, references, words):
+    main, question = folders["main"], words(200)
+    expected, ids = generated(references["main"], prompt_ids(question)), prompt_ids(question)
+    for number in range(2):
+        text, usage = heard(server.chat(main, question, stream=True))
+        assert text == expected
+        assert usage.prompt_tokens_details.cached_tokens == number * ids.shape[1]
+        assert usage.completion_tokens == NEW
+
+
+def test_prompts_without_a_chat(server, folders, references, words):
+    main, prompt = folders["main"], words(200)
+    ids = make_tokenizer(CHATML)(prompt, return_tensors="pt")["input_ids"]
+    expected, options = generated(references["main"], ids), {"max_tokens": NEW, "temperature": 0}
+    create = server.client.completions.create
+    answers = [create(model=main, prompt=prompt, **options) for _ in range(2)]
+    assert [one.choices[0].text for one in answers] == [expected] * 2
+    assert [hit(one) for one in answers] == [0, 200]
+    chunks = list(create(model=main, prompt=prompt, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert hit(chunks[-1]) == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses(server, folders, references, words, stream):
+    main, question = folders["main"], words(200)
+    expected, ids = generated(references["main"], prompt_ids(question)), prompt_ids(question)
+    for number in range(2):
+        answer = server.client.responses.create(
+            model=main, input=question, max_output_tokens=NEW, temperature=0, stream=stream
+        )
+        if stream:
+            answer = list(answer)[-1].response
+        assert answer.output_text == expected
+        assert answer.usage.input_tokens_details.cached_tokens == number * ids.shape[1]
+
+
+def test_eight_clients_at_once(server, folders, references, words):
+    """Behind one system prompt, each with two turns, half of them streamed."""
+    main, system = folders["main"], {"role": "system", "content": words(400)}
+    chats = [[system, {"role": "user", "content": words(30 + n)}] for n in range(8)]
+
+    def talk(number):
+        chat, turns = list(chats[number]), []
+        with openai.OpenAI(base_url=server.client.base_url, api_key="none") as client:
+            for _ in range(2):
+                create = client.chat.completions.create
+                options = {"model": main, "messages": chat, "max_tokens": NEW, "temperature": 0}
+                if number % 2:
+                    text, usage = heard(create(**options, stream=True))
+                else:
+                    answer = create(**options)
+                    text, usage = said(answer), answer.usage
+                turns.append((prompt_ids(chat), text, usage.prompt_tokens_details.cached_tokens))
+                chat += [{"role": "assistant", "content": text}]
+                chat += [{"role": "user", "content": "Go on."}]
+        return turns
+
+    server.chat(main, words(9))  # makes its cache
+    before = server.served(main).cache.stats()
+    with ThreadPoolExecutor(8) as pool:
+        turns = list(pool.map(talk, range(8)))
+    for ids, text, _ in (turn for chat in turns for turn in chat):
+        assert text == generated(references["main"], ids)
+    shared = in_common(*(chat[0][0][0].tolist() for chat in turns))
+    assert shared > 400
+    assert sorted(chat[0][2] for chat in turns) == [0] + [shared // BLOCK * BLOCK] * 7
+    # The last token of an answer went through no forward.
+    assert [c[1][2] for c in turns] == [c[0][0].shape[1] + NEW - 1 for c in turns]
+    after = server.served(main).cache.stats()
+    told = sum(turn[2] for chat in turns for turn in chat)
+    assert after.skipped_tokens - before.skipped_tokens == told
+    server.check(main)
+
+
+def test_a_client_that_goes_away_while_it_streams(server, folders, references, words):
+    main, question = folders["main"], words(300)
+    expected, ids = generated(references["main"], prompt_ids(question)), prompt_ids(question)
+    with counted(server, main) as counts:
+        stream = server.chat(main, question, stream=True, max_tokens=100_000)
+        for _, chunk in zip(range(4), stream, strict=False):
+            assert chunk.usage is None
+        stream.close()
+        answer = server.chat(main, question)  # waits until the other one has ended
+    assert len(counts) < 50_000
+    assert said(answer) == expected
+    assert hit(answer) == ids.shape[1]
+    server.check(main)
+
+
+def test_a_client_that_goes_away_before_its_turn(server, folders, words):
+    main = folders["main"]
+    running = server.chat(main, words(50), stream=True, max_tokens=100_000)
+    next(running)
+    waiting = server.chat(main, words(50), stream=True, max_tokens=100_000)
+    next(waiting)  # its first chunk comes at once, and says nothing
+    waiting.close()
+    running.close()
+    assert hit(server.chat(main, words(50))) == 0
+    server.check(main)
+
+
+def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, words):
+    """A cache that is made for the first request draws nothing."""
+    main, question = folders["main"], words(100)
+    server.post("/reset", {})
+    torch.manual_seed(5)
+    expected = generated(references["main"], prompt_ids(question), do_sample=True)
+    config = json.dumps({"do_sample": True, "max_new_tokens": NEW, "suppress_tokens": [96, 97]})
+    options = {"generation_config": config}
+    for number in range(2):
+        answer = server.chat(main, question, seed=5, temperature=1, extra_body=options)
+        assert said(answer) == expected
+        assert hit(answer) == number * prompt_ids(question).shape[1]
+
+
+# Whose prompts may meet.
+
+
+def test_users_and_headers_share_nothing(server, folders, words):
+    main, question = folders["main"], words(100)
+    length = prompt_ids(question).shape[1]
+    kinds = [
+        {},
+        {"user": "alice"},
+        {"user": "bob"},
+        {"user": ""},
+        {"extra_headers": {"X-Cache-Salt": "alice"}},
+        {"extra_headers": {"X-Cache-Salt": "alice"}, "user": "alice"},
+        {"extra_headers": {"X-Cache-Salt": "bob"}, "user": "alice"},
+        {"extra_body": {"user": ["alice"]}},
+    ]
+    assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [0] * len(kinds)
+    assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [length] * len(kinds)
+    stream = {"stream": True, "user": "carol"}
+    assert heard(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
+
+
+# Templates that show earlier turns otherwise.
+
+
+@pytest.mark.parametrize(("name", "template"), [("stripping", STRIPPING), ("opening", OPENING)])
+def test_stripped_reasoning_hits_up_to_where_it_is_missing(
+    server, folders, references, words, name, template
+):
+    chat, earlier = [{"role": "user", "content": words(150)}], None
+    for _ in range(4):
+        ids = prompt_ids(chat, template)[0].tolist()
+        answer = server.chat(folders[name], chat)
+        assert said(answer) == generated(references[name], torch.tensor([ids]))
+        if earlier is None:
+            assert hit(answer) == 0
+        else:
+            shared = in_common(earlier, ids)
+            # The prompt's end is kept as it is, what lies before it in whole blocks.
+            assert hit(answer) == (shared if shared == len(earlier) else shared // BLOCK * BLOCK)
+            assert (shared == len(earlier)) == (name == "stripping")
+        earlier = ids
+        thought = f"<think>\n{words(40)}</think>{words(20)}"
+        chat += [
+            {"role": "assistant", "content": thought},
+            {"role": "user", "content": words(30)},
+        ]
+
+
+def test_the_second_user_of_a_system_prompt_hits(server, folders, words):
+    system = {"role": "system", "content": words(200)}
+    users = [[system, {"role": "user", "content": words(40)}] for _ in range(2)]
+    hits = [hit(server.chat(folders["main"], chat)) for chat in users]
+    shared = in_common(*(prompt_ids(chat)[0].tolist() for chat in users))
+    assert hits[0] == 0
+    assert hits[1] == shared // BLOCK * BLOCK > 200
+
+
+def test_what_the_template_puts_before_it_is_shared_too(server, folders, words):
+    tools = [{"type": "function", "function": {"name": words(90)}} for _ in range(2)]
+    options = {"tools": tools, "extra_body": {"chat_template_kwargs": {"greeting": words(70)}}}
+    hits = [hit(server.chat(folders["main"], words(40), **options)) for _ in range(2)]
+    assert hits[0] == 0
+    assert hits[1] > 240
+
+
+def test_responses_share_instructions_and_tools(server, folders, words):
+    options = {"instructions": words(90), "max_output_tokens": 2, "model": folders["main"]}
+    options["tools"] = [{"type": "function", "name": words(90), "parameters": {}, "strict": True}]
+    answers = [
+        server.client.responses.create(input=words(40), **options, stream=False) for _ in "ab"
+    ]
+    hits = [one.usage.input_tokens_details.cached_tokens for one in answers]
+    assert hits[0] == 0
+    assert hits[1] > 170
+
+
+# As the plain server behaves.
+
+CHAT = {"model": "MAIN", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+MALFORMED = [
+    ("/v1/chat/completions", b"{no json"),
+    ("/v1/chat/completions", []),
+    ("/v1/chat/completions", {**CHAT, "unknown": 1}),
+    ("/v1/chat/completions", {"model": "MAIN"}),
+    ("/v1/chat/completions", {**CHAT, "messages": "Hello"}),
+    ("/v1/chat/completions", {**CHAT, "messages": []}),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user"}]}),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"content": "x"}]}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": "many"}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": -1}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 0}),
+    ("/v1/chat/completions", {**CHAT, "temperature": -1, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": -1, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": 3}),
+    ("/v1/chat/completions", {**CHAT, "generation_config": "{}{"}),
+    ("/v1/chat/completions", {**CHAT, "generation_config": '{"num_beams": 2}', "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "model": "/nowhere"}),
+    ("/v1/completions", {"model": "MAIN", "prompt": [1, 2]}),
+    ("/v1/completions", {"model": "MAIN", "prompt": "", "max_tokens": 2}),
+    ("/v1/completions", {"model": "MAIN", "prompt": "", "max_tokens": 2, "stream": True}),
+    ("/v1/responses", {"model": "MAIN", "input": 3}),
+    ("/v1/responses", {"model": "MAIN", "input": [{"role": "user"}, {"type": "odd"}]}),
+    ("/load_model", {}),
+    ("/nowhere", {}),
+]
+
+
+def fill(body, folders):
+    if isinstance(body, dict) and body.get("model") == "MAIN":
+        return {**body, "model": folders["main"]}
+    return body
+
+
+def without_ids(answer):
+    """An answer without what each request has of its own."""
+    status, body = answer
+    text = re.sub(rb'"(id|created)":("[^"]*"|\d+),?', b"", body)
+    return status, re.sub(rb',?"prompt_tokens_details":\{[^}]*\}', b"", text)
+
+
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_malformed_requests(server, plain_answers, folders, number):
+    path, body = MALFORMED[number]
+    answer = server.post(path, fill(body, folders))
+    assert without_ids(answer) == without_ids(plain_answers[0][number])
+    if "MAIN" in str(body):
+        assert hit(server.chat(folders["main"], "Still there?")) is not None
+        server.check(folders["main"])
+
+
+def test_the_plain_server_reports_no_cached_tokens(plain_answers, server, folders):
+    answers = plain_answers[1]
+    assert [one.usage.prompt_tokens_details for one in answers] == [None, None]
+    assert [hit(server.chat(folders["main"], "Twice. " * 9)) for _ in range(2)] == [
+        0,
+        answers[0].usage.prompt_tokens,
+    ]
+    assert said(server.chat(folders["main"], "Twice. " * 9)) == said(answers[0])
+
+
+def test_stop_strings(server, folders, references, words):
+    main, question = folders["main"], words(100)
+    whole = generated(references["main"], prompt_ids(question))
+    for _ in range(2):
+        answer = server.chat(main, question, stop=[whole[4:6]])
+        assert said(answer) == whole[: whole.index(whole[4:6]) + 2]
+        assert answer.choices[0].finish_reason == "stop"
+
+
+# Models that cannot be cached, and requests that a cache does not serve.
+
+
+def warnings_in(caplog):
+    found = (r for r in caplog.records if r.name.startswith("mamba_cache"))
+    return [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+
+
+def test_a_model_that_cannot_be_cached_is_served_with_one_warning(
+    server, folders, references, words, caplog
+):
+    question = words(100)
+    expected = generated(references["llama"], prompt_ids(question))
+    for _ in range(2):
+        answer = server.chat(folders["llama"], question)
+        assert said(answer) == expected
+        assert answer.usage.prompt_tokens_details is None
+    text, usage = heard(server.chat(folders["llama"], question, stream=True))
+    assert (text, usage.prompt_tokens_details) == (expected, None)
+    [warning] = warnings_in(caplog)
+    assert re.search(
+        r"^LlamaForCausalLM \(.*llama\) is served without a prefix cache: .*linear", warning
+    )
+    assert "llama" not in server.get("/metrics")
+
+
+def test_a_budget_that_is_too_small_is_named(folders, references, words, caplog, server):
+    served = server.served(folders["main"])
+    poor = type(served)(served.model, {**SETTINGS, "mamba_cache_gb": 1e-7})
+    assert poor.prepare() is None
+    assert poor.prepare() is None
+    [warning] = warnings_in(caplog)
+    assert "mamba_cache_gb must be at least" in warning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_cache_does_not_serve_goes_past_it(
+    server, folders, references, words, caplog, stream
+):
+    main, question = folders["main"], words(100)
+    server.served(main)._told.clear()
+    expected = generated(references["main"], prompt_ids(question))
+    config = {"do_sample": False, "use_cache": False, "suppress_tokens": [96, 97]}
+    options = {"extra_body": {"generation_config": json.dumps(config)}, "stream": stream}
+    for _ in range(2):
+        answer = server.chat(main, question, temperature=None, **options)
+        text, usage = heard(answer) if stream else (said(answer), answer.usage)
+        assert text == expected
+        assert usage.prompt_tokens_details is None
+    [warning] = warnings_in(caplog)
+    assert re.search(r"answers such requests without its prefix cache: use_cache must be", warning)
+    assert hit(server.chat(main, question)) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_weights_that_change_are_noticed_and_forgotten(
+    server, folders, references, words, caplog, stream
+):
+    other, question = folders["other"], words(100)
+    before = generated(references["other"], prompt_ids(question))
+    assert said(server.chat(other, question)) == before
+    server.served(other)._told.clear()
+    pair = [server.timed(other).model, references["other"]]
+    kept = pair[0].lm_head.weight.detach().clone()
+    try:
+        for model in pair:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(kept.flip(0))
+        changed = generated(references["other"], prompt_ids(question))
+        assert changed != before
+        answers = [server.chat(other, question, stream=stream) for _ in range(3)]
+        answers = [heard(one) if stream else (said(one), one.usage) for one in answers]
+        assert [text for text, _ in answers] == [changed] * 3
+        details = [usage.prompt_tokens_details for _, usage in answers]
+        assert details[0] is None
+        hits = [one.cached_tokens for one in details[1:]]
+        assert hits == [0, prompt_ids(question).shape[1]]
+        assert "lm_head" in warnings_in(caplog)[0]
+    finally:
+        for model in pair:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(kept)
+        server.served(other).cache.reset()
+
+
+def test_a_cache_that_is_poisoned_begins_anew(
+    server, folders, references, words, caplog, monkeypatch
+):
+    main, question = folders["main"], words(100)
+    expected = generated(references["main"], prompt_ids(question))
+    assert said(server.chat(main, question)) == expected
+    cache = server.served(main).cache
+    monkeypatch.setattr(cache._guard, "_unproved", "generate")
+    with pytest.raises(PoisonedError):
+        cache.check_invariants()
+    text, usage = heard(server.chat(main, question, stream=True))
+    assert (text, usage.prompt_tokens_details) == (expected, None)
+    assert "reset() makes everything new" in warnings_in(caplog)[-1]
+    assert hit(server.chat(main, question)) == 0
+    assert hit(server.chat(main, question)) > 0
+
+
+def test_a_model_that_changes_in_each_call_loses_its_cache(
+    server, folders, references, words, caplog
+):
+    """Such a cache is begun anew a few times and never hits."""
+    question = words(100)
+    pair = [server.timed(folders["stripping"]).model, references["stripping"]]
+    kept = pair[0].lm_head.weight.detach().clone()
+    for shift in [*range(1, 10), 0]:
+        for model in pair:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(kept.roll(shift, 0))
+        answer = said(server.chat(folders["stripping"], question))
+        assert answer == generated(references["stripping"], prompt_ids(question))
+    assert server.served(folders["stripping"]).cache is None
+    told = warnings_in(caplog)
+    assert len(told) == 2
+    assert "answers such requests without its prefix cache: the model's weights are" in told[0]
+    assert "is served without a prefix cache: the model's weights are not those" in told[1]
+    server.timed(folders["stripping"]).delete_model()
+
+
+def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):
+    """As without a cache; nothing is begun again once a token was heard."""
+    main, question = folders["main"], words(100)
+    model, calls = server.timed(main).model, []
+    original = model.forward
+
+    @functools.wraps(original)
+    def fails(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise InvalidArgumentError("broken on purpose")
+        return original(*args, **kwargs)
+
+    server.chat(main, words(20))
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(openai.APIError):
+        heard(server.chat(main, question, stream=True))
+    monkeypatch.undo()
+    assert len(calls) == 3
+    server.check(main)
+
+
+# Models that come and go.
+
+
+def test_an_unloaded_model_gives_its_cache_back(server, folders, references, words):
+    other, question = folders["other"], words(100)
+    expected = generated(references["other"], prompt_ids(question))
+    assert said(server.chat(other, question)) == expected
+    model = weakref.ref(server.timed(other).model)
+    store = weakref.ref(server.served(other).cache._store)
+    # The thread that answers lets go of the model just after it has answered.
+    server.serve._generation_state.get_manager(f"{other}@main").submit(int).result()
+    server.timed(other).timeout_seconds = 1
+    server.timed(other)._timeout_reached()
+    gc.collect()
+    assert (model(), store()) == (None, None)
+    assert other not in server.get("/metrics")
+    answers = [server.chat(other, question) for _ in range(2)]  # it is loaded again
+    assert [said(one) for one in answers] == [expected] * 2
+    assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
+
+
+def test_a_model_that_is_unloaded_while_it_answers(server, folders, references, words):
+    other, question = folders["other"], words(100)
+    expected = generated(references["other"], prompt_ids(question), max_new_tokens=60)
+    stream = server.chat(other, question, stream=True, max_tokens=60)
+    chunks = [next(stream), next(stream)]
+    server.timed(other).delete_model()
+    chunks += list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert hit(chunks[-1]) == 0
+    answer = server.chat(other, question, max_tokens=60)
+    assert (said(answer), hit(answer)) == (expected, 0)
+
+
+def test_several_models_at_once(server, folders, references, words):
+    names, questions = ["main", "other", "stripping", "llama"], [words(120) for _ in range(4)]
+
+    def ask(number):
+        name = names[number % 4]
+        with openai.OpenAI(base_url=server.client.base_url, api_key="none") as client:
+            answer = client.chat.completions.create(
+                model=folders[name],
+                messages=[{"role": "user", "content": questions[number // 4]}],
+                max_tokens=NEW,
+                temperature=0,
+            )
+        return said(answer)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(16)))
+    for number, answer in enumerate(answers):
+        ids = prompt_ids(questions[number // 4])
+        assert answer == generated(references[names[number % 4]], ids)
+    page = server.get("/metrics")
+    for name in ("main", "other", "stripping"):
+        server.check(folders[name])
+        cache = server.served(folders[name]).cache
+        requests = f'mamba_cache_requests_total{{cache="{folders[name]}@main"}}'
+        assert f"{requests} {float(cache.stats().requests)}\n" in page
+
+
+def test_a_model_that_is_named_has_its_cache_before_the_first_request(server, folders):
+    named = Server(force_model=folders["main"])
+    try:
+        requests = f'mamba_cache_requests_total{{cache="{folders["main"]}@main"}} 0.0'
+        assert requests in named.get("/metrics")
+        assert hit(named.chat(folders["main"], "Hello")) == 0
+    finally:
+        named.close()
+
+
+def test_continuous_batching_is_refused_in_its_own_words(server, folders, caplog):
+    """As without caches: hybrids are none of its models."""
+    batching = Server(continuous_batching=True, force_model=folders["main"])
+    try:
+        with pytest.raises(openai.APIError):
+            batching.chat(folders["main"], "Hello")
+        assert batching.served(folders["main"]).cache is None
+    finally:
+        batching.close()
+    assert warnings_in(caplog) == []
+
+
+# Installation.
+
+
+def test_installing_and_uninstalling(server):
+    before = {path: vars(owner)[name] for path, (owner, name) in found().items()}
+    with pytest.raises(StepOrderError, match="installed already"):
+        serve.install(**SETTINGS)
+    assert {path: vars(owner)[name] for path, (owner, name) in found().items()} == before
+
+
+def found():
+    return {path: installing._find(path) for path in installing._REPLACEMENTS}
+
+
+@pytest.fixture
+def uninstalled(monkeypatch):
+    """As if nothing were installed; what is comes back afterwards."""
+    kept = list(installing._originals)
+    substitutes = [(owner, name, vars(owner)[name]) for owner, name, _ in kept]
+    serve.uninstall()
+    yield
+    serve.uninstall()
+    for owner, name, substitute in substitutes:
+        setattr(owner, name, substitute)
+    installing._originals[:] = kept
+
+
+def test_uninstalling_leaves_nothing(uninstalled):
+    before = {path: vars(owner)[name] for path, (owner, name) in found().items()}
+    assert not any("mamba_cache" in getattr(x, "__module__", "") for x in before.values())
+    with serve.installed(**SETTINGS):
+        now = {path: vars(owner)[name] for path, (owner, name) in found().items()}
+        assert all(now[path] is not before[path] for path in before)
+    assert {path: vars(owner)[name] for path, (owner, name) in found().items()} == before
+    serve.uninstall()  # does nothing
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
+        ({"kv_cache_gb": float("inf")}, "kv_cache_gb must be a finite number"),
+        ({"block_size_tokens": 0}, "block_size_tokens"),
+        ({"segment_tokens": 1.5}, "segment_tokens"),
+        ({"reuse_answers": 1}, "reuse_answers"),
+        ({"measure_costs": "no"}, "measure_costs"),
+        ({"on_unresumable": "no"}, "on_unresumable must be one of"),
+        ({"weights_check": "some"}, "weights_check must be one of"),
+    ],
+)
+def test_settings_that_no_model_could_have(uninstalled, setting, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        serve.install(**{**SETTINGS, **setting})
+    assert not installing._originals
+
+
+def test_a_server_of_another_make_is_refused_whole(uninstalled, monkeypatch):
+    monkeypatch.delattr(chat_completion, "CompletionUsage")
+    with pytest.raises(UnsupportedVersionError, match=r"no .*chat_completion\.CompletionUsage"):
+        serve.install(**SETTINGS)
+    assert not installing._originals
+    for one in (utils.GenerateManager, model_manager.TimedModel):
+        assert not any("mamba_cache" in getattr(x, "__module__", "") for x in vars(one).values())
+
+
+@pytest.mark.parametrize("package", ["fastapi", "openai", "prometheus_client"])
+def test_without_the_extra_its_name_is_said(uninstalled, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"needs {package}: pip install -e '\.\[serve\]'"):
+        serve.install(**SETTINGS)
+
+
+# The command.
+
+
+def test_the_command_serves(folders, references, words):
+    command = [sys.executable, "-m", "mamba_cache.cli", "serve", folders["main"]]
+    command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
+    command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = "1"  # as the reference computes
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if address := re.search(r"running on (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            pytest.fail("".join(lines))
+        drain = threading.Thread(target=process.stderr.read)
+        drain.start()
+        question = words(100)
+        running = SimpleNamespace(
+            client=openai.OpenAI(base_url=f"{address[1]}/v1", api_key="none", max_retries=0)
+        )
+        with running.client:
+            answers = [Server.chat(running, folders["main"], question) for _ in range(2)]
+        assert [said(one) for one in answers] == [
+            generated(references["main"], prompt_ids(question))
+        ] * 2
+        assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
+        process.send_signal(signal.SIGINT)
+        drain.join()
+        assert process.wait() == 130  # as `transformers serve` ends then
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
