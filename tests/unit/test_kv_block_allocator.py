@@ -320,6 +320,13 @@ def test_the_same_calls_give_the_same_blocks():
         (lambda pool: pool.block_ref_counts.__setitem__(4, -1), "negative"),
         (lambda pool: pool.block_ref_counts.__setitem__(8, 1), "every block but the dummy"),
         (lambda pool: pool.block_hashes.__setitem__(5, 7), "block_hashes and the registered"),
+        (
+            lambda pool: (
+                pool.deregister_blocks([0]),
+                pool.block_hashes.__setitem__(0, pool.block_hashes[1]),
+            ),
+            "block_hashes and the registered",
+        ),
         (lambda pool: pool._free.append(pool._free[0]), "free twice"),
         (lambda pool: pool._free.pop(), "every block but the dummy"),
         (lambda pool: pool.block_ref_counts.__setitem__(pool._free[0], 1), "every block but"),
