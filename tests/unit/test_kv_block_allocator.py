@@ -158,6 +158,19 @@ def test_a_call_that_falls_short_changes_nothing(pool):
     assert pool.allocate_memory_blocks(4)[1:] == cached[::-1]
 
 
+def test_used_and_cached_blocks_are_retained_and_released_in_one_call(pool):
+    root, leaf = cache(pool, 1, 2)
+    pool.retain_memory_blocks([root])
+    pool.retain_memory_blocks([leaf, root, leaf])
+    pool.check_invariants()
+    assert [int(pool.block_ref_counts[block]) for block in (root, leaf)] == [2, 2]
+    pool.release_memory_blocks([leaf, root, leaf])
+    pool.check_invariants()
+    assert (pool.num_used_blocks, pool.num_cached_blocks) == (1, 1)
+    pool.release_memory_blocks([root])
+    assert pool.allocate_memory_blocks(8)[6:] == [leaf, root]
+
+
 def test_double_free_is_refused(pool):
     """SGLang's slot allocator accepted it silently."""
     block_ids = pool.allocate_memory_blocks(2)
