@@ -107,11 +107,13 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert pool.match_prefix(prefix(1, 2)) == [*parent, child]
 
 
-def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool):
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool, num_blocks):
     parent, newer = cache(pool, 1), cache(pool, 3)
-    [child] = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes([child], prefix(1, 2)[1:], parent_hash=prefix(1)[0])
-    pool.allocate_memory_blocks(5)
+    below = pool.allocate_memory_blocks(num_blocks)
+    hashes = prefix(1, 2, 4, 5)[1 : 1 + num_blocks]
+    pool.register_kv_block_hashes(below, hashes, parent_hash=prefix(1)[0])
+    pool.allocate_memory_blocks(6 - num_blocks)
     assert pool.allocate_memory_blocks(2) == [*newer, *parent]
 
 
