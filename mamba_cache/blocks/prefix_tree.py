@@ -73,8 +73,8 @@ class PrefixTree:
         self.hashes = np.empty(pool_size, np.int64)
         self._parents = np.empty(pool_size, np.int64)
         self._parent_blocks = np.empty(pool_size, np.intp)
-        self.num_children = np.empty(pool_size, np.int32)
-        self.num_cached_children = np.empty(pool_size, np.int32)
+        self.num_children = np.zeros(pool_size, np.int32)
+        self.num_cached_children = np.zeros(pool_size, np.int32)
         self._digests = np.empty(pool_size, object)
         self.hash_at = self.hashes.data
         self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
@@ -87,8 +87,6 @@ class PrefixTree:
         self.hashes.fill(NO_HASH)
         self._parents.fill(NO_HASH)
         self._parent_blocks.fill(self._no_block)
-        self.num_children.fill(0)
-        self.num_cached_children.fill(0)
         self._block_of: dict[int, int] = {}
         self._digests.fill(None)
         # By the hash id of a parent that is not registered: its children, and the cached ones.

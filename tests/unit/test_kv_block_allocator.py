@@ -107,11 +107,13 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert pool.match_prefix(prefix(1, 2)) == [*parent, child]
 
 
-def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool):
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool, num_blocks):
     parent, newer = cache(pool, 1), cache(pool, 3)
-    [child] = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes([child], prefix(1, 2)[1:], parent_hash=prefix(1)[0])
-    pool.allocate_memory_blocks(5)
+    below = pool.allocate_memory_blocks(num_blocks)
+    hashes = prefix(1, 2, 4, 5)[1 : 1 + num_blocks]
+    pool.register_kv_block_hashes(below, hashes, parent_hash=prefix(1)[0])
+    pool.allocate_memory_blocks(6 - num_blocks)
     assert pool.allocate_memory_blocks(2) == [*newer, *parent]
 
 
@@ -156,6 +158,19 @@ def test_a_call_that_falls_short_changes_nothing(pool):
     assert snapshot(pool) == before
     pool.check_invariants()
     assert pool.allocate_memory_blocks(4)[1:] == cached[::-1]
+
+
+def test_used_and_cached_blocks_are_retained_and_released_in_one_call(pool):
+    root, leaf = cache(pool, 1, 2)
+    pool.retain_memory_blocks([root])
+    pool.retain_memory_blocks([leaf, root, leaf])
+    pool.check_invariants()
+    assert [int(pool.block_ref_counts[block]) for block in (root, leaf)] == [2, 2]
+    pool.release_memory_blocks([leaf, root, leaf])
+    pool.check_invariants()
+    assert (pool.num_used_blocks, pool.num_cached_blocks) == (1, 1)
+    pool.release_memory_blocks([root])
+    assert pool.allocate_memory_blocks(8)[6:] == [leaf, root]
 
 
 def test_double_free_is_refused(pool):
@@ -341,6 +356,13 @@ def test_the_same_calls_give_the_same_blocks():
         (lambda pool: pool.block_ref_counts.__setitem__(4, -1), "negative"),
         (lambda pool: pool.block_ref_counts.__setitem__(8, 1), "every block but the dummy"),
         (lambda pool: pool.block_hashes.__setitem__(5, 7), "block_hashes and the registered"),
+        (
+            lambda pool: (
+                pool.deregister_blocks([0]),
+                pool.block_hashes.__setitem__(0, pool.block_hashes[1]),
+            ),
+            "block_hashes and the registered",
+        ),
         (lambda pool: pool._free.append(pool._free[0]), "free twice"),
         (lambda pool: pool._free.pop(), "every block but the dummy"),
         (lambda pool: pool.block_ref_counts.__setitem__(pool._free[0], 1), "every block but"),

@@ -186,6 +186,59 @@ def test_children_match_again_when_their_parent_is_registered_anew(pool):
     assert pool.allocate_memory_blocks(2) == [child, *anew]
 
 
+def test_a_child_matches_again_when_a_chain_above_it_is_registered_anew(pool):
+    *above, child = cache(pool, 1, 2, 3, 4)
+    pool.deregister_blocks(above)
+    anew = pool.allocate_memory_blocks(3)
+    assert pool.register_kv_block_hashes(anew, prefix(1, 2, 3)) == anew
+    pool.check_invariants()
+    pool.release_memory_blocks(anew)
+    assert pool.match_prefix(prefix(1, 2, 3, 4)) == [*anew, child]
+    pool.allocate_memory_blocks(4)
+    assert pool.allocate_memory_blocks(4) == [child, *anew[::-1]]
+
+
+def test_children_of_a_parent_that_is_not_registered_are_counted(pool):
+    root = prefix(1)[0]
+    children = pool.allocate_memory_blocks(2)
+    for block_id, token in zip(children, (2, 3), strict=True):
+        pool.register_kv_block_hashes([block_id], prefix(1, token)[1:], parent_hash=root)
+        pool.check_invariants()
+    pool.release_memory_blocks(children)
+    parent = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(parent, prefix(1))
+    pool.check_invariants()
+    pool.release_memory_blocks(parent)
+    pool.allocate_memory_blocks(5)
+    assert pool.allocate_memory_blocks(3) == [*children, *parent]
+
+
+def by_id(*hash_ids):
+    """Hashes with these ids, as digests that collide have them."""
+    return BlockHashes([hash_id.to_bytes(8, "little") + b"a digest" for hash_id in hash_ids])
+
+
+@pytest.mark.parametrize(("parent", "private"), [(22, 1), (33, 2)])
+def test_ids_of_digests_that_form_a_ring_leave_one_block_private(pool, parent, private):
+    block_ids = pool.allocate_memory_blocks(4)
+    hashes = by_id(11, 22, 33, 44)
+    expected = [*block_ids[:private], None, *block_ids[private + 1 :]]
+    assert pool.register_kv_block_hashes(block_ids, hashes, parent_hash=parent) == expected
+    assert pool.hash_collisions_total == 1
+    pool.check_invariants()
+    pool.release_memory_blocks(block_ids)
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+@pytest.mark.parametrize("root", [None, 99])
+def test_a_parent_of_children_that_were_there_before_closes_no_ring_by_itself(pool, root):
+    first, second, third, child = pool.allocate_memory_blocks(4)
+    pool.register_kv_block_hashes([first, second], by_id(11, 22), parent_hash=root)
+    pool.register_kv_block_hashes([child], by_id(44), parent_hash=33)
+    assert pool.register_kv_block_hashes([third], by_id(33), parent_hash=22) == [third]
+    assert pool.hash_collisions_total == 0
+
+
 def test_nothing_is_registered_without_prefix_caching():
     pool = KVBlockAllocator(5, enable_prefix_caching=False)
     block_ids = pool.allocate_memory_blocks(2)
