@@ -231,10 +231,11 @@ def check_healing(context):
 def drive_to_the_end(context):
     """Brings every request on, whatever its state; all answers are those of uncached runs."""
     prompts = {
+        **dict.fromkeys(FORKS, OTHER[: 2 * BLOCK - 1]),  # first: they have the others' rows
         "new": [*SHARED, 1, 2],
         "preempted": OTHER,
         "prefilling": BRANCH,
-        **dict.fromkeys(("decoding", *FORKS), OTHER[: 2 * BLOCK - 1]),
+        "decoding": OTHER[: 2 * BLOCK - 1],
     }
     with suppress(StepOrderError):  # there may be none in flight
         context.abort_step()
