@@ -226,7 +226,7 @@ class KVBlockAllocator:
         if len(reused) == len(ids):
             self._ref_counts[blocks] = count
         else:
-            np.add.at(self._ref_counts, blocks, np.int32(count))
+            np.add.at(self._ref_counts, blocks, _ONE * count)
         if reused:  # they were cached
             self._num_cached -= len(reused)
             self._leaves.discard(reused)

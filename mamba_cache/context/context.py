@@ -439,14 +439,17 @@ class DynamicInferenceContext:
         """
         rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
-        if np.count_nonzero(lacks):
-            names = (work.group.ids[index] for index in due[lacks].tolist())
-            rows.grow_by_one(its_rows[lacks], int(ends[lacks].max()), names)
+        if num_lacking := np.count_nonzero(lacks):
+            which = slice(None) if num_lacking == len(due) else lacks
+            names = (work.group.ids[index] for index in due[which].tolist())
+            rows.grow_by_one(its_rows[which], int(np.maximum.reduce(ends[which])), names)
         is_over = rows.num_computed[its_rows] > rows.next_events[its_rows]
-        if np.count_nonzero(is_over):
-            rows.expect_events(its_rows[is_over])
-        beyond = ends - rows.next_events[its_rows]
-        saving: list[int] = due[(beyond > 0) & rows.saves_states[its_rows]].tolist()
+        if num_over := np.count_nonzero(is_over):
+            rows.expect_events(its_rows if num_over == len(due) else its_rows[is_over])
+        beyond, saves = ends - rows.next_events[its_rows], rows.saves_states[its_rows]
+        saving: list[int] = []
+        if np.count_nonzero(saves):
+            saving = due[(beyond > 0) & saves].tolist()
         return saving, due[beyond > 1]
 
     @guarded(trusts=())

@@ -1,13 +1,16 @@
 """Steps with drafts: what is refused, and cases that the search over all calls has found."""
 
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, saved_prefix_lengths
 
 from mamba_cache import DeviceTokens
 from mamba_cache.context import RequestStatus
+from mamba_cache.context.speculation import Speculation
 from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
@@ -345,6 +348,20 @@ def test_scrubbing_clears_tokens_on_their_way(context):
     context.finish("a")
     context.scrub()
     assert not last.any()
+
+
+def test_a_device_is_sent_rows_as_wide_as_its_kernel_reads():
+    """As on a GPU: tokens of the host are padded, those of the device are taken as they are."""
+    config, device, calls = make_config(num_speculative_tokens=DRAFTS), torch.device("meta"), []
+    speculation = Speculation(config, device)
+    speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given[2:]))
+    speculation.advance(None, np.array([[4], [5]]), np.array([1, 0]))
+    tokens, counts = calls[0]
+    assert (tokens.shape, tokens.dtype, tokens.device) == ((2, 1 + DRAFTS), torch.int64, device)
+    assert (counts.shape, counts.dtype, counts.device) == ((2,), torch.int32, device)
+    speculation.advance(None, tokens, counts)
+    assert calls[1][0] is tokens
+    assert calls[1][1] is counts
 
 
 def test_drafts_that_are_not_accepted_count_as_computed(context):
