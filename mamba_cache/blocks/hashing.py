@@ -81,6 +81,7 @@ class BlockHashes(Sequence[int]):
         if not self._length:
             return iter(())
         words = np.frombuffer(b"".join(self._digests[: self._length]), dtype="<i8")
+        # unnoticed: numpy takes any negative size as the one to work out
         ids = words.reshape(self._length, -1)[:, 0] & _ID_MASK
         # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
         return iter(np.maximum(ids, 1).tolist())
@@ -93,6 +94,7 @@ class BlockHashes(Sequence[int]):
         if isinstance(index, slice):
             return BlockHashes._snapshot(self._digests[: self._length][index])
         position = range(self._length)[index]
+        # unnoticed: the mask keeps the same bits of a longer number
         return max(int.from_bytes(self._digests[position][:8], "little") & _ID_MASK, 1)
 
     def __eq__(self, other: object) -> bool:
@@ -136,6 +138,7 @@ class BlockHasher:
         check_choice("algorithm", algorithm, ("xxh3_128", "sha256"))
         if secret is not None and not isinstance(secret, bytes):
             raise InvalidArgumentError(f"secret must be bytes or None, got {type(secret).__name__}")
+        # unnoticed: tests' hashers are made before the check exchanges the function
         self._secret = _PROCESS_SECRET if secret is None else secret
         self.algorithm: HashAlgorithm = algorithm
         self.digest_size_bytes = 16 if algorithm == "xxh3_128" else 32
@@ -187,4 +190,5 @@ def _encode_one(value: ExtraKey) -> bytes:
         raise InvalidArgumentError(
             f"a cache salt or key must be a str, bytes, int or None, got {value!r}"
         )
+    # unnoticed: another digest of the same facts is as good
     return kind + len(content).to_bytes(8, "little") + content

@@ -671,7 +671,7 @@ class KVBlockAllocator:
 
     def _take(self, num_blocks: int) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
-        if num_blocks > len(self._free):
+        if num_blocks > len(self._free):  # unnoticed: a shortcut, the longer way gives the same
             victims = self._choose_victims(num_blocks)
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
@@ -719,6 +719,7 @@ class KVBlockAllocator:
         num_cached = tree.cached_children_at[block_id]
         if num_cached != num_chosen_children or self._refs_at[block_id]:
             return None
+        # unnoticed: all that wait are moved alike, so their order stays
         delay = _LAST_RESORT if tree.children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 

@@ -102,6 +102,7 @@ class PrefixTree:
 
     def find(self, hash_id: int | None) -> int | None:
         """Return the block behind a hash id, verified by nothing but the id."""
+        # unnoticed: a shortcut, the longer way gives the same
         return None if hash_id is None else self._block_of.get(hash_id)
 
     def match(self, hashes: BlockHashes) -> list[int]:
@@ -281,6 +282,7 @@ class PrefixTree:
             InvalidArgumentError: A block would be its own ancestor.
         """
         pairs = reversed(list(zip(hash_ids, parents, strict=True)))  # the first mention counts
+        # unnoticed: a shortcut, the longer way gives the same
         new = {hash_id: parent for hash_id, parent in pairs if self.find(hash_id) is None}
         is_parent = not self._orphans.keys().isdisjoint(new)
         may_close = is_parent or len({*hash_ids, *parents}) <= len(hash_ids)

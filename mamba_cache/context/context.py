@@ -916,6 +916,7 @@ class DynamicInferenceContext:
             start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
             due = active.chunk.num_tokens if active.chunk else 0
             progress = active.row, active.num_computed, active.most_computed, due
+            # unnoticed: another digest of the same facts is as good
             parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
         parts += self._runner.progress
         return fingerprint_of(
@@ -958,9 +959,12 @@ class DynamicInferenceContext:
         return request if isinstance(request, PreparedRequest) else self.prepare(request)
 
     def _side_stream(self) -> SideStream | None:
+        # unnoticed: only a GPU shows it
         if not self.config.restore_on_side_stream or self.device.type != "cuda":
             return None
+        # unnoticed: only a GPU shows it
         streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
+        # unnoticed: only a GPU shows it
         return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
 
     def _end(self, active: ActiveRequest) -> None:

@@ -145,6 +145,7 @@ class RequestPreparer:
         )
         if self._config.enable_prefix_caching:
             chain.append(tokens)
+        # unnoticed: None is as false
         tokens.flags.writeable = False  # the hashes are of just these tokens
         return PreparedRequest(request, tokens, chain.hashes, chain, self)
 
@@ -459,10 +460,11 @@ class ActiveRequest:
     def tokens(self, start: int, end: int) -> TokenArray:
         """Return the tokens from ``start`` to ``end``, int32."""
         split = len(self.prompt)
-        if end <= split:
+        if end <= split:  # unnoticed: a shortcut, the longer way gives the same
             return self.prompt[start:end]
         self.collect_tokens()
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
+        # unnoticed: a shortcut, the longer way gives the same
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
     def chunk_from(

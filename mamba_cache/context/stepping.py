@@ -107,10 +107,10 @@ class StepRunner:
         self._work = _NOTHING
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
-        self._num_boundaries = 0
+        self._num_boundaries = 0  # unnoticed: it is overwritten before it is read
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
-        self._is_advanced = False
+        self._is_advanced = False  # unnoticed: None is as false
         self._unfinished = ""
 
     @property
@@ -477,7 +477,7 @@ class StepRunner:
     def _end_step(self) -> None:
         if self._side_stream is not None:
             self._side_stream.end_step()
-        self._is_advanced = False
+        self._is_advanced = False  # unnoticed: None is as false
         self._extractions.end()
         self._step = None
         self._work, self._prefills, self._planned = _NOTHING, (), {}

@@ -84,8 +84,11 @@ def compute_varlen_chunk_metadata(
     device = query_start_loc.device  # unnoticed: without a GPU all tensors lie on the host
     # unnoticed: without a GPU all tensors lie on the host
     return (
+        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(cu_chunk_seqlens).to(device),
+        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(last_chunk_indices).to(device),
+        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(chunk_seq_idx).to(device),
     )
 

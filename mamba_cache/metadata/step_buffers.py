@@ -533,10 +533,11 @@ class _PinnedBuffer(_HostSide):  # pragma: no cover - tests/gpu run it
     """One host side on a GPU: pinned memory, and the event of its last copy."""
 
     def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
-        self._device_buffer = device_buffer
-        self._buffer = torch.zeros(
+        self._device_buffer = device_buffer  # unnoticed: only a GPU shows it
+        self._buffer = torch.zeros(  # unnoticed: only a GPU shows it
             layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
         )
+        # unnoticed: only a GPU shows it
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         super().__init__(layout, self._buffer)
 
@@ -546,5 +547,6 @@ class _PinnedBuffer(_HostSide):  # pragma: no cover - tests/gpu run it
 
     def send(self, num_bytes: int) -> None:
         """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
+        # unnoticed: only a GPU shows it
         self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
         self._copied.record()

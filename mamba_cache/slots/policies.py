@@ -208,7 +208,7 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
         """Make the slots the most recent, and keep what their states save."""
-        super().on_stored(slots, saved_tokens)
+        super().on_stored(slots, saved_tokens)  # unnoticed: it is overwritten before it is read
         self._saved_tokens[list(slots)] = saved_tokens
 
     def state(self) -> npt.NDArray[np.int64]:
@@ -286,11 +286,12 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
     """Return the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
     order: list[int] = []
-    if num_slots <= min(_FEW, len(keys)):
+    if num_slots <= min(_FEW, len(keys)):  # unnoticed: a shortcut, the longer way gives the same
         rest = keys.astype(np.int64)
         for _ in range(num_slots):
             order.append(int(rest.argmin()))
             rest[order[-1]] = _TAKEN
+    # unnoticed: a shortcut, the longer way gives the same
     if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
         order = np.argsort(keys, kind="stable")[:num_slots].tolist()
     return [slots.item(index) for index in order]

@@ -130,6 +130,7 @@ class SlotPool:
         self.block_to_slot = as_tensor(self._block_to_slot)
         self.slot_to_block = as_tensor(self._slot_to_block)
         self.pin_counts = np.empty(self.max_slots, np.int32)
+        # unnoticed: numbers that small are the same in the other dtype
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
@@ -705,7 +706,7 @@ class SlotPool:
         Returns:
             From 0 to 2**63 - 1.
         """
-        cached = self._slot_to_block >= 0
+        cached = self._slot_to_block >= 0  # unnoticed: another digest of the same facts is as good
         return fingerprint_of(
             self._slot_to_block,
             self._block_to_slot.take(self._slot_to_block[cached]),
@@ -815,6 +816,7 @@ class SlotPool:
             evictable &= as_host_array(self.kv_blocks.block_ref_counts).take(blocks) == 0
         for slot in self._slots_of(protected):
             if slot >= 0:
+                # unnoticed: numpy stores None as False in an array of bools
                 evictable[slot] = False
         slots = evictable.nonzero()[0]
         if candidates is not None:
@@ -1010,6 +1012,7 @@ def _num_kv_blocks(kv_blocks: Any) -> int:
 
 def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
     """Return [2, n] int64: keys in ascending order, and their values."""
+    # unnoticed: numbers that small are the same in the other dtype
     pairs = np.array([list(table.keys()), list(table.values())], np.int64)
     return pairs[:, pairs[0].argsort()]
 

@@ -49,6 +49,7 @@ class StateTransfers:
         self.num_calls = 0
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
+        # unnoticed: it equals nothing that live tensors have, either way
         self._live_storage: tuple[object, ...] = ()
         self._layer_states = scratch.spec.tensors
         self._quantization = quantization
