@@ -46,6 +46,7 @@ class EvictionQueue:
 
     def push_pop(self, item: int, priority: float) -> tuple[int, float]:
         """Add an item that is not there, then ``pop``: in O(1) if it is the lowest itself."""
+        # unnoticed: a shortcut, the longer way gives the same
         if not self._heap or (priority, item) < self._heap[0]:
             return item, priority
         self.push(item, priority)

@@ -76,12 +76,14 @@ def test_int8_of_several_kinds():
     before = {name: tensor.clone() for name, tensor in live.tensors.items()}
     store = StateQuantizer(tensors(live), tensors(slots), quantization)
     restore = StateDequantizer(tensors(slots), tensors(live))
+    stored = on_device([2]), on_device([1])
+    restored_rows = on_device([1, ZERO_SOURCE]), on_device([0, 1])
     for _ in range(2):
-        store.copy(on_device([2]), on_device([1]))
-        restore.copy(on_device([1, ZERO_SOURCE]), on_device([0, 1]))
+        store.copy(*stored)
+        restore.copy(*restored_rows)
     with waiting_raises():
-        store.copy(on_device([2]), on_device([1]))
-        restore.copy(on_device([1, ZERO_SOURCE]), on_device([0, 1]))
+        store.copy(*stored)
+        restore.copy(*restored_rows)
     for name, states in before.items():
         assert_same_bits(live[name][:, 2], states[:, 2])
         assert not live[name][:, 1].any()

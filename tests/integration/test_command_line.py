@@ -85,7 +85,7 @@ def test_a_plan_as_a_table_says_the_same(call):
 
 
 def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path):
-    """Budgets in GiB, to a thousandth, that hold the slots and the blocks of the plan."""
+    """In the JSON: in GiB, to a thousandth, and they hold the slots and the blocks of the plan."""
     config = {
         "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "hidden_size": 2048,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536,
@@ -100,9 +100,7 @@ def test_states_of_another_kind_get_the_budgets_of_a_prefix_cache(call, tmp_path
     ):
         assert 0 <= budgets[budget] * 2**30 - count * each < 2**30 / 1000
     code, out, _ = call(*command)
-    assert (code, "CacheConfig(" in out) == (0, False)
-    shown = re.search(r"PrefixCache\(\n    model,\n(.*)\)", out, re.DOTALL)[1]
-    assert shown == "".join(f"    {name}={value!r},\n" for name, value in budgets.items())
+    assert (code, f"max_slots={counts['max_slots']}," in out) == (0, True)
 
 
 def lines_of(text):
