@@ -72,6 +72,9 @@ from mamba_cache.states import (
 
 __all__ = ["DynamicInferenceContext"]
 
+_FEW = 8
+"""So many requests are looked at one by one; operations on arrays take more to begin with."""
+
 _REFUSALS = (StepOrderError, UnknownRequestError)
 """What calls that only give back refuse with, before they change anything."""
 
@@ -437,6 +440,8 @@ class DynamicInferenceContext:
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
+        if len(due) <= _FEW:
+            return self._give_few_blocks(work, due.tolist())
         rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
         if num_lacking := np.count_nonzero(lacks):
@@ -451,6 +456,25 @@ class DynamicInferenceContext:
         if np.count_nonzero(saves):
             saving = due[(beyond > 0) & saves].tolist()
         return saving, due[beyond > 1]
+
+    def _give_few_blocks(self, work: DecodeWork, due: list[int]) -> tuple[list[int], Int64Array]:
+        """Do the same one by one, which costs less than operations on arrays."""
+        rows = self.request_rows
+        events = [(place, work.group.rows.item(place), work.ends.item(place)) for place in due]
+        lacking = [event for event in events if event[2] > rows.num_tokens_held(event[1])]
+        if lacking:
+            names = (work.group.ids[place] for place, _, _ in lacking)
+            rows.grow_few_by_one(
+                [row for _, row, _ in lacking], max(end for _, _, end in lacking), names
+            )
+        saving, crossing = [], []
+        for place, row, end in events:
+            beyond = end - rows.expect_event(row)
+            if beyond > 0 and rows.saves_states[row]:
+                saving.append(place)
+            if beyond > 1:
+                crossing.append(place)
+        return saving, np.array(crossing, dtype=np.int64)
 
     @guarded(trusts=())
     def commit_step(

@@ -223,6 +223,16 @@ class RequestRows:
         self._stamp_rows(rows)
         self.num_blocks[rows] = held + 1
 
+    def grow_few_by_one(self, rows: list[int], num_tokens: int, names: Iterable[object]) -> None:
+        """Do the same for a few rows, one after the other once there are blocks for all."""
+        blocks = self._allocate(len(rows), names, num_tokens)
+        for row, block in zip(rows, blocks, strict=True):
+            self._append(row, self.num_blocks.item(row), [block])
+
+    def num_tokens_held(self, row: int) -> int:
+        """Count the tokens that a row's blocks hold when they are full."""
+        return self.num_blocks.item(row) * self.block_size_tokens
+
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""
         held = max(self._blocks_for(num_tokens), least)
@@ -273,6 +283,18 @@ class RequestRows:
         first = blocks * size
         self.next_events[rows] = first + (size - 1)
         self.place_shifts[rows] = self.block_tables[rows, blocks].astype(np.int64) * size - first
+
+    def expect_event(self, row: int) -> int:
+        """Do the same for one row, if its last event is over; return its next one."""
+        event, computed = self.next_events.item(row), self.num_computed.item(row)
+        if computed <= event:
+            return event
+        size = self.block_size_tokens
+        block = computed // size
+        event = block * size + (size - 1)
+        self.next_events[row] = event
+        self.place_shifts[row] = (self.block_tables.item(row, block) - block) * size
+        return event
 
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
         """Append one sampled token to each row; return how many it had before."""

@@ -3,5 +3,23 @@
 from context_machine import ContextMachine
 from hypothesis import settings
 
+from mamba_cache.context import context as context_module
+
+
+class WholeArraysMachine(ContextMachine):
+    """Requests are given blocks by whole arrays, as otherwise only many at once are."""
+
+    few = context_module._FEW
+
+    def __init__(self):
+        super().__init__()
+        context_module._FEW = 0
+
+    def teardown(self):
+        super().teardown()
+        context_module._FEW = self.few
+
+
 TestContextMachine = ContextMachine.TestCase
 TestContextMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+TestWholeArraysMachine = WholeArraysMachine.TestCase

@@ -3,5 +3,24 @@
 from example_counts import few_examples
 from speculation_machine import SpeculationMachine
 
+from mamba_cache.context import context as context_module
+
+
+class WholeArraysMachine(SpeculationMachine):
+    """Requests are given blocks by whole arrays, as otherwise only many at once are."""
+
+    few = context_module._FEW
+
+    def __init__(self):
+        super().__init__()
+        context_module._FEW = 0
+
+    def teardown(self):
+        super().teardown()
+        context_module._FEW = self.few
+
+
 TestSpeculationMachine = SpeculationMachine.TestCase
 TestSpeculationMachine.settings = few_examples(60)
+TestWholeArraysMachine = WholeArraysMachine.TestCase
+TestWholeArraysMachine.settings = few_examples(60)
