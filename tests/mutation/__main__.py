@@ -32,6 +32,7 @@ TESTS = (
     "tests/property",
     "tests/unit",
     "tests/integration/test_distributed.py",
+    "tests/integration/test_state_kinds.py",
 )
 # Of other packages, of the text of files, or striking everywhere, which takes too long.
 OTHER_TESTS = (

@@ -72,6 +72,19 @@ def test_drafts_that_are_refused(context, case):
     assert context.fingerprint() == before
 
 
+def test_of_several_requests_the_one_without_room_is_named():
+    context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
+    prefill(context, "short", prompt=PROMPT[:4])  # it may have just these two drafts
+    prefill(context, "long")
+    drafts = {"short": [1, 2], "long": [1, 2]}
+    with pytest.raises(InvalidArgumentError, match=r"request 'long' has room for 1 drafts"):
+        context.begin_step(drafts=drafts)
+    compute(context, drafts={"long": [1]})
+    context.commit_step({"short": [7], "long": [1, 8]})
+    with pytest.raises(SequenceLengthError, match=r"'long' has 8 tokens"):
+        context.begin_step()
+
+
 def test_drafts_need_room_within_the_longest_sequence():
     context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
     prefill(context, "a")
