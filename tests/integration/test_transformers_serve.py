@@ -918,7 +918,9 @@ def test_the_command_serves(folders, references, words):
         assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
         process.send_signal(signal.SIGINT)
         drain.join()
-        assert process.wait() == 130  # as `transformers serve` ends then
+        # As `transformers serve` ends then: 130, but 0 where whoever runs the tests ignores the
+        # signal, as shells have their background jobs do.
+        assert process.wait() in (130, 0)
     finally:
         process.kill()
         process.wait()
