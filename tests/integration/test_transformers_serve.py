@@ -918,9 +918,10 @@ def test_the_command_serves(folders, references, words):
         assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
         process.send_signal(signal.SIGINT)
         drain.join()
-        # As `transformers serve` ends then: 130, but 0 where whoever runs the tests ignores the
-        # signal, as shells have their background jobs do.
-        assert process.wait() in (130, 0)
+        # As `transformers serve` ends then. Shells have their background jobs ignore the signal,
+        # and so what these start: the server still stops, but nothing interrupts it afterwards.
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert process.wait() == (0 if is_ignored else 130)
     finally:
         process.kill()
         process.wait()
