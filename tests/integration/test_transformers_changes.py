@@ -25,8 +25,10 @@ from transformers_rig import (
     GREEDY,
     assert_same,
     cached,
+    generate_about_an_image,
     make_cache,
     make_model,
+    make_multimodal_model,
     plain,
     text,
 )
@@ -124,7 +126,26 @@ def test_weights_check_off_sees_what_pytorch_counts(generator):
         make_cache(model, weights_check="some")
 
 
-def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(generator):
+@pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
+def test_what_a_multimodal_model_keeps_of_a_generation_is_no_weight(weights_check, generator):
+    """Its ``rope_deltas``: made anew by each generation, and others after an image."""
+    model = make_multimodal_model()
+    cache = make_cache(model, weights_check=weights_check)
+    prompt = text(generator, 2 * BLOCK + 3)
+    expected = plain(model, prompt)
+    for _ in range(3):
+        assert_same(expected, cached(cache, prompt))
+    assert cache.stats().hits == 2
+    generate_about_an_image(model)
+    assert model.model.rope_deltas.any()
+    assert cache.prefill(text(generator, 2 * BLOCK)).get_seq_length() == 2 * BLOCK
+    generate_about_an_image(model)
+    assert_same(expected, cached(cache, prompt))
+    assert cache.stats().hits == 3
+
+
+@pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
+def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(weights_check, generator):
     """A module that counts its calls and keeps what it saw last, in a buffer and as it is."""
     model = make_model("nemotron_h")
     norm = norms(model)[0]
@@ -138,7 +159,7 @@ def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(generator):
         return original(x)
 
     norm.forward = forward
-    cache = make_cache(model)
+    cache = make_cache(model, weights_check=weights_check)
     prompt = text(generator, 2 * BLOCK + 3)
     for _ in range(3):
         assert_same(plain(model, prompt), cached(cache, prompt))

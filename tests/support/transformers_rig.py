@@ -171,6 +171,35 @@ def make_model(name: str, seed: int = 0, **settings: object) -> transformers.Pre
     ).eval()
 
 
+def make_multimodal_model() -> transformers.PreTrainedModel:
+    """A Qwen3.5 with a vision tower, of which 4 patches of 4 x 4 pixels make a token."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    settings = make_model("qwen3_5").config.to_dict()
+    settings["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    return transformers.Qwen3_5ForConditionalGeneration(
+        transformers.Qwen3_5Config(
+            text_config=settings,
+            vision_config={**vision, "out_hidden_size": 32, "patch_size": 4},
+            image_token_id=1,
+        )
+    ).eval()
+
+
+def generate_about_an_image(model: transformers.PreTrainedModel) -> None:
+    """Has a multimodal model answer a prompt with an image of 32 x 32 pixels, without a cache."""
+    ids = torch.tensor([[5, *[1] * 16, 7]])
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=torch.rand(64, 3 * 2 * 4 * 4),
+        image_grid_thw=torch.tensor([[1, 8, 8]]),
+        mm_token_type_ids=(ids == 1).int(),
+        **GREEDY,
+    )
+
+
 def make_cache(model: transformers.PreTrainedModel, **settings: object) -> PrefixCache:
     """A cache with room for all that a test does, and which reads no clock.
 

@@ -81,9 +81,11 @@ class ModelFingerprint:
         """
         self._settings.refresh()
         settings, weights = dict(self._settings.values), self._contents()
+        tensors = dict(self._settings.tensors)  # else a new one could get the address of an old one
         run()
         self._settings.refresh()
         others, other_weights = self._settings.values, self._contents()
+        del tensors
         changed = {
             path
             for before, after in ((settings, others), (weights, other_weights))
@@ -146,8 +148,8 @@ class ModelFingerprint:
         return f"{self._settings.digest} {global_settings()}"
 
     def _contents(self) -> dict[str, object]:
-        tensors = self._settings.tensors
-        return dict(_Weights("full").measure(tensors)) if self._weights.kind != "off" else {}
+        kind: WeightsCheck = "off" if self._weights.kind == "off" else "full"
+        return dict(_Weights(kind).measure(self._settings.tensors))
 
     def _check_modes(self) -> None:
         for path, module in self._settings.modules.items():

@@ -23,6 +23,7 @@ _BOOKKEEPING = frozenset(
     {
         *vars(torch.nn.Module()).keys() - {"training"},
         "generation_config",  # generate reads it, a forward does not
+        "rope_deltas",  # multimodal models keep them of a generation; the next sets them anew
     }
 )
 """Attributes of modules that a forward does not read, or that are read one by one below."""
