@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from mamba_cache.blocks import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
+
+if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
+    from mamba_cache.context.request_table import RequestTable
 
 __all__ = [
     "ActiveRequest",
@@ -286,7 +288,7 @@ class ActiveRequest:
         request: The caller's request.
         request_id: The caller's name for it.
         prompt: [prompt length] int32 prompt tokens.
-        row: Its row of the arrays of ``RequestRows`` and of the live states; -1 while preempted.
+        row: Its row of ``RequestTable`` and of the live states; -1 while preempted.
         state_position: The farthest position, in tokens, at which a state of it is saved to stay.
         num_shared_blocks: Leading blocks that were found cached; their keys and values are not
             written again.
@@ -302,7 +304,7 @@ class ActiveRequest:
         request: The caller's request.
         prompt: [prompt length] int32 prompt tokens.
         chain: Block hashes of the prompt; it grows with the answer.
-        rows: The arrays that its row is one of.
+        rows: The table that its row is one of.
         is_cached: Whether prefix caching is on; if not, the chain stays empty.
     """
 
@@ -317,7 +319,7 @@ class ActiveRequest:
         request: Request,
         prompt: TokenArray,
         chain: BlockHashChain,
-        rows: RequestRows,
+        rows: RequestTable,
         *,
         is_cached: bool = True,
     ) -> None:

@@ -15,8 +15,7 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy
-from mamba_cache.context.request_rows import Int64Array
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array
 from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
     CheckpointEntry,
@@ -157,7 +156,7 @@ class Step:
 
 def plan_step(
     decodes: DecodeWork,
-    rows: RequestRows,
+    rows: RequestTable,
     prefills: Sequence[ActiveRequest],
     boundaries: Sequence[CheckpointEntry],
     crossing: Sequence[int] | Int64Array,
@@ -210,7 +209,7 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
 
 
 def _decode_batch(
-    work: DecodeWork, kept: RequestRows, crossing: Sequence[int] | Int64Array
+    work: DecodeWork, kept: RequestTable, crossing: Sequence[int] | Int64Array
 ) -> DecodeBatch:
     """Return what is known of decoding requests' tokens; the device completes it with drafts."""
     rows, tokens = work.group.rows, kept.last_tokens[work.group.rows]

@@ -12,8 +12,7 @@ import torch
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestPreparer, RequestStatus
 from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import (
@@ -85,7 +84,7 @@ class StepRunner:
         self,
         *,
         buffers: StepBuffers,
-        rows: RequestRows,
+        rows: RequestTable,
         slots: MambaSlotAllocator,
         checkpoints: Checkpoints,
         admitter: Admitter,
