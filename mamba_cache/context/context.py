@@ -300,10 +300,11 @@ class DynamicInferenceContext:
         self._runner.require_none()
         prepared = self._prepared(request)
         self.request_table.check_new(prepared.request.request_id)
+        chain = prepared.chain_for(self._preparer)
         active = ActiveRequest(
             prepared.request,
             prepared.tokens,
-            prepared.chain_for(self._preparer).copy(),
+            chain.copy() if prepared is request else chain,  # the caller may add it again
             self.request_table,
             is_cached=self.config.enable_prefix_caching,
         )

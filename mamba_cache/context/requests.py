@@ -120,6 +120,8 @@ class RequestPreparer:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
+        # Of requests without keys of their own; copied, since the root is hashed with care.
+        self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its complete blocks.
@@ -138,18 +140,26 @@ class RequestPreparer:
                 f"request {request.request_id!r} has {len(tokens)} prompt tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}"
             )
-        chain = BlockHashChain(
+        chain = self._chain_of(request)
+        if self._config.enable_prefix_caching:
+            chain.append_checked(tokens)
+        # unnoticed: None is as false
+        tokens.flags.writeable = False  # the hashes are of just these tokens
+        return PreparedRequest(request, tokens, chain.hashes, chain, self)
+
+    def _chain_of(self, request: Request) -> BlockHashChain:
+        """Return a chain of no tokens under a request's keys."""
+        has_keys = type(request.multimodal_keys) is not tuple or request.multimodal_keys
+        # unnoticed: a shortcut, the longer way gives the same
+        if request.cache_salt is None and request.lora_id is None and not has_keys:
+            return self._plain_chain.copy()
+        return BlockHashChain(
             self._config.block_size_tokens,
             hasher=self._hasher,
             cache_salt=request.cache_salt,
             lora_id=request.lora_id,
             multimodal_keys=request.multimodal_keys,
         )
-        if self._config.enable_prefix_caching:
-            chain.append(tokens)
-        # unnoticed: None is as false
-        tokens.flags.writeable = False  # the hashes are of just these tokens
-        return PreparedRequest(request, tokens, chain.hashes, chain, self)
 
     def check_tokens(self, tokens: object) -> TokenArray:
         """Return tokens as an int32 array of the context's own.
@@ -439,7 +449,7 @@ class ActiveRequest:
             return self._chain.hashes
         if self._chain.num_tokens != known:
             return self.hashes
-        self._chain.append(newest)
+        self._chain.append_checked(newest)
         return self._chain.hashes
 
     @property

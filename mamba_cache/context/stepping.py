@@ -31,7 +31,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepMetadata, StepPlan
+from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -185,7 +185,7 @@ class StepRunner:
             if self._speculation is not None:
                 is_exact = drafts is None and self._uncollected is None
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
-            self._restore(plan, metadata)
+            self._restore(plan)
             self._step = Step(work, [describe_request(active) for active in prefills], metadata)
         except BaseException:
             self._preempt_all()
@@ -424,15 +424,15 @@ class StepRunner:
         check_accepted(self._work, sampled, ids)
         return sampled
 
-    def _restore(self, plan: StepPlan, metadata: StepMetadata) -> None:
+    def _restore(self, plan: StepPlan) -> None:
         if self._side_stream is not None:
             self._side_stream.restore(plan)
             return
         if not plan.restores:
             return
         # Without the padding, which a kernel would look at entry by entry.
-        planned = slice(len(plan.restores))
-        self._slots.restore_slots(metadata.restore_sources[planned], metadata.restore_rows[planned])
+        entries, count = self._buffers.first_entries, len(plan.restores)
+        self._slots.restore_slots(entries("restore_sources", count), entries("restore_rows", count))
 
     @property
     def cursors(self) -> torch.Tensor | None:
@@ -502,11 +502,10 @@ class StepRunner:
     def _save_boundaries(self) -> None:
         if not self._num_boundaries:
             return
-        metadata = self.step.metadata
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
-        planned = slice(self._num_boundaries)
+        entries, count = self._buffers.first_entries, self._num_boundaries
         save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
-        save(metadata.boundary_rows[planned], metadata.boundary_slots[planned])
+        save(entries("boundary_rows", count), entries("boundary_slots", count))
 
     def _end_chunk(self, active: ActiveRequest) -> None:
         chunk, samples = active.current_chunk, active.samples

@@ -191,9 +191,9 @@ class StepBuffers:
         self._tensors = self._layout.views(self._device_buffer)
         kind, count = (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_HostSide, 1)
         self._num_host_buffers = count
-        self._host_buffers = itertools.cycle(
-            [kind(self._layout, self._device_buffer) for _ in range(count)]
-        )
+        hosts = [kind(self._layout, self._device_buffer) for _ in range(count)]
+        self._host_buffers = itertools.cycle(hosts)
+        self._cpu_arrays = hosts[0].arrays if device.type == "cpu" else None
 
     def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
         """Return the tensors that say where states are saved inside prefill chunks, by name.
@@ -203,6 +203,21 @@ class StepBuffers:
                 for.
         """
         return {name: self._tensors[name][:num_checkpoints] for name in _PER_CHECKPOINT}
+
+    def first_entries(self, name: str, count: int) -> torch.Tensor | list[int]:
+        """Return the first entries of a tensor of the last step.
+
+        Args:
+            name: A tensor of [max_requests].
+            count: How many.
+
+        Returns:
+            A view on the device; on the CPU a list, which costs less to make and to read.
+        """
+        if self._cpu_arrays is not None:
+            entries: list[int] = self._cpu_arrays[name][:count].tolist()
+            return entries
+        return self._tensors[name][:count]  # pragma: no cover - tests/gpu run it
 
     def zero_(self) -> None:
         """Clear the tensors of all steps so far, on the host and on the device."""
@@ -329,7 +344,8 @@ class StepBuffers:
             arrays["positions"][first:end] = np.arange(start, start + length)
             places = arrays["kv_slot_mapping"][first:end]
             places[:] = self._consecutive_places(piece.row, start, length)
-            places[: max(0, piece.first_writable - start)] = PAD_SLOT_ID
+            if piece.first_writable > start:
+                places[: piece.first_writable - start] = PAD_SLOT_ID
             arrays["num_computed_tokens"][index] = start
             arrays["seq_lens"][index] = start + length
             index += 1
@@ -360,9 +376,7 @@ class StepBuffers:
         size, pieces = self._chunk_size, plan.prefills
         bounds = [0, *itertools.accumulate(len(piece.token_ids) for piece in pieces)]
         phases = [piece.start % size for piece in pieces]
-        cu_chunks, seq_idx, last = cut_into_chunks(
-            np.array(bounds), np.array(phases, dtype=np.int64), size
-        )
+        cu_chunks, seq_idx, last = cut_into_chunks(bounds, phases, size)
         host.fill("cu_chunk_seqlens", cu_chunks, bounds[-1], pads_all=True)
         host.fill("chunk_seq_idx", seq_idx, -1)
         host.fill("last_chunk_indices", last, -1)
@@ -395,13 +409,15 @@ class StepBuffers:
         host.has_restores = bool(plan.restores)
 
     def _fill_boundaries(self, host: _HostSide, plan: StepPlan, rows: _IntArray) -> None:
-        saved = [entry.index for entry in plan.boundaries]
-        host.fill("boundary_rows", rows[saved] * self._live_rows, PAD_SLOT_ID)
-        host.fill("boundary_slots", [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
-        arrays = host.arrays
-        arrays["boundary_entries"][:] = arrays["boundary_positions"][:] = -1
-        arrays["boundary_entries"][saved] = range(len(saved))
-        arrays["boundary_positions"][saved] = [entry.position for entry in plan.boundaries]
+        arrays, saved = host.arrays, plan.boundaries
+        live_rows = [rows.item(entry.index) * self._live_rows for entry in saved]
+        host.fill("boundary_rows", live_rows, PAD_SLOT_ID)
+        host.fill("boundary_slots", [entry.slot for entry in saved], PAD_SLOT_ID)
+        entries, positions = arrays["boundary_entries"], arrays["boundary_positions"]
+        entries.fill(-1)
+        positions.fill(-1)
+        for number, entry in enumerate(saved):
+            entries[entry.index], positions[entry.index] = number, entry.position
         host.has_boundaries = bool(saved)
 
 

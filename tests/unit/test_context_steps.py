@@ -67,7 +67,7 @@ def moved(monkeypatch, context):
         function = getattr(context.slot_allocator, name)
 
         def watched(sources, targets):
-            calls[name].append(list(zip(sources.tolist(), targets.tolist(), strict=True)))
+            calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
         monkeypatch.setattr(context.slot_allocator, name, watched)
