@@ -129,7 +129,9 @@ class RequestTable:
         self.num_changes = 0
         self._stamp = 0
         self._requests: dict[Hashable, ActiveRequest] = {}
-        self._group_made_at = self._named_at = -1  # what ``num_changes`` was then
+        # Of what ``num_changes`` these are.
+        # unnoticed: any number that it will not be again
+        self._group_made_at = self._named_at = -1
         self.reset()
 
     def __iter__(self) -> Iterator[ActiveRequest]:
@@ -397,7 +399,9 @@ class RequestTable:
         """
         held = self.num_blocks.item(row)
         missing = self._blocks_for(num_tokens) - held
-        if missing > 0:
+        # unnoticed: a shortcut, the longer way gives the same
+        lacks = missing > 0
+        if lacks:
             self._append(row, held, self._allocate(missing, [name], num_tokens))
 
     def grow_by_one(self, rows: Int64Array, num_tokens: int, names: Iterable[object]) -> None:
@@ -439,6 +443,7 @@ class RequestTable:
     def reset(self) -> None:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""
         self._requests.clear()
+        # unnoticed: they are overwritten before they are read
         self._group = self._named = DecodingGroup(())
         self._free_rows = list(range(len(self.block_tables)))[::-1]
         self.block_tables[:] = self._kv_blocks.dummy_block_id
@@ -478,12 +483,13 @@ class RequestTable:
         blocks = self.num_computed[rows] // size
         first = blocks * size
         self.next_events[rows] = first + (size - 1)
+        # unnoticed: floats hold such numbers, too
         self.place_shifts[rows] = self.block_tables[rows, blocks].astype(np.int64) * size - first
 
     def expect_event(self, row: int) -> int:
         """Do the same for one row, if its last event is over; return its next one."""
         event, computed = self.next_events.item(row), self.num_computed.item(row)
-        if computed <= event:
+        if computed <= event:  # unnoticed: a shortcut, the longer way gives the same
             return event
         size = self.block_size_tokens
         block = computed // size

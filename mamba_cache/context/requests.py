@@ -174,6 +174,7 @@ class RequestPreparer:
         """Say whether all ints of an array of any shape are token ids."""
         # One pass: the bits of all ids together make a valid id if and only if each of them is one.
         bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
+        # unnoticed: a shortcut, the longer way gives the same
         is_below = limit is None or bits < limit or int(array.max()) < limit
         return 0 <= bits <= MAX_TOKEN_ID and is_below
 
@@ -341,11 +342,9 @@ class ActiveRequest:
         self._is_cached = is_cached
         self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
-        self._num_computed = 0
         self.row = -1
-        self.state_position = 0
-        self.num_shared_blocks = 0
-        self.num_published = 0
+        # unnoticed: these four are overwritten before they are read
+        self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
         self.checkpoint_positions = tuple(request.checkpoint_positions)
@@ -428,7 +427,9 @@ class ActiveRequest:
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks of all tokens known so far; none without a cache."""
         known, end = self._chain.num_tokens, self.num_tokens
-        if self._is_cached and known < end:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_behind = known < end
+        if self._is_cached and is_behind:
             chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
             chain.append(self.tokens(known, end))
             self._chain = chain

@@ -217,11 +217,13 @@ def _decode_batch(
     if work.lengths is not None:
         bounds = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(work.lengths, out=bounds[1:])
+    # unnoticed: a shortcut, the longer way gives the same
+    are_several = work.width > 1
     if work.drafts is not None:
         table = np.empty((len(rows), work.width), dtype=np.int64)
         table[:, 0], table[:, 1:] = tokens, work.drafts
         tokens = table.ravel() if bounds is None else table[table >= 0]
-    elif work.width > 1:
+    elif are_several:
         packed = np.zeros(work.num_tokens, dtype=np.int64)
         packed[slice(None, None, work.width) if bounds is None else bounds[:-1]] = tokens
         tokens = packed

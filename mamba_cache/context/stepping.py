@@ -110,7 +110,7 @@ class StepRunner:
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False  # unnoticed: None is as false
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     @property
     def step(self) -> Step:
@@ -228,7 +228,7 @@ class StepRunner:
             rows = np.array([active.row for active in sampling], dtype=np.int64)
             self._rows.append_token(rows, tokens[num_decodes:, 0])
         self._end_step()
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def _take(
         self,
@@ -326,7 +326,7 @@ class StepRunner:
             self._end_chunk(active)
         self._uncollected = uncollected
         self._end_step()
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them.
@@ -364,7 +364,7 @@ class StepRunner:
         self._counters.computed_tokens += int(lengths.sum())
         self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
         return {request_id: new[:number] for request_id, new, number in lists}
@@ -391,7 +391,7 @@ class StepRunner:
         self._end_step()
         self.mark_all_used()
         self._uncollected = None
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def check_invariants(self) -> None:
         """Prove that no step is committed or collected in part.
@@ -419,6 +419,7 @@ class StepRunner:
         """
         ids = self.step.sampling_ids
         self.require_collected()
+        # unnoticed: a shortcut, the longer way gives the same
         id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, preparer)
         check_accepted(self._work, sampled, ids)
