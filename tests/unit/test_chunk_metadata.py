@@ -149,19 +149,3 @@ def test_a_thousand_long_sequences_take_no_more_steps_than_ten_short_ones(rng):
 
     assert 0 < cut(10, 300) == cut(1024, 32_768)
     assert cut(2, 300) == cut(2, 32_768)
-
-
-@pytest.mark.parametrize("count", [1, 8, 9])
-def test_few_sequences_are_cut_as_many_are(rng, count):
-    lengths, computed = rng.integers(0, 20, count), rng.integers(0, 20, count)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    chunks, sequences, last = compute_chunk_metadata(starts, computed, 4)
-    # Behind as many empty ones they are among many.
-    among = compute_chunk_metadata(
-        np.concatenate((starts, [starts[-1]] * 9)), np.concatenate((computed, [0] * 9)), 4
-    )
-    assert chunks.dtype == sequences.dtype == last.dtype == np.int32
-    for few, many in zip((chunks, sequences), among, strict=False):
-        np.testing.assert_array_equal(few, many)
-    np.testing.assert_array_equal(last, among[2][:count])
-    assert (among[2][count:] == -1).all()
