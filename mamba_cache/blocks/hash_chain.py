@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mamba_cache._checks import INT32_MAX, as_items, check_int
 from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.blocks.tokens import as_token_array
@@ -148,7 +151,11 @@ class BlockHashChain:
         Raises:
             InvalidArgumentError: ``tokens`` are not valid ids; nothing is appended.
         """
-        data = as_token_array(tokens).view("u1").data
+        self.append_checked(as_token_array(tokens))
+
+    def append_checked(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Append what ``as_token_array`` returned, without a second look at it."""
+        data = tokens.view("u1").data
         if self._tail:
             self._tail += data
             if len(self._tail) < self._block_bytes:

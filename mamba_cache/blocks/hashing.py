@@ -21,6 +21,7 @@ ExtraKey: TypeAlias = "str | bytes | int | None"
 
 _DIGEST_SIZES: Final = (16, 32)
 _ID_MASK: Final = 2**63 - 1
+_FEW: Final = 8
 _PROCESS_SECRET: Final = os.urandom(32)
 
 
@@ -78,8 +79,8 @@ class BlockHashes(Sequence[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        if not self._length:
-            return iter(())
+        if self._length <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
+            return iter([_hash_id(digest) for digest in self._digests[: self._length]])
         words = np.frombuffer(b"".join(self._digests[: self._length]), dtype="<i8")
         # unnoticed: numpy takes any negative size as the one to work out
         ids = words.reshape(self._length, -1)[:, 0] & _ID_MASK
@@ -92,10 +93,9 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            return BlockHashes._snapshot(self._digests[: self._length][index])
+            return BlockHashes._snapshot([self._digests[i] for i in range(self._length)[index]])
         position = range(self._length)[index]
-        # unnoticed: the mask keeps the same bits of a longer number
-        return max(int.from_bytes(self._digests[position][:8], "little") & _ID_MASK, 1)
+        return _hash_id(self._digests[position])
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -166,6 +166,11 @@ class BlockHasher:
     def _mix(self, data: bytes) -> bytes:
         # Another hash function than the chain's, so that no block of tokens can stand in for it.
         return hashlib.blake2b(data, digest_size=self.digest_size_bytes).digest()
+
+
+def _hash_id(digest: bytes) -> int:
+    # unnoticed: the mask keeps the same bits of a longer number
+    return max(int.from_bytes(digest[:8], "little") & _ID_MASK, 1)
 
 
 def _sha256(data: bytes) -> bytes:

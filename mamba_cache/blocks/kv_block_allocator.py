@@ -218,7 +218,7 @@ class KVBlockAllocator:
         count = check_int("num_references", num_references, minimum=1, maximum=_MOST_REFERENCES)
         ids = self._checked_ids(block_ids)
         blocks = np.array(ids, np.intp)
-        unused = self._held_or_cached(ids, blocks)
+        unused = self._held_or_cached(ids)
         self._guard.is_changing = True
         self._clock += 1
         self._timestamps[blocks] = self._clock
@@ -230,6 +230,7 @@ class KVBlockAllocator:
         if reused:  # they were cached
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
+            # unnoticed: a shortcut, the longer way gives the same
             blocks = blocks if len(reused) == len(ids) else np.array(reused, np.intp)
             parents = self._tree.count_cached(blocks, -1)
             self._offer_for_eviction(parents.tolist(), parents)
@@ -250,6 +251,7 @@ class KVBlockAllocator:
         left: list[int] = []
         if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
             given = Counter(ids)
+            # unnoticed: of ints that is the dtype anyway
             ids, blocks = list(given), np.array([*given], np.intp)
             ref_counts = self._ref_counts[blocks].tolist()
             left = [refs - given[block_id] for block_id, refs in zip(ids, ref_counts, strict=True)]
@@ -305,10 +307,10 @@ class KVBlockAllocator:
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
-        blocks = np.array(ids, np.intp)
-        self._held_or_cached(ids, blocks)
+        self._held_or_cached(ids)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
-        are_new = _check_carried_hashes(ids, self._hashes[blocks].tolist(), plan.hash_ids)
+        own = _values_at(self._tree.hash_at, self._hashes, ids)
+        are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
         self._guard.is_changing = True
@@ -427,6 +429,7 @@ class KVBlockAllocator:
         holders: list[int | None] = [None] * len(ids)
         if self.enable_prefix_caching:
             self._ref_counts[ids] = 1  # until they are cached: a parent waits for its children
+            # unnoticed: a shortcut, the longer way gives the same
             holders = self._register_all(plan, are_new=True)
         self._clock += 1
         arrived = np.array(ids, np.intp)
@@ -546,16 +549,16 @@ class KVBlockAllocator:
         """Read block ids; the dummy block, which is the last one, is none of them."""
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, ids: list[int], blocks: BlockArray) -> list[int]:
+    def _held_or_cached(self, ids: list[int]) -> list[int]:
         """Check that each block is used or cached, and return those without references.
 
         Raises:
             UnknownBlockError: A block is free or in flight.
         """
-        ref_counts = self._ref_counts[blocks].tolist()
+        ref_counts = _values_at(self._refs_at, self._ref_counts, ids)
         if 0 not in ref_counts:
             return []
-        hash_ids = self._hashes[blocks].tolist()
+        hash_ids = _values_at(self._tree.hash_at, self._hashes, ids)
         if NO_HASH in hash_ids:
             for block_id, refs, hash_id in zip(ids, ref_counts, hash_ids, strict=True):
                 if not refs and hash_id == NO_HASH:
@@ -581,7 +584,7 @@ class KVBlockAllocator:
             )
         if parent_hash is not None:
             parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
-        parents = [parent_hash, *hash_ids[:-1]] if hash_ids else []
+        parents = [parent_hash, *hash_ids[:-1]]
         if hash_ids and given[0] is None:
             self._tree.check_ancestry(hash_ids, parents)
         if tokens is not None:
@@ -597,7 +600,9 @@ class KVBlockAllocator:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
         block_ids, parents = plan.block_ids, plan.parents
         # Two by themselves cost less than the operations on arrays that many of them are worth.
-        if are_new and len(block_ids) > 2 and self._tree.add_chain(*plan[:3], parents[0]):
+        # unnoticed: a shortcut, the longer way gives the same
+        is_chain = are_new and len(block_ids) > 2
+        if is_chain and self._tree.add_chain(*plan[:3], parents[0]):
             self._offer_parent(block_ids[0])
             if self._observers:
                 self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
@@ -703,7 +708,9 @@ class KVBlockAllocator:
             if parent is None:
                 continue
             num_chosen = num_cached_children[parent]
-            if num_chosen > 1:
+            # unnoticed: a shortcut, the longer way gives the same
+            has_siblings = num_chosen > 1
+            if has_siblings:
                 num_chosen = chosen_children[parent] = chosen_children.get(parent, 0) + 1
             new_leaf = as_leaf(parent, num_chosen)
         if new_leaf is not None:
@@ -726,6 +733,7 @@ class KVBlockAllocator:
     def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:
         """Queue those of many blocks that are cached, and none of whose children are."""
         if len(ids) > FEW:
+            # unnoticed: a shortcut, the longer way gives the same
             is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
             ids = blocks[is_leaf].tolist()
         for block_id in ids:
@@ -827,6 +835,14 @@ class KVBlockAllocator:
         self.check_invariants()
         if self._unsent:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
+
+
+def _values_at(view: memoryview, array: npt.NDArray[Any], ids: list[int]) -> list[int]:
+    """Return an array's values at blocks; ``view`` is of the same memory, and quicker for few."""
+    if len(ids) <= FEW:  # unnoticed: a shortcut, the longer way gives the same
+        return [view[block_id] for block_id in ids]
+    values: list[int] = array[np.array(ids, np.intp)].tolist()
+    return values
 
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:

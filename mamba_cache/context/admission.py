@@ -10,7 +10,7 @@ from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.request_rows import RequestRows
+from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
@@ -34,7 +34,7 @@ class Admitter:
         config: CacheConfig,
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
-        rows: RequestRows,
+        rows: RequestTable,
         checkpoints: Checkpoints,
     ) -> None:
         self._config = config

@@ -150,16 +150,9 @@ class Checkpoints:
         if first >= end:  # unnoticed: a shortcut, the longer way gives the same
             return []
         parent_hash = hashes[first - 1] if first else None
-        blocks = active.blocks_between(first, end)
-        if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
-            ids, digests = [hashes[first]], [hashes.digest(first)]
-            holders = self._kv_blocks.register_kv_block_hashes(
-                blocks, ids, digests=digests, parent_hash=parent_hash
-            )
-        else:
-            holders = self._kv_blocks.register_kv_block_hashes(
-                blocks, hashes[first:end], parent_hash=parent_hash
-            )
+        holders = self._kv_blocks.register_kv_block_hashes(
+            active.blocks_between(first, end), hashes[first:end], parent_hash=parent_hash
+        )
         active.num_published = end
         return holders
 

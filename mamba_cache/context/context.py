@@ -34,8 +34,7 @@ from mamba_cache.context.memory import (
     paired,
     slot_spec,
 )
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -113,7 +112,8 @@ class DynamicInferenceContext:
         kv_block_allocator: Bookkeeping of KV blocks.
         slot_allocator: Bookkeeping of slots, and the saved states.
         bytes_per_slot: What one slot holds, in bytes.
-        request_rows: Requests as rows of arrays, and their KV blocks.
+        request_table: The requests that are not finished: by id, and as rows of arrays with their
+            KV blocks.
         step_buffers: The tensors of a step's metadata.
         kv_cache: [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim], keys then
             values; None without ``kv_spec``. The last block is the dummy block.
@@ -168,16 +168,18 @@ class DynamicInferenceContext:
         self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
-        self.request_rows = RequestRows(
+        self.request_table = RequestTable(
             self.kv_block_allocator,
             max_requests=config.max_requests,
             max_blocks=config.max_blocks_per_request,
             block_size_tokens=config.block_size_tokens,
+            max_tokens=config.max_tokens,
+            max_sequence_length=config.max_sequence_length,
             max_decode_tokens=config.max_decode_tokens,
         )
         self.step_buffers = StepBuffers(
-            self.request_rows.block_tables,
-            table_stamps=self.request_rows.table_stamps,
+            self.request_table.block_tables,
+            table_stamps=self.request_table.table_stamps,
             block_size_tokens=config.block_size_tokens,
             chunk_size=config.ssm_chunk_size,
             max_tokens=config.max_tokens,
@@ -196,7 +198,7 @@ class DynamicInferenceContext:
         self.mamba_chunk_size = config.ssm_chunk_size
         self.ssm_chunk_alignment = config.chunk_alignment
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
-        self.request_to_kv_block_ids = torch.from_numpy(self.request_rows.block_tables)
+        self.request_to_kv_block_ids = torch.from_numpy(self.request_table.block_tables)
         self.mamba_metadata = LiveRows(config)
         live_states = self.live_states.tensors if self.live_states.spec.is_mamba else {}
         self.mamba_conv_states = live_states.get("conv")
@@ -218,15 +220,9 @@ class DynamicInferenceContext:
 
     def _make_parts(self, placement: CheckpointPlacement) -> None:
         """Make what carries requests through their steps."""
-        config, slots, rows = self.config, self.slot_allocator, self.request_rows
+        config, slots, rows = self.config, self.slot_allocator, self.request_table
         self._counters = StatsCounters()
         self._preparer = RequestPreparer(config)
-        self._requests = RequestTable(
-            rows,
-            max_tokens=config.max_tokens,
-            max_decode_tokens=config.max_decode_tokens,
-            max_sequence_length=config.max_sequence_length,
-        )
         self._checkpoints = Checkpoints(
             config, placement, self.kv_block_allocator, slots, self._counters
         )
@@ -245,7 +241,6 @@ class DynamicInferenceContext:
         )
         self._forker = Forker(
             rows,
-            self._requests,
             live_states=self.live_states,
             kv_cache=self.kv_cache,
             preparer=self._preparer,
@@ -304,17 +299,18 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         prepared = self._prepared(request)
-        self._requests.check_new(prepared.request.request_id)
+        self.request_table.check_new(prepared.request.request_id)
+        chain = prepared.chain_for(self._preparer)
         active = ActiveRequest(
             prepared.request,
             prepared.tokens,
-            prepared.chain_for(self._preparer).copy(),
-            self.request_rows,
+            chain.copy() if prepared is request else chain,  # the caller may add it again
+            self.request_table,
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(checkpoint_positions)
-        self._admitter.admit(active, chunk_tokens, self._requests.token_room())
-        self._requests.add(active)
+        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
+        self.request_table.add(active)
         return active.current_admission
 
     @exclusive
@@ -335,8 +331,8 @@ class DynamicInferenceContext:
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._runner.require_none()
-        active = self._requests.find(request_id, RequestStatus.PREEMPTED)
-        self._admitter.admit(active, chunk_tokens, self._requests.token_room())
+        active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
+        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         return active.current_admission
 
     @exclusive
@@ -365,10 +361,10 @@ class DynamicInferenceContext:
             StepOrderError: The request has no chunk to schedule, or a step is in flight.
         """
         self._runner.require_none()
-        active = self._requests.find(request_id, RequestStatus.PREFILLING)
+        active = self.request_table.find(request_id, RequestStatus.PREFILLING)
         check_positions(checkpoint_positions)
         self._admitter.schedule(
-            active, chunk_tokens, self._requests.token_room(), checkpoint_positions
+            active, chunk_tokens, self.request_table.token_room(), checkpoint_positions
         )
         return active.current_chunk.num_tokens
 
@@ -401,14 +397,14 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
-        group, prefills = self._requests.decoding(decode_ids), self._requests.scheduled()
+        rows = self.request_table
+        group, prefills = rows.decoding_group(decode_ids), rows.scheduled_requests()
         if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        rows = self.request_rows
         starts = most = rows.num_computed[group.rows]
         if self._runner.is_uncollected:
             most = starts + rows.num_in_doubt[group.rows]
-        longest = self._requests.check_lengths(group, most)
+        longest = rows.check_lengths(group, most)
         work = plan_decodes(
             group,
             starts,
@@ -419,7 +415,7 @@ class DynamicInferenceContext:
             preparer=self._preparer,
             device=self.device,
         )
-        self._requests.check_fits(work.num_tokens)
+        rows.check_fits(work.num_tokens)
         due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
         saving, crossing = self._give_blocks(work, due) if len(due) else ((), due)
         self.batch_dimensions.prefill_req_count = len(prefills)
@@ -442,7 +438,7 @@ class DynamicInferenceContext:
         """
         if len(due) <= _FEW:
             return self._give_few_blocks(work, due.tolist())
-        rows, its_rows, ends = self.request_rows, work.group.rows[due], work.ends[due]
+        rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
         if num_lacking := np.count_nonzero(lacks):
             which = slice(None) if num_lacking == len(due) else lacks
@@ -459,7 +455,7 @@ class DynamicInferenceContext:
 
     def _give_few_blocks(self, work: DecodeWork, due: list[int]) -> tuple[list[int], Int64Array]:
         """Do the same one by one, which costs less than operations on arrays."""
-        rows = self.request_rows
+        rows = self.request_table
         events = [(place, work.group.rows.item(place), work.ends.item(place)) for place in due]
         lacking = [event for event in events if event[2] > rows.num_tokens_held(event[1])]
         if lacking:
@@ -576,7 +572,7 @@ class DynamicInferenceContext:
             TokenCapacityError: Chunks are scheduled that leave no room for them in the next step.
         """
         self._runner.require_none()
-        active = self._requests.find(request_id, RequestStatus.DECODING)
+        active = self.request_table.find(request_id, RequestStatus.DECODING)
         forks = self._forker.fork(active, new_ids, last_tokens)
         self._counters.forks += len(forks.request_ids)
         return forks
@@ -594,7 +590,9 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         holding = set(RequestStatus) - {RequestStatus.PREEMPTED}
-        active = self._requests.find(request_id, *sorted(holding, key=lambda status: status.value))
+        active = self.request_table.find(
+            request_id, *sorted(holding, key=lambda status: status.value)
+        )
         self._admitter.release(active)
         self._counters.preemptions += 1
 
@@ -613,7 +611,7 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        active = self._requests.find(request_id)
+        active = self.request_table.find(request_id)
         self._end(active)
         return active.generated
 
@@ -624,12 +622,12 @@ class DynamicInferenceContext:
         Raises:
             UnknownRequestError: There is no such request.
         """
-        return self._requests.find(request_id).status
+        return self.request_table.find(request_id).status
 
     @query
     def statuses(self) -> dict[Hashable, RequestStatus]:
         """Return where each request stands that is not finished, oldest first."""
-        return {active.request_id: active.status for active in self._requests}
+        return {active.request_id: active.status for active in self.request_table}
 
     @query
     def progress(self, request_id: Hashable) -> RequestProgress:
@@ -638,7 +636,7 @@ class DynamicInferenceContext:
         Raises:
             UnknownRequestError: There is no such request.
         """
-        active = self._requests.find(request_id)
+        active = self.request_table.find(request_id)
         return RequestProgress(active.status, active.num_computed, len(active.generated))
 
     @query
@@ -653,7 +651,7 @@ class DynamicInferenceContext:
             UnknownRequestError: There is no such request.
             InvalidArgumentError: ``start`` is not an int >= 0.
         """
-        active = self._requests.find(request_id)
+        active = self.request_table.find(request_id)
         return active.generated[check_int("start", start, minimum=0) :]
 
     def extract_checkpoint_states(
@@ -846,14 +844,13 @@ class DynamicInferenceContext:
     @guarded(trusts=())
     def _reset_requests(self) -> None:
         self._runner.drop()
-        for active in self._requests:
+        for active in self.request_table:
             self._end(active)
 
     @guarded(renews=True)
     def _reset_everything(self) -> None:
         self._runner.forget()
-        self._requests.clear()
-        self.request_rows.reset()
+        self.request_table.reset()
         # Before the KV blocks, which tell the slots: these may contradict each other by now.
         self.slot_allocator.reset()
         self.kv_block_allocator.reset()
@@ -875,7 +872,7 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         self._runner.require_collected()
-        requests = self._requests.holding_memory()
+        requests = self.request_table.holding_memory()
         # No step is in flight, so what is reserved is not written yet.
         scrub_free_slots(self.slot_allocator, reserved=True)
         self._scrub_blocks(requests)
@@ -886,7 +883,7 @@ class DynamicInferenceContext:
         self.step_buffers.zero_()
         for active in requests:
             active.collect_tokens()
-        self.request_rows.scrub()
+        self.request_table.scrub()
         self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def _scrub_blocks(self, requests: Sequence[ActiveRequest]) -> None:
@@ -934,7 +931,7 @@ class DynamicInferenceContext:
         """
         kv_blocks = self.kv_block_allocator
         parts: list[npt.ArrayLike] = []
-        for active in self._requests:
+        for active in self.request_table:
             hashes, end = active.hashes, active.num_tokens
             # The last hash names all blocks before; without prefix caching the last tokens must do.
             start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
@@ -946,7 +943,7 @@ class DynamicInferenceContext:
         return fingerprint_of(
             self._kinds_fingerprint,
             self.slot_allocator.fingerprint(),
-            self.request_rows.block_tables,
+            self.request_table.block_tables,
             (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
             *parts,
         )
@@ -961,10 +958,11 @@ class DynamicInferenceContext:
         self.kv_block_allocator.check_between_calls()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
-        self.request_rows.check_invariants([a.row for a in self._requests.holding_memory()])
-        self._checkpoints.check_invariants([a.chunk for a in self._requests if a.chunk is not None])
-        check_requests(list(self._requests), self._runner.requests, self.slot_allocator)
-        self._requests.check_invariants()
+        self._checkpoints.check_invariants(
+            [a.chunk for a in self.request_table if a.chunk is not None]
+        )
+        check_requests(list(self.request_table), self._runner.requests, self.slot_allocator)
+        self.request_table.check_invariants()
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.
@@ -972,7 +970,7 @@ class DynamicInferenceContext:
         Raises:
             StepOrderError: One would.
         """
-        holding = self._requests.holding_memory()
+        holding = self.request_table.holding_memory()
         if holding:
             raise StepOrderError(
                 f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
@@ -994,4 +992,4 @@ class DynamicInferenceContext:
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:
             self._admitter.release(active)
-        self._requests.remove(active)
+        self.request_table.remove(active)

@@ -12,6 +12,13 @@ from mamba_cache.metadata import StepMetadata
 
 __all__ = ["DecodeRows"]
 
+_PROGRESS = ("num_computed", "cursors", "last_tokens")
+_OF_A_STEP = (
+    "request_rows", "state_rows", "decode_state_rows", "query_start_loc", "num_computed_tokens",
+    "seq_lens", "token_ids", "positions", "kv_slot_mapping", "block_tables", "boundary_rows",
+    "boundary_slots", "boundary_entries", "boundary_positions",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
@@ -33,22 +40,21 @@ class DecodeRows:
     num_computed: torch.Tensor
     cursors: torch.Tensor
     last_tokens: torch.Tensor
-    _arrays: dict[str, tuple[torch.Tensor, np.ndarray[Any, Any]]] = field(
-        default_factory=dict, repr=False
-    )
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def array(self, owner: DecodeRows | StepMetadata, name: str) -> np.ndarray[Any, Any]:
-        """Return the memory of a tensor on the CPU, which is looked up once.
+    def arrays(self, metadata: StepMetadata) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the memory of these tensors and of a step's by their names; all are on the CPU.
 
         Args:
-            owner: These rows, or a step's metadata, whose tensors are the same in all steps.
-            name: Which of its tensors.
+            metadata: The step's, whose tensors are the same in all steps: they are looked up once.
         """
-        tensor: torch.Tensor = getattr(owner, name)
-        kept = self._arrays.get(name)
-        if kept is None or kept[0] is not tensor:
-            kept = self._arrays[name] = tensor, tensor.numpy()
-        return kept[1]
+        if self._kept.get("of") is not metadata.request_rows:
+            own, given = _PROGRESS, _OF_A_STEP
+            tensors = {n: getattr(self, n) for n in own} | {n: getattr(metadata, n) for n in given}
+            self._kept["arrays"] = {name: tensor.numpy() for name, tensor in tensors.items()}
+            self._kept["of"] = metadata.request_rows
+        arrays: dict[str, np.ndarray[Any, Any]] = self._kept["arrays"]
+        return arrays
 
     @classmethod
     def make(cls, max_requests: int, ring: int, device: torch.device) -> DecodeRows:

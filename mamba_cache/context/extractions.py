@@ -77,7 +77,7 @@ class StepExtractions:
         """End the step in flight, if there is one."""
         self._metadata = None
         self._missing = set()
-        self._fields = ()
+        self._fields = ()  # unnoticed: None is as false
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
@@ -170,7 +170,9 @@ class StepExtractions:
         Raises:
             InvalidArgumentError: There is not.
         """
-        if type(layer) is not int or not 0 <= layer < self._num_layers:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_right = type(layer) is int and 0 <= layer < self._num_layers
+        if not is_right:
             check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
 
     def record(self, layer: int, chunk_states: torch.Tensor, conv_input: torch.Tensor) -> None:

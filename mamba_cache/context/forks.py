@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_items
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestPreparer, RequestStatus
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stepping import StepRunner
@@ -49,8 +48,7 @@ class Forker:
     attention layers, the live state in another one for all recurrent layers.
 
     Args:
-        rows: Where rows and blocks are.
-        requests: The requests that are not finished.
+        requests: The requests that are not finished, with their rows and blocks.
         live_states: Their states.
         kv_cache: Their keys and values; None: an embedder keeps them.
         preparer: Checks tokens.
@@ -60,7 +58,6 @@ class Forker:
 
     def __init__(
         self,
-        rows: RequestRows,
         requests: RequestTable,
         *,
         live_states: StatePool,
@@ -69,7 +66,6 @@ class Forker:
         runner: StepRunner,
         speculation: Speculation | None,
     ) -> None:
-        self._rows = rows
         self._states = list(live_states.tensors.values())
         self._kv_cache = kv_cache
         self._requests = requests
@@ -106,7 +102,7 @@ class Forker:
         if not ids:
             return Forks((), active.row, (), None, ())
         copiers = self._make_copiers()
-        rows, blocks = self._rows.fork(active.row, tokens, ids)
+        rows, blocks = self._requests.fork(active.row, tokens, ids)
         forks: list[ActiveRequest] = []
         try:
             forks = active.forks(ids, tokens.tolist())
@@ -122,8 +118,8 @@ class Forker:
         except BaseException:
             self._requests.discard(forks)
             for row in reversed(rows):
-                self._rows.mark(row, num_due=0, is_decoding=False)
-                self._rows.give_back(row)
+                self._requests.mark(row, num_due=0, is_decoding=False)
+                self._requests.give_back(row)
             raise
         return made
 
@@ -166,7 +162,7 @@ class Forker:
             InvalidArgumentError: They are no token ids, or not one for each fork.
         """
         if last_tokens is None:
-            return np.full(count, self._rows.last_tokens.item(active.row), dtype=np.int64)
+            return np.full(count, self._requests.last_tokens.item(active.row), dtype=np.int64)
         tokens = self._preparer.read_tokens(last_tokens)
         if len(tokens) != count:
             raise InvalidArgumentError(

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from mamba_cache.blocks import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.request_rows import RequestRows
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
+
+if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
+    from mamba_cache.context.request_table import RequestTable
 
 __all__ = [
     "ActiveRequest",
@@ -118,6 +120,8 @@ class RequestPreparer:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
+        # Of requests without keys of their own; copied, since the root is hashed with care.
+        self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its complete blocks.
@@ -136,18 +140,26 @@ class RequestPreparer:
                 f"request {request.request_id!r} has {len(tokens)} prompt tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}"
             )
-        chain = BlockHashChain(
+        chain = self._chain_of(request)
+        if self._config.enable_prefix_caching:
+            chain.append_checked(tokens)
+        # unnoticed: None is as false
+        tokens.flags.writeable = False  # the hashes are of just these tokens
+        return PreparedRequest(request, tokens, chain.hashes, chain, self)
+
+    def _chain_of(self, request: Request) -> BlockHashChain:
+        """Return a chain of no tokens under a request's keys."""
+        has_keys = type(request.multimodal_keys) is not tuple or request.multimodal_keys
+        # unnoticed: a shortcut, the longer way gives the same
+        if request.cache_salt is None and request.lora_id is None and not has_keys:
+            return self._plain_chain.copy()
+        return BlockHashChain(
             self._config.block_size_tokens,
             hasher=self._hasher,
             cache_salt=request.cache_salt,
             lora_id=request.lora_id,
             multimodal_keys=request.multimodal_keys,
         )
-        if self._config.enable_prefix_caching:
-            chain.append(tokens)
-        # unnoticed: None is as false
-        tokens.flags.writeable = False  # the hashes are of just these tokens
-        return PreparedRequest(request, tokens, chain.hashes, chain, self)
 
     def check_tokens(self, tokens: object) -> TokenArray:
         """Return tokens as an int32 array of the context's own.
@@ -162,6 +174,7 @@ class RequestPreparer:
         """Say whether all ints of an array of any shape are token ids."""
         # One pass: the bits of all ids together make a valid id if and only if each of them is one.
         bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
+        # unnoticed: a shortcut, the longer way gives the same
         is_below = limit is None or bits < limit or int(array.max()) < limit
         return 0 <= bits <= MAX_TOKEN_ID and is_below
 
@@ -286,7 +299,7 @@ class ActiveRequest:
         request: The caller's request.
         request_id: The caller's name for it.
         prompt: [prompt length] int32 prompt tokens.
-        row: Its row of the arrays of ``RequestRows`` and of the live states; -1 while preempted.
+        row: Its row of ``RequestTable`` and of the live states; -1 while preempted.
         state_position: The farthest position, in tokens, at which a state of it is saved to stay.
         num_shared_blocks: Leading blocks that were found cached; their keys and values are not
             written again.
@@ -302,7 +315,7 @@ class ActiveRequest:
         request: The caller's request.
         prompt: [prompt length] int32 prompt tokens.
         chain: Block hashes of the prompt; it grows with the answer.
-        rows: The arrays that its row is one of.
+        rows: The table that its row is one of.
         is_cached: Whether prefix caching is on; if not, the chain stays empty.
     """
 
@@ -317,7 +330,7 @@ class ActiveRequest:
         request: Request,
         prompt: TokenArray,
         chain: BlockHashChain,
-        rows: RequestRows,
+        rows: RequestTable,
         *,
         is_cached: bool = True,
     ) -> None:
@@ -329,11 +342,9 @@ class ActiveRequest:
         self._is_cached = is_cached
         self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
-        self._num_computed = 0
         self.row = -1
-        self.state_position = 0
-        self.num_shared_blocks = 0
-        self.num_published = 0
+        # unnoticed: these four are overwritten before they are read
+        self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
         self.checkpoint_positions = tuple(request.checkpoint_positions)
@@ -416,7 +427,9 @@ class ActiveRequest:
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks of all tokens known so far; none without a cache."""
         known, end = self._chain.num_tokens, self.num_tokens
-        if self._is_cached and known < end:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_behind = known < end
+        if self._is_cached and is_behind:
             chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
             chain.append(self.tokens(known, end))
             self._chain = chain
@@ -437,7 +450,7 @@ class ActiveRequest:
             return self._chain.hashes
         if self._chain.num_tokens != known:
             return self.hashes
-        self._chain.append(newest)
+        self._chain.append_checked(newest)
         return self._chain.hashes
 
     @property

@@ -12,6 +12,7 @@ import torch
 from mamba_cache.config import CacheConfig
 from mamba_cache.metadata import StepPlan
 from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import RowIndices
 
 __all__ = [
     "STEPS_REMEMBERED",
@@ -110,12 +111,12 @@ class SideStream:
             self._slots.restore_slots(sources, [row * self._live_rows for row in rows])
         self._num_transfers = self._slots.transfers.num_calls
 
-    def save(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def save(self, rows: RowIndices, slots: RowIndices) -> None:
         """Enqueue the copies that end the step, on the current stream.
 
         Args:
-            rows: [n] live-state rows, on the device.
-            slots: [n] the slots that its plan names, likewise.
+            rows: [n] live-state rows.
+            slots: [n] the slots that its plan names.
         """
         before = self._slots.transfers.num_calls
         self._slots.copy_live_to_slots(rows, slots)

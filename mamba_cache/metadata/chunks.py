@@ -6,6 +6,7 @@ packed batch, in its order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,9 @@ __all__ = ["compute_chunk_metadata", "compute_varlen_chunk_metadata", "cut_into_
 
 _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+
+_FEW = 8
+"""So many sequences are cut one by one; operations on arrays take more to begin with."""
 
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -94,20 +98,24 @@ def compute_varlen_chunk_metadata(
 
 
 def cut_into_chunks(
-    starts: _IntArray, phases: _IntArray, chunk_size: int
+    starts: Sequence[int] | _IntArray, phases: Sequence[int] | _IntArray, chunk_size: int
 ) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
     """Cut sequences whose first chunks have ``phases`` tokens behind them already.
 
     What ``compute_chunk_metadata`` does, of arguments that are right.
 
     Args:
-        starts: [B + 1] int64. First packed token of each sequence, then their number.
-        phases: [B] int64. Tokens of each sequence's first chunk that precede its packed ones.
+        starts: [B + 1] ints. First packed token of each sequence, then their number.
+        phases: [B] ints. Tokens of each sequence's first chunk that precede its packed ones.
         chunk_size: Most tokens of one chunk.
 
     Returns:
         As ``compute_chunk_metadata`` does.
     """
+    # unnoticed: a shortcut, the longer way gives the same
+    if len(phases) <= _FEW:
+        return _cut_few(starts, phases, chunk_size)
+    starts, phases = np.asarray(starts), np.asarray(phases)
     lengths = starts[1:] - starts[:-1]
     num_chunks = (phases + lengths + (chunk_size - 1)) // chunk_size
     num_chunks[lengths == 0] = 0
@@ -125,6 +133,33 @@ def cut_into_chunks(
         chunk_seq_idx.astype(np.int32),
         last_chunk_indices.astype(np.int32),
     )
+
+
+def _cut_few(
+    starts: Sequence[int] | _IntArray, phases: Sequence[int] | _IntArray, chunk_size: int
+) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
+    """Do the same one sequence after the other, which costs less than so many whole arrays."""
+    bounds = [int(start) for start in starts]
+    counts = [
+        -(-(int(phase) + end - start) // chunk_size) if end > start else 0
+        for phase, start, end in zip(phases, bounds[:-1], bounds[1:], strict=True)
+    ]
+    cu_chunk_seqlens = np.empty(sum(counts) + 1, np.int32)
+    chunk_seq_idx = np.empty(sum(counts), np.int32)
+    last_chunk_indices = np.full(len(counts), -1, np.int32)
+    first = 0
+    for index, count in enumerate(counts):
+        if not count:
+            continue
+        end, start = first + count, bounds[index]
+        cu_chunk_seqlens[first] = start
+        second = start + chunk_size - int(phases[index])
+        cu_chunk_seqlens[first + 1 : end] = np.arange(second, bounds[index + 1], chunk_size)
+        chunk_seq_idx[first:end] = index
+        last_chunk_indices[index] = end - 1
+        first = end
+    cu_chunk_seqlens[-1] = bounds[-1]
+    return cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices
 
 
 def _to_host(query_start_loc: torch.Tensor) -> _IntArray:

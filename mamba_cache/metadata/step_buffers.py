@@ -172,7 +172,7 @@ class StepBuffers:
         device: torch.device,
     ) -> None:
         self._block_tables = block_tables
-        self._table_stamps = table_stamps
+        self._table_stamps = table_stamps  # unnoticed: without them tables are copied each time
         self._block_size = block_size_tokens
         self._offsets = np.arange(block_size_tokens)
         self._chunk_size = chunk_size
@@ -189,11 +189,12 @@ class StepBuffers:
         )
         self._device_buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._tensors = self._layout.views(self._device_buffer)
+        # unnoticed: only a GPU shows it
         kind, count = (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_HostSide, 1)
         self._num_host_buffers = count
-        self._host_buffers = itertools.cycle(
-            [kind(self._layout, self._device_buffer) for _ in range(count)]
-        )
+        hosts = [kind(self._layout, self._device_buffer) for _ in range(count)]
+        self._host_buffers = itertools.cycle(hosts)
+        self._cpu_arrays = hosts[0].arrays if device.type == "cpu" else None
 
     def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
         """Return the tensors that say where states are saved inside prefill chunks, by name.
@@ -203,6 +204,21 @@ class StepBuffers:
                 for.
         """
         return {name: self._tensors[name][:num_checkpoints] for name in _PER_CHECKPOINT}
+
+    def first_entries(self, name: str, count: int) -> torch.Tensor | list[int]:
+        """Return the first entries of a tensor of the last step.
+
+        Args:
+            name: A tensor of [max_requests].
+            count: How many.
+
+        Returns:
+            A view on the device; on the CPU a list, which costs less to make and to read.
+        """
+        if self._cpu_arrays is not None:
+            entries: list[int] = self._cpu_arrays[name][:count].tolist()
+            return entries
+        return self._tensors[name][:count]  # pragma: no cover - tests/gpu run it
 
     def zero_(self) -> None:
         """Clear the tensors of all steps so far, on the host and on the device."""
@@ -234,7 +250,8 @@ class StepBuffers:
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
         is_same = host.rows is rows and not num_prefills
-        if num_decodes or host.has_decodes:
+        host.arrays["query_start_loc"][0] = 0
+        if num_decodes:
             self._fill_decodes(host, decodes, is_same)
         if num_prefills:
             rows = np.concatenate((rows, [s.row for s in prefills]))
@@ -249,6 +266,7 @@ class StepBuffers:
             self._fill_restores(host, plan)
         if plan.boundaries or host.has_boundaries:
             self._fill_boundaries(host, plan, rows)
+        # unnoticed: without them what is the same as before is written each time
         host.rows = None if num_prefills else decodes.rows
         host.send(self._layout.used_bytes(num_decodes + num_prefills))
         return StepMetadata(
@@ -294,7 +312,6 @@ class StepBuffers:
                 is_crossing[which] = True
                 tokens = is_crossing.repeat(lengths).nonzero()[0]
                 places[tokens] = self._places(rows[tokens], positions[tokens])
-        host.has_decodes = bool(count)
         arrays["token_ids"][:total] = decodes.token_ids
         arrays["positions"][:total] = positions
         arrays["kv_slot_mapping"][:total] = places
@@ -314,7 +331,9 @@ class StepBuffers:
         """Return the same of consecutive tokens of one request, block by block."""
         first, offset = divmod(start, self._block_size)
         blocks = self._block_tables[row, first : first + -(-(offset + length) // self._block_size)]
+        # unnoticed: floats hold such numbers, too
         places = np.add.outer(blocks.astype(np.int64) * self._block_size, self._offsets)
+        # unnoticed: numpy takes any negative size as the one to work out
         return places.reshape(-1)[offset : offset + length]
 
     def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> int:
@@ -329,7 +348,8 @@ class StepBuffers:
             arrays["positions"][first:end] = np.arange(start, start + length)
             places = arrays["kv_slot_mapping"][first:end]
             places[:] = self._consecutive_places(piece.row, start, length)
-            places[: max(0, piece.first_writable - start)] = PAD_SLOT_ID
+            if piece.first_writable > start:
+                places[: piece.first_writable - start] = PAD_SLOT_ID
             arrays["num_computed_tokens"][index] = start
             arrays["seq_lens"][index] = start + length
             index += 1
@@ -360,9 +380,7 @@ class StepBuffers:
         size, pieces = self._chunk_size, plan.prefills
         bounds = [0, *itertools.accumulate(len(piece.token_ids) for piece in pieces)]
         phases = [piece.start % size for piece in pieces]
-        cu_chunks, seq_idx, last = cut_into_chunks(
-            np.array(bounds), np.array(phases, dtype=np.int64), size
-        )
+        cu_chunks, seq_idx, last = cut_into_chunks(bounds, phases, size)
         host.fill("cu_chunk_seqlens", cu_chunks, bounds[-1], pads_all=True)
         host.fill("chunk_seq_idx", seq_idx, -1)
         host.fill("last_chunk_indices", last, -1)
@@ -395,13 +413,15 @@ class StepBuffers:
         host.has_restores = bool(plan.restores)
 
     def _fill_boundaries(self, host: _HostSide, plan: StepPlan, rows: _IntArray) -> None:
-        saved = [entry.index for entry in plan.boundaries]
-        host.fill("boundary_rows", rows[saved] * self._live_rows, PAD_SLOT_ID)
-        host.fill("boundary_slots", [entry.slot for entry in plan.boundaries], PAD_SLOT_ID)
-        arrays = host.arrays
-        arrays["boundary_entries"][:] = arrays["boundary_positions"][:] = -1
-        arrays["boundary_entries"][saved] = range(len(saved))
-        arrays["boundary_positions"][saved] = [entry.position for entry in plan.boundaries]
+        arrays, saved = host.arrays, plan.boundaries
+        live_rows = [rows.item(entry.index) * self._live_rows for entry in saved]
+        host.fill("boundary_rows", live_rows, PAD_SLOT_ID)
+        host.fill("boundary_slots", [entry.slot for entry in saved], PAD_SLOT_ID)
+        entries, positions = arrays["boundary_entries"], arrays["boundary_positions"]
+        entries.fill(-1)
+        positions.fill(-1)
+        for number, entry in enumerate(saved):
+            entries[entry.index], positions[entry.index] = number, entry.position
         host.has_boundaries = bool(saved)
 
 
@@ -478,12 +498,11 @@ class _HostSide:
         for array in self.arrays.values():
             array.fill(0)
         self._used = {name: len(array) for name, array in self.arrays.items()}
-        self.rows: _IntArray | None = None
+        self.rows: _IntArray | None = None  # unnoticed: nothing else is the same as it, either
         self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
         self.width = -1  # of decodes: tokens of each, if all have equally many
-        self.has_decodes = self.has_chunks = self.has_checkpoints = True
-        self.has_restores = self.has_boundaries = True
+        self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
 
     def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:
         """Write values from an array's beginning on, and padding over what was there before.
@@ -497,7 +516,9 @@ class _HostSide:
         array, count = self.arrays[name], len(values)
         array[:count] = values
         used = len(array) if pads_all else self._used[name]
-        if used > count:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_less = used > count
+        if is_less:
             array[count:used] = padding
         self._used[name] = count
 
@@ -509,18 +530,22 @@ class _HostSide:
             num_requests: Requests of this one.
         """
         used = self._used["token_ids"]
-        if used > num_tokens:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_less = used > num_tokens
+        if is_less:
             for name, padding in _PADDING_PER_TOKEN.items():
                 self.arrays[name][num_tokens:used] = padding
         self._used["token_ids"] = num_tokens
         used = self._used["request_rows"]
-        if used > num_requests:
+        # unnoticed: a shortcut, the longer way gives the same
+        is_less = used > num_requests
+        if is_less:
             for name, padding in _PADDING_PER_REQUEST.items():
                 self.arrays[name][num_requests:used] = padding
         self._used["request_rows"] = num_requests
         if self._size != (num_tokens, num_requests):
             self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-            self._size = num_tokens, num_requests
+            self._size = num_tokens, num_requests  # unnoticed: without it this is done each time
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -129,7 +129,7 @@ class Scheduler:
         Returns:
             The forks.
         """
-        config, rows = self._context.config, self._context.request_rows
+        config, rows = self._context.config, self._context.request_table
         num_decoding = len(self._with_status(RequestStatus.DECODING))
         room = max(0, min(rows.num_free_rows, config.max_tokens - num_decoding))
         forks = [fork for fork in request.forks if self.knows(fork)][:room]

@@ -427,7 +427,7 @@ class MambaSlotAllocator(SlotPool):
             # An error of the package comes before its copy: what was in a slot before is whole.
             is_whole = isinstance(error, MambaCacheError)
             self._invalidate_blocks_batch(set(batch.block_ids) - (with_slot if is_whole else set()))
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
         self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
@@ -479,7 +479,7 @@ class MambaSlotAllocator(SlotPool):
         try:
             move()
         except MambaCacheError:  # refused before anything was enqueued
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
 
     def _prefill_rows(self) -> tuple[int, int]:

@@ -280,6 +280,7 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
     Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
     so does this then.
     """
+    # unnoticed: None is as false
     return np.asarray(values.cpu() if getattr(values, "is_cuda", False) else values)
 
 

@@ -418,7 +418,7 @@ class SlotPool:
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
             self._push(self._copies.end(copy))
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
         return copy
 
@@ -639,7 +639,7 @@ class SlotPool:
             ids = self._block_ids(block_ids)
             hashes = _as_hash_ids(hashes_to_delete)
         except MambaCacheError:
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self._free_blocks(ids + found)
@@ -670,7 +670,7 @@ class SlotPool:
             self._notify(hands_out=True)
         except Exception:
             self._push(victims)
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
         return victims
 

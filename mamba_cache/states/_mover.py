@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states.kernels.plan import RowCopy
 
 __all__ = [
     "RowIndices",
@@ -35,13 +36,17 @@ class RowMover:
         sources: Checked tensors, each [num_layers, source rows, *inner].
         destinations: Likewise.
         launch: Copies rows, given as [at least n] tensors on the device, and n.
+        takes_lists: Whether ``launch`` takes rows on the host as lists, too, as the twins of the
+            kernels do.
     """
 
     def __init__(
         self,
         sources: Sequence[torch.Tensor],
         destinations: Sequence[torch.Tensor],
-        launch: Callable[[torch.Tensor, torch.Tensor, int], None],
+        launch: RowCopy,
+        *,
+        takes_lists: bool,
     ) -> None:
         self._device = sources[0].device
         self._num_source_rows = sources[0].shape[1]
@@ -49,6 +54,7 @@ class RowMover:
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
         self._launch = launch
+        self._takes_lists = takes_lists
         on_cuda = self._device.type == "cuda"
         capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
         self._ring = _RowRing(capacity, self._device) if on_cuda else None
@@ -95,8 +101,11 @@ class RowMover:
             in_place=self._in_place,
         )
         if self._ring is None:
-            rows = torch.tensor([sources, destinations], device="cpu")
-            self._launch(rows[0], rows[1], len(sources))
+            if self._takes_lists:
+                self._launch(sources, destinations, len(sources))
+            else:  # the kernels, interpreted
+                rows = torch.tensor([sources, destinations], dtype=torch.int64, device="cpu")
+                self._launch(rows[0], rows[1], len(sources))
             return
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgumentError(

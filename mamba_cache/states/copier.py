@@ -50,4 +50,5 @@ class StateCopier(RowMover):
         plan = plan_copy(sources, destinations, device=device)
         kernels = kernels_for(backend, device, kernels=_KERNELS, twins=copy_torch)
         copy_rows = kernels.copy_states(plan)
-        super().__init__(sources, destinations, copy_rows)
+        takes_lists = kernels is copy_torch
+        super().__init__(sources, destinations, copy_rows, takes_lists=takes_lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -64,7 +65,8 @@ class StateQuantizer(RowMover):
             kernels.quantize_states(QuantizedPlan(plan, *tensors, quantization.hash_seed))
             for plan, tensors in _with_first(unchanged, plans)
         ]
-        super().__init__(live, slots, _one_after_another(launches))
+        takes_lists = kernels is quantize_torch
+        super().__init__(live, slots, _one_after_another(launches), takes_lists=takes_lists)
 
 
 class StateDequantizer(RowMover):
@@ -95,7 +97,8 @@ class StateDequantizer(RowMover):
             kernels.dequantize_states(QuantizedPlan(plan, *tensors, hash_seed=None))
             for plan, tensors in _with_first(unchanged, plans)
         ]
-        super().__init__(slots, live, _one_after_another(launches))
+        takes_lists = kernels is quantize_torch
+        super().__init__(slots, live, _one_after_another(launches), takes_lists=takes_lists)
 
 
 _Tensors = list[torch.Tensor]
@@ -116,7 +119,7 @@ def _one_after_another(launches: Sequence[RowCopy]) -> RowCopy:
     if len(launches) == 1:
         return launches[0]
 
-    def copy(source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int) -> None:
+    def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
         for launch in launches:
             launch(source_rows, destination_rows, num_pairs)
 

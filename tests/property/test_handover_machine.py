@@ -98,7 +98,7 @@ def test_many_requests_of_two_salts_over_few_slots(rng, drafts):
         with contextlib.suppress(CapacityError):
             context.add_request(request, chunk_tokens=chunk)
             running[number] = tuple(request.prompt_tokens)
-        while context._requests.scheduled():
+        while context.request_table.scheduled_requests():
             step = context.begin_step()
             forgets = {layer for layer in (0, 1) if rng.random() < 0.15}
             logits = MODEL.forward(step.metadata, Forgetful(context, forgets, set()))
@@ -106,7 +106,7 @@ def test_many_requests_of_two_salts_over_few_slots(rng, drafts):
             for scheduled, row in zip(step.requests, logits, strict=True):
                 name = scheduled.request_id
                 if scheduled.samples:
-                    known = context._requests.find(name).generated
+                    known = context.request_table.find(name).generated
                     wanted = UNCACHED.logits(running[name], len(known))
                     torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
                     sampled[name] = int(wanted.argmax())

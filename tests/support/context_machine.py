@@ -308,7 +308,7 @@ class ContextMachine(RuleBasedStateMachine):
             ):
                 assert torch.equal(read, written)
                 assert not read.isnan().any()
-        [active] = [a for a in context._requests if a.row == made.source_row]
+        [active] = [a for a in context.request_table if a.row == made.source_row]
         for block in active.block_ids[: context.progress(request_id).num_computed // BLOCK]:
             self.shared_kv[block] = context.kv_cache[:, :, block].clone()
 
@@ -398,7 +398,7 @@ class ContextMachine(RuleBasedStateMachine):
     def books_agree(self):
         if hasattr(self, "context"):
             self.context.check_invariants()
-            assert self.context.request_rows.num_free_rows == 4 - len(
+            assert self.context.request_table.num_free_rows == 4 - len(
                 [i for i in self.requests if self.context.status(i) is not RequestStatus.PREEMPTED]
             )
 

@@ -106,7 +106,9 @@ class SpeculationMachine(ContextMachine):
 
     def cut(self, drafts):
         """On the host drafts must fit whatever the outcome of the last step is."""
-        room = {a.request_id: self.longest - a.most_computed - 1 for a in self.context._requests}
+        room = {
+            a.request_id: self.longest - a.most_computed - 1 for a in self.context.request_table
+        }
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}
 
     def in_order(self, drafts):
@@ -117,7 +119,7 @@ class SpeculationMachine(ContextMachine):
         return array
 
     def by_row(self, drafts):
-        rows = {active.request_id: active.row for active in self.context._requests}
+        rows = {active.request_id: active.row for active in self.context.request_table}
         tensor = torch.full((self.context.config.max_requests, DRAFTS), -1)
         for request_id, tokens in drafts.items():
             tensor[rows[request_id], : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)

@@ -53,7 +53,7 @@ def test_two_steps_share_a_checkpoint_after_the_slots_were_reset_as_well():
     prompt = PROMPT[: BLOCK - 1]
     add(context, "x", prompt)
     run_step(context)
-    [active] = context._requests
+    [active] = context.request_table
     step = context.begin_step()
     MODEL.forward(step.metadata, context)
     context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0]]), torch.tensor([1]).int()))

@@ -346,27 +346,27 @@ def test_a_state_of_slots_that_were_reset_is_not_published_when_its_tokens_arriv
 
 
 def broken_events(context):
-    context.request_rows.next_events[0] += 1
+    context.request_table.next_events[0] += 1
 
 
 def broken_places(context):
-    context.request_rows.place_shifts[0] += 1
+    context.request_table.place_shifts[0] += 1
 
 
 def broken_marks(context):
-    context.request_rows.decoding.add(3)
+    context.request_table.decoding_rows.add(3)
 
 
 def broken_sum(context):
-    context.request_rows.num_scheduled_tokens += 1
+    context.request_table.num_scheduled_tokens += 1
 
 
 def broken_lengths(context):
-    context.request_rows.num_tokens[0] += 1
+    context.request_table.num_tokens[0] += 1
 
 
 def broken_checkpoint(context):
-    [active] = context._requests
+    [active] = context.request_table
     active.checkpoint = Checkpoint(BLOCK, 0, 0)
 
 

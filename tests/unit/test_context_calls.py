@@ -352,14 +352,14 @@ def test_invariants_see_lost_room_for_checkpoints(busy):
 
 
 def test_invariants_see_a_wrong_table(busy):
-    row = int((busy.request_rows.block_tables[:, 0] >= 0).argmax())
-    busy.request_rows.block_tables[row, -1] = 0
+    row = int((busy.request_table.block_tables[:, 0] >= 0).argmax())
+    busy.request_table.block_tables[row, -1] = 0
     with pytest.raises(errors.InvariantError, match="block table"):
         busy.check_invariants()
 
 
 def test_invariants_see_a_lost_row(busy):
-    busy.request_rows._free_rows.pop()
+    busy.request_table._free_rows.pop()
     with pytest.raises(errors.InvariantError, match="rows are lost"):
         busy.check_invariants()
 

@@ -163,7 +163,7 @@ def test_tokens_are_int32_wherever_they_come_from():
     add(context, "x", [1, 2, 3])
     for _ in range(3):
         run_step(context)
-    [active] = context._requests
+    [active] = context.request_table
     every = [1, 2, 3, *active.generated]
     for start in range(len(every)):
         for end in range(start, len(every) + 1):
@@ -190,7 +190,7 @@ def test_the_smallest_kv_budget_is_one_block_and_the_dummy():
     [
         lambda context: context.kv_block_allocator.allocate_memory_blocks(1),
         lambda context: context.slot_allocator.reserve_slots([7]),
-        lambda context: context.request_rows.block_tables.__setitem__((3, 0), 5),
+        lambda context: context.request_table.block_tables.__setitem__((3, 0), 5),
         lambda context: context.schedule_prefill("x", chunk_tokens=1),
     ],
     ids=["blocks", "slots", "block tables", "a chunk of one token"],

@@ -44,19 +44,19 @@ def parent_of(context, prompt=PROMPT, steps=1, name="parent", **options):
     context.add_request(Request(request_id=name, prompt_tokens=prompt, **options))
     for _ in range(steps):
         run_step(context)
-    return context.request_rows.blocks_of(row_of(context, name)).tolist()
+    return context.request_table.blocks_of(row_of(context, name)).tolist()
 
 
 def row_of(context, name):
-    return context._requests.find(name).row
+    return context.request_table.find(name).row
 
 
 def blocks_of(context, name):
-    return context._requests.find(name).block_ids
+    return context.request_table.find(name).block_ids
 
 
 def tokens_of(context, name):
-    active = context._requests.find(name)
+    active = context.request_table.find(name)
     return active.tokens(0, active.num_tokens).tolist()
 
 
@@ -131,9 +131,9 @@ def test_a_fork_of_a_fork():
 def test_full_blocks_are_shared_and_the_rest_is_copied():
     context = make_context()
     blocks = parent_of(context)
-    stamps = context.request_rows.table_stamps.copy()
+    stamps = context.request_table.table_stamps.copy()
     forks = context.fork("parent", ["a", "b"])
-    assert (context.request_rows.table_stamps != stamps)[list(forks.rows)].all()
+    assert (context.request_table.table_stamps != stamps)[list(forks.rows)].all()
     row, kv_blocks = row_of(context, "parent"), context.kv_block_allocator
     assert forks == Forks(
         ("a", "b"), row, (row_of(context, "a"), row_of(context, "b")), blocks[2], forks.blocks
@@ -233,11 +233,13 @@ def test_the_hashes_of_a_fork_are_those_of_its_tokens(steps, is_observed):
     context.fork("parent", ["a", "b"], last_tokens=[7, 8])
     for name in ("parent", "a", "b"):
         wanted = compute_block_hashes(tokens_of(context, name), BLOCK, **request)
-        active = context._requests.find(name)
+        active = context.request_table.find(name)
         assert active.hashes.digests == wanted.digests
         assert active.request.cache_salt == "salt"
     if steps + BLOCK + 3 == 3 * BLOCK:
-        assert context._requests.find("a").hashes[-1] != context._requests.find("b").hashes[-1]
+        assert (
+            context.request_table.find("a").hashes[-1] != context.request_table.find("b").hashes[-1]
+        )
 
 
 def test_forks_publish_what_they_fill():
@@ -523,7 +525,7 @@ class refused:
 
     def _seen(self):
         context = self.context
-        free_rows = context.request_rows._free_rows
+        free_rows = context.request_table._free_rows
         return context.fingerprint(), context.stats(), context.statuses(), list(free_rows)
 
 
@@ -660,7 +662,7 @@ def test_what_breaks_off_is_taken_back(monkeypatch, where, error):
     owner = {
         "copy": context._forker._copiers[1],
         "mark_rows_used": context._runner,
-        "add_all": context._requests,
+        "add_all": context.request_table,
     }[where]
 
     def broken(*_):
@@ -677,13 +679,13 @@ def test_what_breaks_off_is_taken_back(monkeypatch, where, error):
 def test_what_breaks_off_when_all_is_done_is_taken_back_too(monkeypatch):
     context = make_context()
     parent_of(context)
-    add_all = context._requests.add_all
+    add_all = context.request_table.add_all
 
     def interrupted(requests):
         add_all(requests)
         raise KeyboardInterrupt("then")
 
-    monkeypatch.setattr(context._requests, "add_all", interrupted)
+    monkeypatch.setattr(context.request_table, "add_all", interrupted)
     with refused(context, KeyboardInterrupt, "then"):
         context.fork("parent", ["a", "b"])
     assert context.statuses() == {"parent": RequestStatus.DECODING}

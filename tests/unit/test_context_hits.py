@@ -309,7 +309,7 @@ def test_disabled_cache_says_so():
     add(context, "x", PROMPT)
     for _ in range(BLOCK + 1):
         run_step(context)
-    [active] = context._requests
+    [active] = context.request_table
     assert list(active.hashes) == [], "the answer is not hashed either"
     context.finish("x")
     assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.CACHE_DISABLED

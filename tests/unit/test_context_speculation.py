@@ -219,7 +219,7 @@ def test_results_from_before_a_second_preemption_are_left_out(context):
     compute(context)
     context.commit_step(on_device([5]))
     context.preempt("a")
-    assert context.request_rows.num_releases.sum() == 2
+    assert context.request_table.num_releases.sum() == 2
     assert context.collect_step() == {}
     assert context.finish("a") == [9, 4]
 
@@ -357,7 +357,7 @@ def test_scrubbing_clears_tokens_on_their_way(context):
     context.collect_step()
     context.scrub()
     last = context._runner._speculation._rows.last_tokens
-    assert last[next(iter(context._requests)).row] == 4
+    assert last[next(iter(context.request_table)).row] == 4
     context.finish("a")
     context.scrub()
     assert not last.any()

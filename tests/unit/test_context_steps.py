@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from context_rig import BLOCK, add, generate, make_config, make_context, run_step
+from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
 
 from mamba_cache import DeviceTokens
-from mamba_cache.context import ScheduledRequest
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.context import RequestStatus, ScheduledRequest
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import EveryNthBlock, LastBlock
 from mamba_cache.states import ZERO_SOURCE
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -67,7 +68,7 @@ def moved(monkeypatch, context):
         function = getattr(context.slot_allocator, name)
 
         def watched(sources, targets):
-            calls[name].append(list(zip(sources.tolist(), targets.tolist(), strict=True)))
+            calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
         monkeypatch.setattr(context.slot_allocator, name, watched)
@@ -125,3 +126,100 @@ def test_drafts_of_the_device_are_computed_by_request_row(context):
     context.commit_step(accepted)
     for name, tokens in accepted.items():
         assert context.finish(name) == [new[name], *tokens]
+
+
+def test_the_state_at_a_prompts_end_is_that_of_its_own_row_beside_requests_that_decode():
+    """Decoding requests come first in the batch, so a prompt's place is not its number."""
+    context = make_context(make_config(max_requests=4), placement=EveryNthBlock(1))
+    for name in ("a", "b"):
+        add(context, name, OTHER)
+    run_step(context)
+    add(context, "new", PROMPT[: 2 * BLOCK])
+    metadata = context.begin_step().metadata
+    row = metadata.request_rows[2].item()
+    assert metadata.boundary_rows.tolist() == [row, -1, -1, -1]
+    assert metadata.boundary_entries.tolist() == [-1, -1, 0, -1]
+    assert metadata.boundary_positions.tolist() == [-1, -1, 2 * BLOCK, -1]
+
+
+@pytest.mark.parametrize("drafts", [None, [[1, 2], [3, -1]], "device"])
+def test_attention_looks_back_as_far_as_the_longest_request(drafts):
+    context = make_context(make_config(num_speculative_tokens=2))
+    for name, length in (("a", 5), ("b", 9)):
+        add(context, name, PROMPT[:length])
+    run_step(context)
+    if drafts == "device":
+        drafts = torch.full((4, 2), 3)
+    metadata = context.begin_step(drafts=drafts).metadata
+    assert metadata.max_seq_len == int(metadata.seq_lens.max())
+    width = 0 if drafts is None else 2
+    assert metadata.max_decode_len == 1 + width
+    assert metadata.seq_lens[0] == 5 + 1 + width
+
+
+def test_a_request_says_where_it_stands(context):
+    add(context, "a", PROMPT, chunk_tokens=4)
+    assert context.progress("a") == (RequestStatus.SCHEDULED, 0, 0)
+    run_step(context)
+    assert context.progress("a") == (RequestStatus.PREFILLING, 4, 0)
+    context.schedule_prefill("a")
+    run_step(context)
+    assert context.progress("a") == (RequestStatus.DECODING, len(PROMPT), 1)
+    context.preempt("a")
+    assert context.progress("a") == (RequestStatus.PREEMPTED, len(PROMPT), 1)
+
+
+@pytest.mark.parametrize("start", [-1, 1.0, None])
+def test_an_answer_is_read_from_a_token_on(context, start):
+    add(context, "a", OTHER)
+    run_step(context)
+    run_step(context)
+    assert context.output("a", 1) == context.output("a")[1:]
+    with pytest.raises(InvalidArgumentError, match=r"start must be an int >= 0, got"):
+        context.output("a", start)
+
+
+class Sulking:
+    """A placement that fails when it is asked for the second time."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def positions(self, facts):
+        self.num_asked += 1
+        if self.num_asked == 2:
+            raise OSError("asked again")
+        return [BLOCK, 2 * BLOCK]
+
+
+def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one():
+    """The slots that the chunk had reserved went with the reset; nobody gives them back twice."""
+    context = make_context(placement=Sulking())
+    add(context, "a", PROMPT[: 2 * BLOCK])
+    context.slot_allocator.reset()
+    with pytest.raises(OSError, match="asked again"):
+        context.begin_step()
+    assert context.status("a") is RequestStatus.PREEMPTED
+    context.check_invariants()
+    context.resume_request("a")
+    run_step(context)
+    assert context.stats().saved_states == 2
+
+
+def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
+    """The block that was matched lost its hash while the step ran, and another took the id."""
+    context = make_context(placement=LastBlock())
+    generate(context, PROMPT[: BLOCK + 1], 1)
+    context.slot_allocator.reset()
+    add(context, "a", PROMPT[:BLOCK])
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    kv_blocks = context.kv_block_allocator
+    [matched] = context.request_table.find("a").block_ids
+    hash_id = kv_blocks.block_hashes[matched].item()
+    kv_blocks.deregister_blocks([matched])
+    [foreign] = kv_blocks.allocate_memory_blocks(1)
+    kv_blocks.register_kv_block_hashes([foreign], [hash_id], digests=[b"another prefix's"])
+    context.commit_step({"a": 1})
+    assert not context.slot_allocator.has_state(foreign)
+    assert context.stats().reserved_slots == 0

@@ -222,13 +222,13 @@ def test_without_memory_nothing_is_made():
 
 
 def test_invariants_see_a_chunk_that_is_not_due(context):
-    context._requests.find("later").chunk = None
+    context.request_table.find("later").chunk = None
     with pytest.raises(InvariantError, match="'later' is scheduled with chunk None"):
         context.check_invariants()
 
 
 def test_invariants_see_a_request_that_has_moved_on_without_its_chunk(context):
-    context._requests.find("later").num_computed += 1
+    context.request_table.find("later").num_computed += 1
     with pytest.raises(InvariantError, match="its chunk begins at 8"):
         context.check_invariants()
 

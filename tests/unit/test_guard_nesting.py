@@ -244,3 +244,51 @@ def test_a_result_that_nobody_got_poisons(monkeypatch):
         owner.take()
     assert owner.taken == [3]  # which its owner knows, so nothing is lost
     owner.take()
+
+
+def test_arguments_reach_a_method_within_another_call_and_without_a_guard():
+    class Adder:
+        _guard = None
+
+        @guarded(nests=True)
+        def add(self, first, *, second):
+            return first + second
+
+        @guarded(nests=True)
+        def add_twice(self, first, *, second):
+            return self.add(self.add(first, second=second), second=second)
+
+        def check(self):
+            pass
+
+    adder = Adder()
+    assert adder.add_twice(1, second=2) == 5
+    adder._guard = CallGuard(adder.check)
+    assert adder.add_twice(1, second=2) == 5
+
+
+def test_only_a_call_that_makes_everything_new_ends_a_poisoning():
+    class Counter:
+        def __init__(self):
+            self._guard = CallGuard(self.check, proves_changes=False)
+
+        def check(self):
+            pass
+
+        @guarded()
+        def count(self, work=lambda: None):
+            self._guard.is_changing = True
+            work()
+
+        @guarded(renews=True)
+        def reset(self):
+            pass
+
+    counter = Counter()
+    with pytest.raises(OSError, match="disk"):
+        counter.count(raising(OSError("disk")))
+    for _ in range(2):
+        with pytest.raises(PoisonedError, match="count broke off"):
+            counter.count()
+    counter.reset()
+    counter.count()

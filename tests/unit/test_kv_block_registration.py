@@ -1,5 +1,6 @@
 """KVBlockAllocator: how blocks become findable, and cease to be."""
 
+import numpy as np
 import pytest
 from kv_rig import cache, prefix, snapshot
 
@@ -246,3 +247,36 @@ def test_nothing_is_registered_without_prefix_caching():
     assert pool.match_prefix(prefix(1, 2)) == []
     pool.release_memory_blocks(block_ids)
     assert pool.num_free_blocks == 4
+
+
+@pytest.mark.parametrize("num_children", [1, 2, 3, 4])
+def test_a_chain_hangs_on_the_block_that_is_named_as_its_parent(num_children):
+    pool = KVBlockAllocator(num_children + 2)
+    hashes = prefix(*range(num_children + 1))
+    [parent] = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes([parent], hashes[:1])
+    children = pool.allocate_memory_blocks(num_children)
+    pool.register_kv_block_hashes(children, hashes[1:], parent_hash=hashes[0])
+    pool.release_memory_blocks([parent])  # the least recently used, but it has children
+    pool.release_memory_blocks(children)
+    assert pool.allocate_memory_blocks(num_children + 1) == [*reversed(children), parent]
+
+
+def test_the_largest_hash_id_is_one(pool):
+    [block] = pool.allocate_memory_blocks(1)
+    largest = 2**63 - 1
+    for too_large in (largest + 1, 2 * largest):
+        with pytest.raises(InvalidArgumentError, match="block_hashes"):
+            pool.register_kv_block_hashes([block], [too_large])
+    assert pool.register_kv_block_hashes([block], [largest]) == [block]
+    assert pool.find_block(largest) == block
+
+
+def test_counts_of_a_tree_are_as_small_as_said():
+    tree = PrefixTree(3)
+    assert tree.hashes.dtype == np.int64
+    assert tree.num_children.dtype == tree.num_cached_children.dtype == np.int32
+
+
+def test_nothing_is_registered_under_a_parent(pool):
+    assert pool.register_kv_block_hashes([], [], parent_hash=7) == []

@@ -112,7 +112,7 @@ def add(numbers, name, length, **options):
 
 
 def drafts_for(numbers, drafts):
-    statuses = numbers.context._requests
+    statuses = numbers.context.request_table
     names = [a.request_id for a in statuses if a.status is RequestStatus.DECODING]
     return {name: [numbers.token(name) + i for i in range(drafts)] for name in names}
 
@@ -186,7 +186,7 @@ def test_nothing_of_a_finished_salt_is_left(drafts, quantization):
     context.resume_request("b preempted")
     for accepted in (3, 1, 2):  # these check all that they read
         numbers.step(drafts=drafts_for(numbers, drafts), accepted=accepted)
-        for name in [a.request_id for a in context._requests]:
+        for name in [a.request_id for a in context.request_table]:
             if context.status(name) is RequestStatus.PREFILLING:
                 context.schedule_prefill(name)
     for name in ("b decodes", "b in chunks", "b hits", "b preempted"):

@@ -32,29 +32,29 @@ def describe_decodes(
         block_size: Tokens of a KV block.
     """
     describe_live_rows(rows, metadata)
-    array, count, total = rows.array, metadata.num_decodes, metadata.num_decode_tokens
-    places = array(metadata, "request_rows")[:count].astype(np.intp)
-    bounds = array(metadata, "query_start_loc")[: count + 1]
+    arrays, count, total = rows.arrays(metadata), metadata.num_decodes, metadata.num_decode_tokens
+    places = arrays["request_rows"][:count].astype(np.intp)
+    bounds = arrays["query_start_loc"][: count + 1]
     starts = bounds[:-1]
     lengths = bounds[1:] - starts
-    computed = array(rows, "num_computed")[places]
-    array(metadata, "num_computed_tokens")[:count] = computed
-    array(metadata, "seq_lens")[:count] = computed + lengths
+    computed = arrays["num_computed"][places]
+    arrays["num_computed_tokens"][:count] = computed
+    arrays["seq_lens"][:count] = computed + lengths
 
     request = np.repeat(np.arange(count), lengths)
     positions = np.arange(total) + (computed - starts)[request]
-    array(metadata, "positions")[:total] = positions
+    arrays["positions"][:total] = positions
     blocks = positions // block_size
-    slots = array(metadata, "block_tables")[request, blocks] - blocks
+    slots = arrays["block_tables"][request, blocks] - blocks
     slots *= block_size
     slots += positions
-    array(metadata, "kv_slot_mapping")[:total] = slots
-    tokens = array(metadata, "token_ids")[:total]
+    arrays["kv_slot_mapping"][:total] = slots
+    tokens = arrays["token_ids"][:total]
     if drafts is not None:
         offsets = np.arange(total) - starts[request]
         guessed = drafts.numpy()[places[request], np.maximum(offsets - 1, 0)]
         tokens[:] = np.maximum(guessed, 0)
-    tokens[starts] = array(rows, "last_tokens")[places]
+    tokens[starts] = arrays["last_tokens"][places]
 
 
 def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
@@ -65,13 +65,13 @@ def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
         metadata: The step's; ``state_rows`` and ``decode_state_rows`` are written where requests
             decode.
     """
-    count, ring = metadata.num_decodes, rows.ring
+    arrays, count, ring = rows.arrays(metadata), metadata.num_decodes, rows.ring
     # Here and below: of 64 bits, by which numpy looks up several times as fast as by others.
-    places = rows.array(metadata, "request_rows")[:count].astype(np.intp)
+    places = arrays["request_rows"][:count].astype(np.intp)
     live = (places * ring).repeat(ring)
-    live += _rings(ring).take(rows.array(rows, "cursors")[places], axis=0).ravel()
-    rows.array(metadata, "state_rows")[:count] = live[::ring]
-    rows.array(metadata, "decode_state_rows")[:count] = live.reshape(count, ring)
+    live += _rings(ring).take(arrays["cursors"][places], axis=0).ravel()
+    arrays["state_rows"][:count] = live[::ring]
+    arrays["decode_state_rows"][:count] = live.reshape(count, ring)
 
 
 @cache
@@ -96,21 +96,21 @@ def advance_rows(
             written: the row with the state at the boundary, or padding if it was not reached.
         tokens: [num_requests, k + 1] int64 new tokens, in batch order; as an array fewer columns
             do, if nobody takes more.
-        counts: [num_requests] ints. How many of them each decoding request takes.
+        counts: [num_requests] ints. How many of them each decoding request takes; an array is
+            known to be right, in a tensor there may be any number.
     """
-    array, count, end = rows.array, metadata.num_decodes, metadata.num_requests
-    places, new_tokens = array(metadata, "request_rows")[:end].astype(np.intp), np.asarray(tokens)
-    num_computed, cursors = array(rows, "num_computed"), array(rows, "cursors")
-    last_tokens = array(rows, "last_tokens")
+    arrays, count, end = rows.arrays(metadata), metadata.num_decodes, metadata.num_requests
+    places, new_tokens = arrays["request_rows"][:end].astype(np.intp), np.asarray(tokens)
+    num_computed, cursors = arrays["num_computed"], arrays["cursors"]
+    last_tokens = arrays["last_tokens"]
     if count:
         decoding = places[:count]
-        bounds = array(metadata, "query_start_loc")
-        accepted = np.minimum(np.asarray(counts)[:count], bounds[1 : count + 1] - bounds[:count])
-        np.maximum(accepted, 0, out=accepted)
-        computed, moved = num_computed[decoding], cursors[decoding]
+        accepted = np.asarray(counts)[:count]
+        if isinstance(counts, torch.Tensor):
+            accepted = np.clip(accepted, 0, np.diff(arrays["query_start_loc"][: count + 1]))
+        computed, moved = num_computed[decoding], cursors[decoding] + accepted
         _save_boundaries(rows, metadata, decoding, accepted)
         num_computed[decoding] = computed + accepted
-        moved += accepted
         moved %= rows.ring
         cursors[decoding] = moved
         # Of a request that takes none it is some token, which is not looked at.
@@ -121,7 +121,7 @@ def advance_rows(
         last_tokens[decoding] = last
     if end > count:
         prefilling = places[count:]
-        num_computed[prefilling] = array(metadata, "seq_lens")[count:end]
+        num_computed[prefilling] = arrays["seq_lens"][count:end]
         cursors[prefilling] = 0
         last_tokens[prefilling] = new_tokens[count:end, 0]
 
@@ -133,16 +133,15 @@ def _save_boundaries(
     accepted: np.ndarray[tuple[int], np.dtype[np.integer[Any]]],
 ) -> None:
     """Say which live state of each request is at its boundary, if the step has reached that."""
-    array = rows.array
-    entries = array(metadata, "boundary_entries")[: len(decoding)]
-    is_saving = entries >= 0
-    if not np.count_nonzero(is_saving):
+    arrays = rows.arrays(metadata)
+    entries = arrays["boundary_entries"][: len(decoding)]
+    indices = (entries >= 0).nonzero()[0]
+    if not len(indices):
         return
-    indices = is_saving.nonzero()[0]
     places, saved = decoding[indices], entries[indices]
-    ahead = array(metadata, "boundary_positions")[indices] - array(rows, "num_computed")[places]
+    ahead = arrays["boundary_positions"][indices] - arrays["num_computed"][places]
     reached = (ahead > 0) & (ahead <= accepted[indices])
-    live = places * rows.ring + (array(rows, "cursors")[places] + ahead) % rows.ring
-    array(metadata, "boundary_rows")[saved] = np.where(reached, live, -1)
-    slots = array(metadata, "boundary_slots")
+    live = places * rows.ring + (arrays["cursors"][places] + ahead) % rows.ring
+    arrays["boundary_rows"][saved] = np.where(reached, live, -1)
+    slots = arrays["boundary_slots"]
     slots[saved] = np.where(reached, slots[saved], -1)

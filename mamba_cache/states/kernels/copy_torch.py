@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.states.kernels.plan import CopyPlan, RowCopy
 
-__all__ = ["copy_states", "is_padding"]
+__all__ = ["copy_states", "real_pairs"]
 
 
 def copy_states(plan: CopyPlan) -> RowCopy:
@@ -20,23 +22,35 @@ def copy_states(plan: CopyPlan) -> RowCopy:
     Args:
         plan: Where to read and write.
     """
-    return partial(_copy, plan)
+    pairs: list[tuple[Any, Any]] = list(zip(plan.sources, plan.destinations, strict=True))
+    if plan.chunks.device.type == "cpu":  # the same bytes through numpy, whose calls cost a fourth
+        pairs = [(source.numpy(), destination.numpy()) for source, destination in pairs]
+    return partial(_copy, pairs)
 
 
 def _copy(
-    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
+    pairs: Sequence[tuple[Any, Any]],
+    source_rows: torch.Tensor | list[int],
+    destination_rows: torch.Tensor | list[int],
+    num_pairs: int,
 ) -> None:
-    sources, destinations = source_rows[:num_pairs], destination_rows[:num_pairs]
-    for source_row, destination_row in zip(sources.tolist(), destinations.tolist(), strict=True):
-        if is_padding(source_row, destination_row):
-            continue
-        for source, destination in zip(plan.sources, plan.destinations, strict=True):
-            if source_row >= 0:
-                destination[:, destination_row].copy_(source[:, source_row])
-            else:
-                destination[:, destination_row].zero_()
+    for source_row, destination_row in real_pairs(source_rows, destination_rows, num_pairs):
+        for source, destination in pairs:
+            destination[:, destination_row] = source[:, source_row] if source_row >= 0 else 0
 
 
-def is_padding(source_row: int, destination_row: int) -> bool:
-    """Say whether a pair of rows is to be skipped."""
-    return destination_row < 0 or (source_row < 0 and source_row != ZERO_SOURCE)
+def real_pairs(
+    source_rows: torch.Tensor | list[int],
+    destination_rows: torch.Tensor | list[int],
+    num_pairs: int,
+) -> list[tuple[int, int]]:
+    """Return the pairs of rows that are not to be skipped; it waits for rows on a device."""
+    both = [
+        rows if isinstance(rows, list) else rows[:num_pairs].tolist()
+        for rows in (source_rows, destination_rows)
+    ]
+    return [
+        (source, destination)
+        for source, destination in zip(*both, strict=True)
+        if destination >= 0 and (source >= 0 or source == ZERO_SOURCE)
+    ]

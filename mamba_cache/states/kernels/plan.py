@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 __all__ = ["TILE_WORDS", "WIDE_BYTES", "CopyPlan", "RowCopy", "plan_copy"]
 
-RowCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], None]
+RowCopy: TypeAlias = Callable[[Any, Any, int], None]
 """Copies n rows, given the sources, the destinations, and n.
 
-Rows are [at least n] int32 or int64, contiguous, on the device of what is copied.
+Rows are [at least n] int32 or int64, contiguous, on the device of what is copied. The kernels'
+twins also take lists of n ints.
 """
 
 TILE_WORDS = 512

@@ -49,15 +49,12 @@ def dequantize_states(plan: QuantizedPlan) -> RowCopy:
 def _quantize_rows(
     plan: QuantizedPlan,
     copy_unchanged: RowCopy,
-    live_rows: torch.Tensor,
-    slots: torch.Tensor,
+    live_rows: torch.Tensor | list[int],
+    slots: torch.Tensor | list[int],
     num_pairs: int,
 ) -> None:
     copy_unchanged(live_rows, slots, num_pairs)
-    pairs = zip(live_rows[:num_pairs].tolist(), slots[:num_pairs].tolist(), strict=True)
-    for row, slot in pairs:
-        if copy_torch.is_padding(row, slot):
-            continue
+    for row, slot in copy_torch.real_pairs(live_rows, slots, num_pairs):
         states = plan.states[:, row] if row >= 0 else torch.zeros_like(plan.states[:, 0])
         plan.codes[:, slot], plan.scales[:, slot] = quantize(states, plan.hash_seed)
 
@@ -65,15 +62,12 @@ def _quantize_rows(
 def _dequantize_rows(
     plan: QuantizedPlan,
     copy_unchanged: RowCopy,
-    slots: torch.Tensor,
-    live_rows: torch.Tensor,
+    slots: torch.Tensor | list[int],
+    live_rows: torch.Tensor | list[int],
     num_pairs: int,
 ) -> None:
     copy_unchanged(slots, live_rows, num_pairs)
-    pairs = zip(slots[:num_pairs].tolist(), live_rows[:num_pairs].tolist(), strict=True)
-    for slot, row in pairs:
-        if copy_torch.is_padding(slot, row):
-            continue
+    for slot, row in copy_torch.real_pairs(slots, live_rows, num_pairs):
         if slot < 0:
             plan.states[:, row] = 0
         else:

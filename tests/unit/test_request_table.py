@@ -5,7 +5,7 @@ import pytest
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import Request
-from mamba_cache.context.request_rows import RequestRows
+from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest
 from mamba_cache.errors import BlockCapacityError, InvariantError, RequestCapacityError
 
@@ -20,11 +20,13 @@ def kv_blocks():
 
 @pytest.fixture
 def rows(kv_blocks):
-    return RequestRows(
+    return RequestTable(
         kv_blocks,
         max_requests=MAX_REQUESTS,
         max_blocks=MAX_BLOCKS,
         block_size_tokens=BLOCK,
+        max_tokens=64,
+        max_sequence_length=MAX_BLOCKS * BLOCK,
         max_decode_tokens=3,
     )
 
@@ -72,14 +74,14 @@ def test_a_row_that_was_given_back_is_as_one_that_nobody_had(rows, kv_blocks):
     assert arrays(rows) == untouched
     kv_blocks.release_memory_blocks(shared)
     assert kv_blocks.num_free_blocks == POOL - 1
-    rows.check_invariants([])
+    rows.check_rows([])
 
 
 def test_a_row_that_no_request_has_holds_no_blocks(rows):
     rows.take([], 1, "a")
     rows._free_rows.append(0)
     with pytest.raises(InvariantError, match="block table of row 0"):
-        rows.check_invariants([])
+        rows.check_rows([])
 
 
 def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
@@ -88,7 +90,7 @@ def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
     rows.grow_by_one(taken, BLOCK + 1, "ab")
     assert rows.num_blocks.tolist() == [2, 2, 0]
     assert (rows.table_stamps > stamps).tolist() == [True, True, False]
-    rows.check_invariants([0, 1])
+    rows.check_rows([0, 1])
     kv_blocks.allocate_memory_blocks(kv_blocks.num_free_blocks - 1)
     before = arrays(rows)
     with pytest.raises(BlockCapacityError, match="for request 'a', 'b', of up to 9 tokens"):
@@ -107,7 +109,7 @@ def test_a_row_grows_and_shrinks(rows):
     rows.shrink(row, BLOCK + 1, 0)
     assert rows.blocks_of(row).tolist() == held[:2]
     assert rows.table_stamps[row] > stamp
-    rows.check_invariants([row])
+    rows.check_rows([row])
 
 
 def test_newest_tokens_are_kept_around_the_end_of_a_block(rows):
@@ -138,11 +140,12 @@ def test_newest_tokens_are_kept_around_the_end_of_a_block(rows):
 def test_what_rows_do_next_is_counted(rows):
     rows.mark(0, num_due=5, is_decoding=False)
     rows.mark(1, num_due=7, is_decoding=False)
-    assert (rows.scheduled, rows.num_scheduled_tokens, rows.num_changes) == ({0: 5, 1: 7}, 12, 1)
+    assert (rows.scheduled_rows, rows.num_scheduled_tokens) == ({0: 5, 1: 7}, 12)
+    assert rows.num_changes == 1
     rows.mark(0, num_due=0, is_decoding=True)
-    assert (rows.decoding, rows.num_scheduled_tokens, rows.num_changes) == ({0}, 7, 2)
+    assert (rows.decoding_rows, rows.num_scheduled_tokens, rows.num_changes) == ({0}, 7, 2)
     rows.mark(0, num_due=0, is_decoding=True)
     assert rows.num_changes == 2
     rows.reset()
-    assert (rows.scheduled, rows.decoding, rows.num_scheduled_tokens) == ({}, set(), 0)
+    assert (rows.scheduled_rows, rows.decoding_rows, rows.num_scheduled_tokens) == ({}, set(), 0)
     assert rows.num_changes == 3

@@ -1,0 +1,152 @@
+"""Few things are done one by one and many as arrays: both ways give the same, whatever the number.
+
+Each way is forced in turn by the number up to which things count as few.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from context_rig import BLOCK, MODEL, VOCAB, make_config, make_context
+from kv_rig import prefix, snapshot
+
+from mamba_cache.blocks import KVBlockAllocator, compute_block_hashes
+from mamba_cache.context import Request
+from mamba_cache.errors import BlockCapacityError
+from mamba_cache.metadata import compute_chunk_metadata
+from mamba_cache.slots import EveryNthBlock
+
+COUNTS = (0, 1_000)
+
+
+def seen(step):
+    """All that a step's metadata say."""
+    fields = {f.name: getattr(step.metadata, f.name) for f in dataclasses.fields(step.metadata)}
+    return {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
+
+
+def steps_of_many(seed, num_requests, num_drafts, *, saves):
+    """What is seen of requests that decode, cross blocks and save states there, step by step."""
+    rng = np.random.default_rng(seed)
+    config = make_config(
+        max_requests=num_requests,
+        max_tokens=64 * num_requests,
+        num_kv_blocks=20 * num_requests,
+        num_speculative_tokens=num_drafts,
+        save_decode_states=saves,
+    )
+    context = make_context(config, placement=EveryNthBlock(1), poison=False)
+    for name in range(num_requests):
+        tokens = rng.integers(0, VOCAB, int(rng.integers(BLOCK - 3, BLOCK + 4)))
+        positions = [2 * BLOCK] if rng.random() < 0.5 else []  # some save states by themselves
+        context.add_request(
+            Request(request_id=name, prompt_tokens=tokens, checkpoint_positions=positions)
+        )
+    found = []
+    for number in range(3 * BLOCK):
+        drafts = None
+        if number and num_drafts:
+            drafts = rng.integers(0, VOCAB, (num_requests, num_drafts))
+            drafts[rng.random(num_requests) < 0.3, -1] = -1
+        step = context.begin_step(drafts=drafts)
+        found.append(seen(step))
+        MODEL.forward(step.metadata, context)
+        tokens = rng.integers(0, VOCAB, (num_requests, 1 + num_drafts))
+        if drafts is None:
+            context.commit_step(tokens[:, 0])
+        else:
+            counts = rng.integers(0, 2 + (drafts >= 0).sum(axis=1))
+            kept = np.arange(num_drafts) < counts[:, None] - 1
+            tokens[:, :-1] = np.where(kept, drafts, 0)
+            context.commit_step(tokens, counts)
+        context.check_invariants()
+        found.append((context.fingerprint(), context.stats()))
+    return found
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_requests_get_their_blocks_and_checkpoints(monkeypatch, num_drafts, saves):
+    found = []
+    for few in (*COUNTS, 2):
+        monkeypatch.setattr("mamba_cache.context.context._FEW", few)
+        found.append(steps_of_many(3, 6, num_drafts, saves=saves))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("few", COUNTS)
+def test_requests_that_lack_blocks_are_named(monkeypatch, few):
+    monkeypatch.setattr("mamba_cache.context.context._FEW", few)
+    context = make_context(make_config(num_kv_blocks=3, max_requests=3))
+    for name in ("a", "b", "c"):
+        context.add_request(Request(request_id=name, prompt_tokens=range(1, BLOCK + 1)))
+    context.begin_step()
+    context.commit_step([1, 2, 3])
+    with pytest.raises(BlockCapacityError, match=rf"'a', 'b', 'c', of up to {BLOCK + 1} tokens"):
+        context.begin_step()
+
+
+def blocks_of_many(seed):
+    """What a pool says after each of many calls, whose blocks are many too."""
+    rng = np.random.default_rng(seed)
+    pool = KVBlockAllocator(65)
+    found, held = [], []
+    for _ in range(60):
+        tokens = rng.integers(0, 2, int(rng.integers(1, 14))).tolist()
+        hashes = prefix(*tokens)
+        shared = pool.match_prefix(hashes)
+        if shared:
+            pool.retain_memory_blocks(shared)
+        try:
+            block_ids = shared + pool.allocate_memory_blocks(len(tokens) - len(shared))
+        except BlockCapacityError:
+            pool.release_memory_blocks(shared)
+            block_ids = []
+        first = len(shared)
+        if block_ids[first:]:
+            parent = hashes[first - 1] if first else None
+            kept = hashes[first:]
+            pool.register_kv_block_hashes(block_ids[first:], kept, parent_hash=parent)
+        held.append(block_ids)
+        if len(held) > 3 or rng.random() < 0.5:
+            pool.release_memory_blocks(held.pop(int(rng.integers(len(held)))))
+        pool.check_invariants()
+        found.append((snapshot(pool), block_ids))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_are_kept_and_evicted(monkeypatch, seed):
+    found = []
+    for few in COUNTS:
+        for module in ("kv_block_allocator", "prefix_tree"):
+            monkeypatch.setattr(f"mamba_cache.blocks.{module}.FEW", few)
+        found.append(blocks_of_many(seed))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 20])
+def test_hash_ids(monkeypatch, count):
+    hashes = compute_block_hashes(range(2 * count), 2)
+    found = []
+    for few in COUNTS:
+        monkeypatch.setattr("mamba_cache.blocks.hashing._FEW", few)
+        found.append(list(hashes))
+    assert found[0] == found[1] == [hashes[index] for index in range(count)]
+    assert list(hashes[1:][::-1]) == found[0][1:][::-1]
+    assert list(hashes[:-1:2]) == found[0][:-1:2]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_chunks(monkeypatch, rng, count):
+    lengths, computed = rng.integers(0, 20, count), rng.integers(0, 20, count)
+    lengths[rng.random(count) < 0.3] = 0
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    found = []
+    for few in COUNTS:
+        monkeypatch.setattr("mamba_cache.metadata.chunks._FEW", few)
+        found.append(compute_chunk_metadata(starts, computed, 4))
+    for one_by_one, at_once in zip(*found, strict=True):
+        assert one_by_one.dtype == at_once.dtype == np.int32
+        np.testing.assert_array_equal(one_by_one, at_once)
