@@ -4,6 +4,7 @@
 
     PATH/mc1-<first 32 digits of the identity>/lock            held by the process that uses it
                                               /identity.json   what it was made with, canonical
+                                              /rows.json       bytes of a payload of each kind
                                               /states.slab     rows of states
                                               /kv.slab         rows of KV blocks
 """
@@ -11,9 +12,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,11 +31,13 @@ __all__ = [
     "folder_of",
     "folders",
     "open_folder",
+    "payload_sizes",
     "remove_folder",
     "slab_path",
 ]
 
 _IDENTITY_FILE: Final = "identity.json"
+_ROWS_FILE: Final = "rows.json"
 _LOCK_FILE: Final = "lock"
 _PATIENCE: Final = 0.05
 _PREFIX: Final = "mc1-"
@@ -97,8 +102,15 @@ def folder_of(path: Path, identity: CacheIdentity) -> Path:
     return path / f"{_PREFIX}{identity.digest.hex()[:32]}"
 
 
-def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
+def open_folder(
+    path: Path, identity: CacheIdentity, payload_bytes: Mapping[EntryKind, int]
+) -> tuple[Path, FolderLock]:
     """Make the folder of an identity if there is none, and hold it.
+
+    Args:
+        path: Of the disk cache.
+        identity: Whose folder.
+        payload_bytes: Of each kind of entry that it holds, for whoever verifies it later.
 
     Raises:
         TierInUseError: Another process holds it.
@@ -108,19 +120,23 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FolderLock(folder)
     try:
-        file = folder / _IDENTITY_FILE
-        if not file.exists() or file.read_bytes() != identity.canonical:
-            written = file.with_suffix(".tmp")
-            with written.open("wb") as out:
-                out.write(identity.canonical)
-                out.flush()
-                os.fsync(out.fileno())
-            written.replace(file)
+        sizes = {kind.name.lower(): size for kind, size in payload_bytes.items()}
+        _write(folder / _IDENTITY_FILE, identity.canonical)
+        _write(folder / _ROWS_FILE, json.dumps(sizes, sort_keys=True).encode())
         os.utime(folder)
     except OSError:
         lock.release()
         raise
     return folder, lock
+
+
+def payload_sizes(folder: Path) -> dict[EntryKind, int]:
+    """Return the bytes of a payload of each kind in a folder; none if that cannot be read."""
+    try:
+        sizes = json.loads((folder / _ROWS_FILE).read_bytes())
+        return {EntryKind[kind.upper()]: int(size) for kind, size in sizes.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def slab_path(folder: Path, kind: EntryKind) -> Path:
@@ -152,6 +168,22 @@ def remove_folder(folder: CacheFolder) -> None:
         shutil.rmtree(folder.path)
     finally:
         lock.release()
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a small file, all of it or nothing, unless it is there already.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if file.exists() and file.read_bytes() == content:
+        return
+    written = file.with_suffix(".tmp")
+    with open(written, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    written.replace(file)
 
 
 def _look_at(folder: Path) -> CacheFolder:

@@ -171,7 +171,7 @@ class DiskTier:
         self._rests_until = 0.0
         self._full_until = 0.0
         self._is_closing = False
-        self.folder, self._folder_lock = open_folder(self._path, identity)
+        self.folder, self._folder_lock = open_folder(self._path, identity, sizes)
         self._files: dict[EntryKind, _File] = {}
         try:
             for kind, size in sizes.items():

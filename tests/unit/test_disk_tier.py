@@ -946,4 +946,4 @@ def test_nobody_else_may_read_the_files(tier) -> None:
     assert tier.folder.stat().st_mode & 0o077 == 0
     assert put(tier, 1) is None
     for file in tier.folder.iterdir():
-        assert file.name == "identity.json" or file.stat().st_mode & 0o077 == 0
+        assert file.stat().st_mode & 0o077 == 0
