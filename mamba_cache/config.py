@@ -76,6 +76,13 @@ class CacheConfig:
             is floating-point, [heads, head_dim, state_dim] in a layer.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
         slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
+        host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned where
+            a GPU copies from it. None, and none of the two counts below either: there is no tier.
+        host_state_share: How much of it is for states, from 0 to 1; the rest is for KV blocks.
+        num_host_blocks: KV blocks in the tier, instead of what its budget holds.
+        num_host_states: States in the tier, likewise.
+        max_tier_copies: Entries that may be under way to the tier at once; more are dropped and
+            counted.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -106,6 +113,11 @@ class CacheConfig:
     quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
+    host_cache_gb: float | None = None
+    host_state_share: float = 0.75
+    num_host_blocks: int | None = None
+    num_host_states: int | None = None
+    max_tier_copies: int = 256
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -119,6 +131,7 @@ class CacheConfig:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
         self._check_budgets()
+        self._check_host_tier()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -149,6 +162,11 @@ class CacheConfig:
         return 1 + self.max_decode_tokens if self.num_speculative_tokens else 1
 
     @property
+    def has_host_tier(self) -> bool:
+        """Whether entries are kept in host memory as well."""
+        return self.host_cache_gb is not None or self.num_host_states is not None
+
+    @property
     def max_blocks_per_request(self) -> int:
         """KV blocks that the longest allowed sequence fills."""
         return -(-self.max_sequence_length // self.block_size_tokens)
@@ -160,9 +178,13 @@ class CacheConfig:
         )  # fmt: skip
         for name in at_least_one:
             self._check_count(name, minimum=1)
-        for name in ("max_checkpoints_per_step", "num_speculative_tokens"):
+        for name in ("max_checkpoints_per_step", "num_speculative_tokens", "max_tier_copies"):
             self._check_count(name, minimum=0)
-        for name, minimum in (("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0)):
+        optional = (
+            ("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0), ("num_host_blocks", 0),
+            ("num_host_states", 0),
+        )  # fmt: skip
+        for name, minimum in optional:
             if getattr(self, name) is not None:
                 self._check_count(name, minimum=minimum)
 
@@ -177,6 +199,18 @@ class CacheConfig:
                 raise InvalidArgumentError(f"give {size} (GiB) or {count}; both are None")
             if gb is not None:
                 object.__setattr__(self, size, check_number(size, gb, maximum=_MAX_GB))
+
+    def _check_host_tier(self) -> None:
+        share = check_number("host_state_share", self.host_state_share, maximum=1)
+        object.__setattr__(self, "host_state_share", share)
+        if self.host_cache_gb is not None:
+            gb = check_number("host_cache_gb", self.host_cache_gb, maximum=_MAX_GB)
+            object.__setattr__(self, "host_cache_gb", gb)
+        elif (self.num_host_blocks is None) != (self.num_host_states is None):
+            raise InvalidArgumentError(
+                "give host_cache_gb (GiB), or both num_host_blocks and num_host_states, "
+                f"got {self.num_host_blocks} and {self.num_host_states}"
+            )
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:

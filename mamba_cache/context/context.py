@@ -57,6 +57,7 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
+from mamba_cache.context.tier_memory import make_tiering
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
@@ -69,6 +70,7 @@ from mamba_cache.states import (
     as_device,
     plan_extraction,
 )
+from mamba_cache.tiers import CacheIdentity, HostTier, LoadPlanner, TierStats
 
 __all__ = ["DynamicInferenceContext"]
 
@@ -106,6 +108,11 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: the one that belongs to
             ``config.eviction_policy``.
         placement: Where states are saved. Default: Megatron's three positions.
+        host_state_policy: Which states the host tier gives up first. Default: those that were used
+            least recently.
+        load_planner: Decides what is loaded from the host tier and what is computed. Default: by
+            what either turns out to take.
+        identity: What all processes that share entries have in common. Default: nobody shares.
 
     Attributes:
         config: Settings.
@@ -135,6 +142,9 @@ class DynamicInferenceContext:
         device: torch.device | str = "cpu",
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        host_state_policy: SlotEvictionPolicy | None = None,
+        load_planner: LoadPlanner | None = None,
+        identity: CacheIdentity | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -151,6 +161,17 @@ class DynamicInferenceContext:
         self._guard = CallGuard(self.check_invariants)
         self.kv_block_allocator.join(self._guard)
         self.slot_allocator.join(self._guard)
+        self._tiering = make_tiering(
+            config,
+            kv_blocks=self.kv_block_allocator,
+            slots=self.slot_allocator,
+            kv_cache=self.kv_cache,
+            planner=load_planner,
+            state_policy=host_state_policy,
+            identity=identity,
+        )
+        if self._tiering is not None:
+            self._tiering.host.join(self._guard)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -220,6 +241,7 @@ class DynamicInferenceContext:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_rows
         self._counters = StatsCounters()
+        tiering = self._tiering
         self._preparer = RequestPreparer(config)
         self._requests = RequestTable(
             rows,
@@ -228,9 +250,11 @@ class DynamicInferenceContext:
             max_sequence_length=config.max_sequence_length,
         )
         self._checkpoints = Checkpoints(
-            config, placement, self.kv_block_allocator, slots, self._counters
+            config, placement, self.kv_block_allocator, slots, self._counters, tiering
         )
-        self._admitter = Admitter(config, self.kv_block_allocator, slots, rows, self._checkpoints)
+        self._admitter = Admitter(
+            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering
+        )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(
             buffers=self.step_buffers,
@@ -242,6 +266,7 @@ class DynamicInferenceContext:
             speculation=speculation,
             side_stream=self._side_stream(),
             extractions=self._extractions,
+            tiering=tiering,
         )
         self._forker = Forker(
             rows,
@@ -481,7 +506,7 @@ class DynamicInferenceContext:
         self,
         new_tokens: NewTokens | DeviceTokens,
         counts: Int64Array | torch.Tensor | Sequence[int] | None = None,
-    ) -> None:
+    ) -> tuple[Hashable, ...]:
         """End a step whose forward is enqueued: what it wrote becomes findable.
 
         Args:
@@ -494,6 +519,11 @@ class DynamicInferenceContext:
                 the next may begin before ``collect_step`` brings its tokens.
             counts: With an [n, k] array: how many tokens of its row each request takes.
 
+        Returns:
+            Requests of the step that have resumed from a tier whose bytes turned out to be damaged;
+            none without a tier. Their tokens are not taken, nothing that they computed is findable,
+            and they are preempted: ``resume_request`` brings them on again, without those bytes.
+
         Raises:
             StepOrderError: No step is in flight, the one before is uncollected, or a call for this
                 one broke off when the device knew its tokens already.
@@ -501,9 +531,8 @@ class DynamicInferenceContext:
                 said to be accepted that was none. The step is still in flight then.
         """
         if isinstance(new_tokens, DeviceTokens):
-            self._runner.commit_on_device(new_tokens)
-            return
-        self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
+            return self._runner.commit_on_device(new_tokens)
+        return self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
 
     @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -859,6 +888,8 @@ class DynamicInferenceContext:
         self.kv_block_allocator.reset()
         self._checkpoints.reset()
         self._counters.reset()
+        if self._tiering is not None:
+            self._tiering.reset()
 
     @exclusive
     def scrub(self) -> None:
@@ -887,6 +918,8 @@ class DynamicInferenceContext:
         for active in requests:
             active.collect_tokens()
         self.request_rows.scrub()
+        if self._tiering is not None:
+            self._tiering.scrub()
         self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def _scrub_blocks(self, requests: Sequence[ActiveRequest]) -> None:
@@ -921,6 +954,24 @@ class DynamicInferenceContext:
         return collect_stats(
             self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
         )
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """Entries in host memory; None without such a tier."""
+        return None if self._tiering is None else self._tiering.host
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """Return what each tier holds and did, from the top down; none without tiers."""
+        return () if self._tiering is None else (self._tiering.host.stats(),)
+
+    @exclusive
+    def wait_for_tiers(self) -> None:
+        """Wait until all that is being spilled has arrived, and all memory of tiers is there.
+
+        For tests, benchmarks and a clean end. No step needs it.
+        """
+        if self._tiering is not None:
+            self._tiering.wait()
 
     def fingerprint(self) -> int:
         """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
@@ -965,6 +1016,9 @@ class DynamicInferenceContext:
         self._checkpoints.check_invariants([a.chunk for a in self._requests if a.chunk is not None])
         check_requests(list(self._requests), self._runner.requests, self.slot_allocator)
         self._requests.check_invariants()
+        if self._tiering is not None:
+            chunks = [active.chunk for active in self._requests if active.chunk is not None]
+            self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from mamba_cache.states.checksums import RowChecksums
 from mamba_cache.tiers.entry import EntryKind, payload_digest
 from mamba_cache.tiers.memory import ROW_ALIGNMENT, RowMemory
 
-__all__ = ["CopyJob", "PlainTransfers", "RowLayout", "Ticket", "Transfers"]
+__all__ = ["CopyJob", "Mark", "PlainTransfers", "RowLayout", "Ticket", "Transfers"]
+
+Mark: TypeAlias = Any
+"""A moment in the order of what is enqueued, as ``Transfers.mark`` makes it."""
 
 _PART_ALIGNMENT = 256
 _DIGEST_BYTES = 16
@@ -38,7 +44,8 @@ class RowLayout:
 
     Args:
         tensors: Each [num_layers, places, *inner], inner axes contiguous.
-        checksum_bytes: Bytes of the checksums, given the bytes before them. Default: one digest.
+        sums_chunks: Whether the checksums are those of ``states.checksums.RowChecksums``, which a
+            GPU computes, and not one digest.
 
     Attributes:
         tensors: As given.
@@ -47,16 +54,18 @@ class RowLayout:
         row_bytes: Bytes of a row.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, num_checksum_words: int = 0) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, sums_chunks: bool = False) -> None:
         self.tensors = list(tensors)
         self._parts: list[slice] = []
         end = 0
         for tensor in self.tensors:
-            size = tensor[:, 0].numel() * tensor.element_size()
+            num_elements = tensor.shape[0] * math.prod(tensor.shape[2:])
+            size = num_elements * tensor.element_size()
             self._parts.append(slice(end, end + size))
             end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
         self.payload_bytes = end
-        self.checksums = slice(end, end + (8 * num_checksum_words or _DIGEST_BYTES))
+        size = 8 * RowChecksums.num_sums(end) if sums_chunks else _DIGEST_BYTES
+        self.checksums = slice(end, end + size)
         self.row_bytes = -(-self.checksums.stop // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def views(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -73,7 +82,13 @@ class RowLayout:
 
 
 class Ticket(Protocol):
-    """Copies that were enqueued."""
+    """Copies that were enqueued.
+
+    Attributes:
+        num_bytes: Of all of them.
+    """
+
+    num_bytes: int
 
     def is_done(self) -> bool:
         """Say whether they are over; waits for nothing."""
@@ -85,6 +100,10 @@ class Ticket(Protocol):
 
     def damaged(self) -> list[int]:
         """Once they are over: which of them, in order, brought other bytes than were written."""
+        ...
+
+    def seconds(self) -> float:
+        """Once they are over: how long they took."""
         ...
 
 
@@ -111,12 +130,25 @@ class Transfers(Protocol):
         """Wait until all copies are over."""
         ...
 
+    def scrub(self) -> None:
+        """Zero what copies that are over have left in memory of their own."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the present moment in the order of what is enqueued on the current stream."""
+        ...
+
+    def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
+        """Return the time between two moments; None if the second one is still to come."""
+        ...
+
 
 class _Over:
     """Copies that were over when they returned."""
 
-    def __init__(self, damaged: Sequence[int] = ()) -> None:
-        self._damaged = list(damaged)
+    def __init__(self, num_bytes: int, seconds: float, damaged: Sequence[int] = ()) -> None:
+        self.num_bytes = num_bytes
+        self._seconds, self._damaged = seconds, list(damaged)
 
     def is_done(self) -> bool:
         """Return True."""
@@ -128,6 +160,10 @@ class _Over:
     def damaged(self) -> list[int]:
         """Return which copies brought other bytes than were written."""
         return self._damaged
+
+    def seconds(self) -> float:
+        """Return how long they took."""
+        return self._seconds
 
 
 class PlainTransfers:
@@ -145,16 +181,18 @@ class PlainTransfers:
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, with a digest of each."""
+        begun = time.perf_counter()
         for kind, place, row in jobs:
             layout, data = self._layouts[kind], self._memory[kind].row(row)
             for tensor, view in zip(layout.tensors, layout.views(data[None]), strict=True):
                 view[:, 0].copy_(tensor[:, place])
             digest = payload_digest(data.numpy()[: layout.payload_bytes])
             data[layout.checksums] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        return _Over()
+        return _Over(self._bytes_of(jobs), time.perf_counter() - begun)
 
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries from their rows, and compare them with their digests."""
+        begun = time.perf_counter()
         damaged = []
         for index, (kind, place, row) in enumerate(jobs):
             layout, data = self._layouts[kind], self._memory[kind].row(row)
@@ -163,7 +201,22 @@ class PlainTransfers:
             digest = payload_digest(data.numpy()[: layout.payload_bytes])
             if digest != data.numpy()[layout.checksums].tobytes():
                 damaged.append(index)
-        return _Over(damaged)
+        return _Over(self._bytes_of(jobs), time.perf_counter() - begun, damaged)
 
     def wait(self) -> None:
         """Do nothing: no copy is under way when a call has returned."""
+
+    def scrub(self) -> None:
+        """Do nothing: there is no other memory."""
+
+    def mark(self) -> Mark:
+        """Read the clock."""
+        return time.perf_counter()
+
+    def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
+        """Return the time between two moments."""
+        seconds: float = ended - begun
+        return seconds
+
+    def _bytes_of(self, jobs: Sequence[CopyJob]) -> int:
+        return sum(self._layouts[job.kind].row_bytes for job in jobs)

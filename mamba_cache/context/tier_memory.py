@@ -1,0 +1,135 @@
+"""What tiers below the GPU are made of: rows within budgets, copies, and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mamba_cache._checks import check_kind
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.tiering import Tiering
+from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots.policies import check_policy
+from mamba_cache.tiers import (
+    CacheIdentity,
+    CudaTransfers,
+    EntryKind,
+    HostTier,
+    LoadPlanner,
+    PlainTransfers,
+    RowFormat,
+    RowLayout,
+    Transfers,
+    pinner_for,
+)
+
+__all__ = ["make_tiering"]
+
+
+def make_tiering(
+    config: CacheConfig,
+    *,
+    kv_blocks: KVBlockAllocator,
+    slots: MambaSlotAllocator,
+    kv_cache: torch.Tensor | None,
+    planner: LoadPlanner | None,
+    state_policy: SlotEvictionPolicy | None,
+    identity: CacheIdentity | None,
+) -> Tiering | None:
+    """Make the tiers that the settings ask for; None: none.
+
+    Args:
+        config: Settings.
+        kv_blocks: Bookkeeping of KV blocks.
+        slots: The slots, and their states.
+        kv_cache: The keys and values; None: the embedder keeps them.
+        planner: Decides what is loaded; None: the default.
+        state_policy: Which states go first; None: the default.
+        identity: What processes that share entries have in common; None: nobody shares.
+
+    Raises:
+        InvalidArgumentError: The embedder keeps keys and values itself, the device is neither a CPU
+            nor a GPU of CUDA, or an argument is of a wrong kind.
+        BudgetError: The budget holds no row.
+    """
+    if planner is not None:
+        check_kind("load_planner", planner, LoadPlanner)
+    if identity is not None:
+        check_kind("identity", identity, CacheIdentity)
+    if state_policy is not None:
+        check_policy(state_policy)
+    if not config.has_host_tier or not config.enable_prefix_caching:
+        return None
+    if kv_cache is None:
+        raise InvalidArgumentError(
+            "a host tier needs kv_spec: it cannot spill keys and values that the embedder keeps"
+        )
+    tensors = {
+        EntryKind.KV: [kv_cache.flatten(0, 1)] if kv_cache.numel() else [],
+        EntryKind.STATE: list(slots.states.tensors.values()),
+    }
+    device = kv_cache.device
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
+    on_gpu = device.type == "cuda"
+    layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
+    host = HostTier(
+        *_formats(config, layouts),
+        state_policy=state_policy,
+        pinner=pinner_for(device) if on_gpu else None,
+    )
+    copies: Transfers
+    if on_gpu:  # pragma: no cover - tests/gpu run it
+        copies = CudaTransfers(layouts, host.memory, device)
+    else:
+        copies = PlainTransfers(layouts, host.memory)
+    return Tiering(
+        config,
+        host,
+        copies,
+        kv_blocks,
+        slots,
+        planner=LoadPlanner() if planner is None else planner,
+        has_kv=bool(tensors[EntryKind.KV]),
+        identity=identity,
+        max_copies=config.max_tier_copies,
+    )
+
+
+def _formats(
+    config: CacheConfig, layouts: Mapping[EntryKind, RowLayout]
+) -> tuple[RowFormat, RowFormat]:
+    """Divide the budget into rows of KV blocks and of states.
+
+    Raises:
+        BudgetError: It holds no row of a kind that it is to hold.
+    """
+    kv, states = layouts[EntryKind.KV], layouts[EntryKind.STATE]
+    state_share = config.host_state_share if kv.payload_bytes else 1.0
+    kv_rows = _num_rows(config, config.num_host_blocks, 1 - state_share, kv, "KV block")
+    state_rows = _num_rows(config, config.num_host_states, state_share, states, "state")
+    return (
+        RowFormat(kv.row_bytes, kv.checksums, kv_rows),
+        RowFormat(states.row_bytes, states.checksums, state_rows),
+    )
+
+
+def _num_rows(
+    config: CacheConfig, count: int | None, share: float, layout: RowLayout, name: str
+) -> int:
+    if not layout.payload_bytes:
+        return 0
+    if count is not None:
+        return count
+    assert config.host_cache_gb is not None, "the settings ask for a number or a budget"
+    budget = int(config.host_cache_gb * share * 2**30)
+    if share and budget < layout.row_bytes:
+        raise BudgetError(
+            f"host_cache_gb={config.host_cache_gb} GiB with host_state_share="
+            f"{config.host_state_share} is too small: it holds no {name} of {layout.row_bytes} "
+            "bytes"
+        )
+    return budget // layout.row_bytes
