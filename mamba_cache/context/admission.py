@@ -56,7 +56,13 @@ class Admitter:
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
         match = self._match_on_gpu(hashes, num_tokens)
-        return match if self._tiering is None else self._tiering.extend(match, hashes)
+        if self._tiering is None:
+            return match
+        match = self._tiering.extend(match, hashes)
+        lower = self._tiering.lower
+        if lower is None:
+            return match
+        return replace(match, arriving_tokens=lower.arriving_tokens(hashes))
 
     def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:
@@ -102,9 +108,12 @@ class Admitter:
             if load is None:
                 continue  # an entry was damaged, and is not found again
             if self._enter(active, extended, chunk_tokens, token_room, load, match.skip_tokens):
+                self._tiering.offer_used(active, extended.state_matched_blocks)
                 return
             break
         self._enter(active, match, chunk_tokens, token_room)
+        if self._tiering is not None:
+            self._tiering.offer_used(active, match.state_matched_blocks)
 
     def _enter(  # noqa: PLR0917 (one admission, part by part)
         self,

@@ -26,6 +26,7 @@ from mamba_cache.tiers.entry import (
     Refusal,
     payload_digest,
 )
+from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.protocols import Done
 from mamba_cache.tiers.rows import RowLease, RowPool
@@ -368,6 +369,24 @@ class DiskTier:
                 read_seconds=self._read_seconds,
                 write_seconds=self._write_seconds,
             )
+
+    def tier_stats(self) -> TierStats:
+        """Return the same in the form that all tiers have in common."""
+        stats = self.stats()
+        return TierStats(
+            name=self.name,
+            entries=stats.entries,
+            rows=stats.max_rows,
+            ready_rows=stats.rows,
+            row_bytes={
+                kind.name.lower(): file.slab.row_bytes for kind, file in self._files.items()
+            },
+            stored=stats.written,
+            restored=stats.hits,
+            evicted=stats.evicted,
+            dropped=stats.not_written,
+            refused=stats.refused,
+        )
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself.
