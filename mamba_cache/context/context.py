@@ -250,10 +250,10 @@ class DynamicInferenceContext:
             max_sequence_length=config.max_sequence_length,
         )
         self._checkpoints = Checkpoints(
-            config, placement, self.kv_block_allocator, slots, self._counters, tiering
+            config, placement, self.kv_block_allocator, slots, self._counters, tiering=tiering
         )
         self._admitter = Admitter(
-            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering
+            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering=tiering
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(

@@ -32,10 +32,7 @@ from mamba_cache.tiers import (
     tenant_digest,
 )
 
-__all__ = ["Tiering", "TierKey"]
-
-_ENTRIES_KEPT_WAITING = 4096
-"""Offers that one step can make; a longer prompt's first blocks are dropped and counted."""
+__all__ = ["TierKey", "Tiering"]
 
 
 class TierKey(Protocol):
@@ -301,7 +298,11 @@ class Tiering:
         return damaged
 
     def offer_blocks(
-        self, active: ActiveRequest, first: int, blocks: Sequence[int], holders: Sequence[int | None]
+        self,
+        active: ActiveRequest,
+        first: int,
+        blocks: Sequence[int],
+        holders: Sequence[int | None],
     ) -> None:
         """Offer blocks of a request that became findable.
 
@@ -390,8 +391,9 @@ class Tiering:
             del self._timed[0]
 
     def wait(self) -> None:
-        """Wait until all copies are over, and end them."""
+        """Wait until all copies are over and all memory is there, and take both over."""
         self.transfers.wait()
+        self.host.wait_for_memory()
         self.poll()
 
     def reset(self) -> None:
@@ -404,7 +406,8 @@ class Tiering:
 
     def scrub(self) -> None:
         """Zero host memory that holds no entry; waits until the copies are over."""
-        self.wait()
+        self.transfers.wait()
+        self.poll()
         self.host.scrub()
         self.transfers.scrub()
 

@@ -398,13 +398,13 @@ class Engine:
         lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
         rows = torch.split(logits, lengths)
         tokens = self._verify(step, rows)
-        self.context.commit_step(tokens)
+        preempted = self.context.commit_step(tokens)
         requests = []
         for scheduled, its_rows in zip(step.requests, rows, strict=True):
             request = self._scheduler.find(scheduled.request_id)
             self.decoding += request.note_computed(scheduled, tokens.get(request.request_id, []))
             requests.append(request)
-            may_fork = request.forks and scheduled.samples
+            may_fork = request.forks and scheduled.samples and scheduled.request_id not in preempted
             if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
                 requests += self._fork(request, its_rows[0])
         return requests
