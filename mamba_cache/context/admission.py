@@ -44,6 +44,7 @@ class Admitter:
         slots: MambaSlotAllocator,
         rows: RequestRows,
         checkpoints: Checkpoints,
+        *,
         tiering: Tiering | None = None,
     ) -> None:
         self._tiering = tiering
@@ -138,9 +139,7 @@ class Admitter:
             False if no slot can be had for the state to load. It holds nothing then.
         """
         try:
-            return self._try_to_enter(
-                active, match, chunk_tokens, token_room, load, state_position
-            )
+            return self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
         except BaseException:
             if load is not None and load.leases:
                 assert self._tiering is not None, "it has read the rows"

@@ -44,6 +44,7 @@ class Checkpoints:
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
         counters: StatsCounters,
+        *,
         tiering: Tiering | None = None,
     ) -> None:
         self._tiering = tiering

@@ -59,7 +59,7 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
-from mamba_cache.context.tier_memory import make_tiering
+from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
@@ -73,7 +73,14 @@ from mamba_cache.states import (
     as_device,
     plan_extraction,
 )
-from mamba_cache.tiers import CacheIdentity, DiskTier, HostTier, LoadPlanner, TierStats
+from mamba_cache.tiers import (
+    CacheIdentity,
+    DiskTier,
+    HostTier,
+    LoadPlanner,
+    ModelIdentity,
+    TierStats,
+)
 
 __all__ = ["DynamicInferenceContext"]
 
@@ -115,7 +122,8 @@ class DynamicInferenceContext:
             least recently.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
-        identity: What all processes that share entries have in common. Default: nobody shares.
+        identity: What all processes that share entries have in common: what the embedder says of
+            the model, or all of it. Default: nobody shares.
 
     Attributes:
         config: Settings.
@@ -147,7 +155,7 @@ class DynamicInferenceContext:
         placement: CheckpointPlacement | None = None,
         host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
-        identity: CacheIdentity | None = None,
+        identity: CacheIdentity | ModelIdentity | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -171,7 +179,7 @@ class DynamicInferenceContext:
             kv_cache=self.kv_cache,
             planner=load_planner,
             state_policy=host_state_policy,
-            identity=identity,
+            identity=identity_of(identity, config, state_spec, kv_spec),
         )
         if self._tiering is not None:
             self._tiering.host.join(self._guard)
@@ -256,10 +264,10 @@ class DynamicInferenceContext:
             max_sequence_length=config.max_sequence_length,
         )
         self._checkpoints = Checkpoints(
-            config, placement, self.kv_block_allocator, slots, self._counters, tiering
+            config, placement, self.kv_block_allocator, slots, self._counters, tiering=tiering
         )
         self._admitter = Admitter(
-            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering
+            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering=tiering
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(

@@ -14,6 +14,7 @@ from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.slots.policies import check_policy
+from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import (
     CacheIdentity,
     CudaTransfers,
@@ -21,6 +22,7 @@ from mamba_cache.tiers import (
     EntryKind,
     HostTier,
     LoadPlanner,
+    ModelIdentity,
     PlainTransfers,
     RowFormat,
     RowLayout,
@@ -28,7 +30,38 @@ from mamba_cache.tiers import (
     pinner_for,
 )
 
-__all__ = ["make_tiering"]
+__all__ = ["identity_of", "make_tiering"]
+
+
+def identity_of(
+    given: CacheIdentity | ModelIdentity | None,
+    config: CacheConfig,
+    state_spec: StateSpec,
+    kv_spec: KVCacheSpec | None,
+) -> CacheIdentity | None:
+    """Return the identity of a context's entries.
+
+    Args:
+        given: What the embedder says of the model, or all of it; None: nobody shares.
+        config: Settings.
+        state_spec: What a state holds.
+        kv_spec: What a token's keys and values hold.
+
+    Raises:
+        InvalidArgumentError: It is of another kind, of other specs or settings than these, or the
+            secret is unset.
+    """
+    if given is None:
+        return None
+    if isinstance(given, ModelIdentity):
+        return CacheIdentity.of(given, config, state_spec, kv_spec)
+    check_kind("identity", given, CacheIdentity)
+    own = CacheIdentity.of(given.model, config, state_spec, kv_spec)
+    if own != given:
+        raise InvalidArgumentError(
+            f"identity is of another context: it differs in {', '.join(given.differences(own))}"
+        )
+    return given
 
 
 def make_tiering(
@@ -62,8 +95,6 @@ def make_tiering(
     """
     if planner is not None:
         check_kind("load_planner", planner, LoadPlanner)
-    if identity is not None:
-        check_kind("identity", identity, CacheIdentity)
     if state_policy is not None:
         check_policy(state_policy)
     if not config.has_host_tier or not config.enable_prefix_caching:
@@ -128,10 +159,9 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
             "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
             "process, and nothing else says which model and weights they are of"
         )
-    assert config.disk_cache_path is not None and config.disk_cache_gb is not None
-    sizes = {
-        kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind
-    }
+    assert config.disk_cache_path is not None, "the caller has looked"
+    assert config.disk_cache_gb is not None, "the settings have both or none"
+    sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
     return DiskTier(
         config.disk_cache_path,
         identity,

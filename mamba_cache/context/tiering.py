@@ -40,9 +40,6 @@ from mamba_cache.tiers import (
 
 __all__ = ["TierKey", "Tiering"]
 
-_ENTRIES_KEPT_WAITING = 4096
-"""Offers that one step can make; a longer prompt's first blocks are dropped and counted."""
-
 
 class TierKey(Protocol):
     """What entries' keys need of an identity: ``tiers.CacheIdentity`` has it."""
@@ -349,7 +346,11 @@ class Tiering:
         return damaged
 
     def offer_blocks(
-        self, active: ActiveRequest, first: int, blocks: Sequence[int], holders: Sequence[int | None]
+        self,
+        active: ActiveRequest,
+        first: int,
+        blocks: Sequence[int],
+        holders: Sequence[int | None],
     ) -> None:
         """Offer blocks of a request that became findable.
 
@@ -440,8 +441,9 @@ class Tiering:
             del self._timed[0]
 
     def wait(self) -> None:
-        """Wait until all copies are over, and end them."""
+        """Wait until all copies are over and all memory is there, and take both over."""
         self.transfers.wait()
+        self.host.wait_for_memory()
         self.poll()
 
     def reset(self) -> None:
@@ -456,7 +458,8 @@ class Tiering:
 
     def scrub(self) -> None:
         """Zero host memory that holds no entry; waits until the copies are over."""
-        self.wait()
+        self.transfers.wait()
+        self.poll()
         self.host.scrub()
         self.transfers.scrub()
 

@@ -9,7 +9,6 @@ way back. With two groups of staging rows in each direction one is filled while 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ __all__ = ["CudaTransfers", "pinner_for"]
 _GROUPS = 2
 _GROUP_BYTES = 2**25
 _MOST_ROWS = 16
-_VERDICTS = 4096  # loads of one call whose verdicts are sent together
 _PORTABLE = 1
 
 
@@ -66,6 +64,8 @@ class _Staging:  # pragma: no cover - tests/gpu run it
             [row[: layout.payload_bytes] for row in self.rows],
             [row[layout.checksums].view(torch.int64) for row in self.rows],
         )
+        numbers = torch.arange(len(self.rows), dtype=torch.int32, device=device)
+        self.row_numbers = torch.split(numbers, self.rows_per_group)
         # When the rows of each group may be filled again.
         self.is_free = [_event() for _ in range(_GROUPS)]
         self.is_full = [_event() for _ in range(_GROUPS)]
@@ -83,11 +83,20 @@ class _Staging:  # pragma: no cover - tests/gpu run it
 
 
 class _CudaTicket:  # pragma: no cover - tests/gpu run it
-    """Copies that end with an event."""
+    """Copies that end with an event.
 
-    def __init__(self, num_bytes: int, begun: Any, ended: Any, verdicts: torch.Tensor) -> None:
+    Args:
+        num_bytes: Of all of them.
+        crossing: When they began to cross the link, and when the last one had.
+        ended: When nothing of them is left to do.
+        verdicts: [n] int32, pinned: 1 for each that brought other bytes than were written.
+    """
+
+    def __init__(
+        self, num_bytes: int, crossing: tuple[Any, Any], ended: Any, verdicts: torch.Tensor
+    ) -> None:
         self.num_bytes = num_bytes
-        self._begun, self._ended, self._verdicts = begun, ended, verdicts
+        self._crossing, self._ended, self._verdicts = crossing, ended, verdicts
 
     def is_done(self) -> bool:
         """Say whether they are over; waits for nothing."""
@@ -104,8 +113,9 @@ class _CudaTicket:  # pragma: no cover - tests/gpu run it
         return damaged
 
     def seconds(self) -> float:
-        """Once they are over: how long they took."""
-        return float(self._begun.elapsed_time(self._ended)) / 1e3
+        """Once they are over: how long they took to cross the link."""
+        begun, ended = self._crossing
+        return float(begun.elapsed_time(ended)) / 1e3
 
 
 class CudaTransfers:  # pragma: no cover - tests/gpu run it
@@ -129,13 +139,9 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
         self._spills = {kind: _Staging(layout, device) for kind, layout in used.items()}
         self._loads = {kind: _Staging(layout, device) for kind, layout in used.items()}
         # Kernels and copies of each direction, so that one row's kernels run beside the next copy.
-        self._gathering, self._sending, self._receiving, self._scattering = (
-            torch.cuda.Stream(device) for _ in range(4)  # type: ignore[no-untyped-call]
-        )
+        self._gathering, self._sending = _stream(device), _stream(device)
+        self._receiving, self._scattering = _stream(device), _stream(device)
         self._now = _event()
-        self._changed = torch.zeros(_VERDICTS, dtype=torch.int32, device=device)
-        # Pinned memory may be used again only when the copy into it is over.
-        self._verdicts: deque[tuple[Any, torch.Tensor]] = deque()
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, and their checksums with them."""
@@ -148,8 +154,9 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
             group = staging.next_group()
             rows = staging.rows_of(group, len(part))
             with torch.cuda.stream(self._gathering):
+                places = self._places(part)
                 self._gathering.wait_event(staging.is_free[group])
-                staging.gather.copy([job.place for _, job in part], rows)
+                staging.gather.copy(places, staging.row_numbers[group][: len(part)])
                 for row in rows:
                     staging.sums.write(row)
                 staging.is_full[group].record(self._gathering)
@@ -160,7 +167,7 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
                 staging.is_free[group].record(self._sending)
             num_bytes += len(part) * memory.row_bytes
         ended.record(self._sending)
-        return _CudaTicket(num_bytes, begun, ended, torch.zeros(0, dtype=torch.int32))
+        return _CudaTicket(num_bytes, (begun, ended), ended, torch.zeros(0, dtype=torch.int32))
 
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries from their rows, and compare them with their checksums."""
@@ -168,17 +175,13 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
         self._now.record(current)
         # What is overwritten may still be in use; host rows are nobody's but the copies'.
         self._scattering.wait_event(self._now)
-        begun, ended = _event(timed=True), _event(timed=True)
+        begun, received, ended = _event(timed=True), _event(timed=True), _event()
         begun.record(self._receiving)
-        changed = self._changed
-        if len(jobs) > len(changed):
-            changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
-            changed.record_stream(self._scattering)
-            self._scattering.wait_stream(current)
         num_bytes = 0
-        with torch.cuda.stream(self._scattering):
-            changed[: len(jobs)].zero_()
         try:
+            with torch.cuda.stream(self._scattering):
+                changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
+                verdicts = torch.empty(len(jobs), dtype=torch.int32, pin_memory=True, device="cpu")
             for staging, memory, part in self._parts(self._loads, jobs):
                 group = staging.next_group()
                 rows = staging.rows_of(group, len(part))
@@ -187,20 +190,21 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
                     for row, (_, job) in zip(rows, part, strict=True):
                         staging.rows[row].copy_(memory.row(job.row), non_blocking=True)
                     staging.is_full[group].record(self._receiving)
+                    received.record(self._receiving)
                 with torch.cuda.stream(self._scattering):
+                    places = self._places(part)
                     self._scattering.wait_event(staging.is_full[group])
                     for row, (index, _) in zip(rows, part, strict=True):
                         staging.sums.compare(row, changed[index : index + 1])
-                    staging.scatter.copy(rows, [job.place for _, job in part])
+                    staging.scatter.copy(staging.row_numbers[group][: len(part)], places)
                     staging.is_free[group].record(self._scattering)
                 num_bytes += len(part) * memory.row_bytes
             with torch.cuda.stream(self._scattering):
-                verdicts = self._verdict_memory(ended, len(jobs))
-                verdicts.copy_(changed[: len(jobs)], non_blocking=True)
+                verdicts.copy_(changed, non_blocking=True)
         finally:
             ended.record(self._scattering)
             current.wait_event(ended)  # whatever came of it, what is there is over by then
-        return _CudaTicket(num_bytes, begun, ended, verdicts)
+        return _CudaTicket(num_bytes, (begun, received), ended, verdicts)
 
     def wait(self) -> None:
         """Wait until all copies are over."""
@@ -225,16 +229,11 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
         """Return the time between two moments; None if the second one is still to come."""
         return float(begun.elapsed_time(ended)) / 1e3 if ended.query() else None
 
-    def _verdict_memory(self, ended: Any, count: int) -> torch.Tensor:
-        """Return pinned memory for verdicts, [count] int32, that no copy before this one uses."""
-        if self._verdicts and self._verdicts[0][0].query() and count <= _VERDICTS:
-            _, memory = self._verdicts.popleft()
-        else:
-            size = max(count, _VERDICTS)
-            memory = torch.zeros(size, dtype=torch.int32, pin_memory=True, device="cpu")
-        if len(memory) == _VERDICTS:
-            self._verdicts.append((ended, memory))
-        return memory[:count]
+    def _places(self, part: Sequence[tuple[int, CopyJob]]) -> torch.Tensor:
+        """Send slots or blocks to the GPU on the current stream, without waiting."""
+        places = [job.place for _, job in part]
+        sent = torch.tensor(places, dtype=torch.int32, pin_memory=True, device="cpu")
+        return sent.to(self._device, non_blocking=True)
 
     def _parts(
         self, stagings: Mapping[EntryKind, _Staging], jobs: Sequence[CopyJob]
@@ -249,3 +248,8 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
 
 def _event(*, timed: bool = False) -> Any:  # pragma: no cover - tests/gpu run it
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:  # pragma: no cover - tests/gpu run it
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

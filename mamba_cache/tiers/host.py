@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,6 +211,14 @@ class HostTier:
         return digest in self._entries[kind].pool
 
     @guarded(nests=True)
+    def wait_for_memory(self) -> None:
+        """Wait until all rows are there, or as many as can be had."""
+        for entries in self._entries.values():
+            for future in entries.slabs_to_come:
+                wait([future])
+        self.poll()
+
+    @guarded(nests=True)
     def poll(self) -> None:
         """Take over the rows that are ready, and what lower tiers have ended. It does not wait."""
         for entries in self._entries.values():
@@ -274,9 +282,7 @@ class HostTier:
             DoubleFreeError: The lease was ended before.
         """
         entries, row = self._entries[lease.facts.key.kind], lease.lease.row
-        header = EntryHeader(
-            lease.facts, entries.digest_of_checksums(row), lease.lease.generation
-        )
+        header = EntryHeader(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
         entries.headers[row] = np.frombuffer(header.to_bytes(), np.uint8)
         is_kept = entries.pool.complete(lease.lease)
         self.stored_total += is_kept
@@ -325,9 +331,7 @@ class HostTier:
             return refusal
         return read
 
-    def _refusal(
-        self, entries: _Entries, facts: EntryFacts, lease: RowLease
-    ) -> Refusal | None:
+    def _refusal(self, entries: _Entries, facts: EntryFacts, lease: RowLease) -> Refusal | None:
         """Say what of a row is not what it should be, but for its bytes."""
         content = entries.headers[lease.row].tobytes()
         digest = entries.digest_of_checksums(lease.row)

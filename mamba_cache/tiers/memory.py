@@ -71,7 +71,7 @@ class RowMemory:
 
     def buffer(self, row: int) -> memoryview:
         """Return the same as a writable buffer."""
-        return memoryview(self.row(row).numpy())
+        return self.row(row).numpy().data
 
 
 def plain_slab(num_bytes: int) -> torch.Tensor:
@@ -90,9 +90,7 @@ class Pinner:
         unpin: Is given the address of each when the slabs are given up.
     """
 
-    def __init__(
-        self, pin: Callable[[int, int], object], unpin: Callable[[int], object]
-    ) -> None:
+    def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
         self._pin = pin
         self._threads = ThreadPoolExecutor(
             min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="mamba-cache-pin"

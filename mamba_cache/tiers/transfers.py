@@ -77,7 +77,8 @@ class RowLayout:
         views = []
         for tensor, part in zip(self.tensors, self._parts, strict=True):
             shape = tensor.shape[0], *tensor.shape[2:]
-            views.append(rows[:, part].view(tensor.dtype).unflatten(1, shape).transpose(0, 1))
+            values = rows[:, part].view(tensor.dtype)
+            views.append(torch.unflatten(values, 1, shape).transpose(0, 1))
         return views
 
 
