@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -76,6 +77,18 @@ class CacheConfig:
             is floating-point, [heads, head_dim, state_dim] in a layer.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
         slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
+        host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned where
+            a GPU copies from it. None, and none of the two counts below either: there is no tier.
+        host_state_share: How much of it is for states, from 0 to 1; the rest is for KV blocks.
+        num_host_blocks: KV blocks in the tier, instead of what its budget holds.
+        num_host_states: States in the tier, likewise.
+        max_tier_copies: Entries that may be under way to the tier at once; more are dropped and
+            counted.
+        disk_cache_path: A directory for a tier on disk below the host tier. What lies there
+            outlives the process; it needs ``hash_secret``, and an identity of model and weights.
+        disk_cache_gb: What everything below that path may take, in GiB.
+        disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
+            1: as soon as it is in the host tier.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -106,6 +119,14 @@ class CacheConfig:
     quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     slot_rounding_seed: int = 0
+    host_cache_gb: float | None = None
+    host_state_share: float = 0.75
+    num_host_blocks: int | None = None
+    num_host_states: int | None = None
+    max_tier_copies: int = 256
+    disk_cache_path: str | None = None
+    disk_cache_gb: float | None = None
+    disk_write_on_use: int = 2
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -119,6 +140,8 @@ class CacheConfig:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
         self._check_budgets()
+        self._check_host_tier()
+        self._check_disk_tier()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -149,6 +172,11 @@ class CacheConfig:
         return 1 + self.max_decode_tokens if self.num_speculative_tokens else 1
 
     @property
+    def has_host_tier(self) -> bool:
+        """Whether entries are kept in host memory as well."""
+        return self.host_cache_gb is not None or self.num_host_states is not None
+
+    @property
     def max_blocks_per_request(self) -> int:
         """KV blocks that the longest allowed sequence fills."""
         return -(-self.max_sequence_length // self.block_size_tokens)
@@ -160,9 +188,13 @@ class CacheConfig:
         )  # fmt: skip
         for name in at_least_one:
             self._check_count(name, minimum=1)
-        for name in ("max_checkpoints_per_step", "num_speculative_tokens"):
+        for name in ("max_checkpoints_per_step", "num_speculative_tokens", "max_tier_copies"):
             self._check_count(name, minimum=0)
-        for name, minimum in (("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0)):
+        optional = (
+            ("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0), ("num_host_blocks", 0),
+            ("num_host_states", 0),
+        )  # fmt: skip
+        for name, minimum in optional:
             if getattr(self, name) is not None:
                 self._check_count(name, minimum=minimum)
 
@@ -177,6 +209,41 @@ class CacheConfig:
                 raise InvalidArgumentError(f"give {size} (GiB) or {count}; both are None")
             if gb is not None:
                 object.__setattr__(self, size, check_number(size, gb, maximum=_MAX_GB))
+
+    def _check_host_tier(self) -> None:
+        share = check_number("host_state_share", self.host_state_share, maximum=1)
+        object.__setattr__(self, "host_state_share", share)
+        if self.host_cache_gb is not None:
+            gb = check_number("host_cache_gb", self.host_cache_gb, maximum=_MAX_GB)
+            object.__setattr__(self, "host_cache_gb", gb)
+        elif (self.num_host_blocks is None) != (self.num_host_states is None):
+            raise InvalidArgumentError(
+                "give host_cache_gb (GiB), or both num_host_blocks and num_host_states, "
+                f"got {self.num_host_blocks} and {self.num_host_states}"
+            )
+
+    def _check_disk_tier(self) -> None:
+        uses = check_int("disk_write_on_use", self.disk_write_on_use, minimum=1, maximum=2)
+        object.__setattr__(self, "disk_write_on_use", uses)
+        if self.disk_cache_path is None and self.disk_cache_gb is None:
+            return
+        if self.disk_cache_path is None or self.disk_cache_gb is None:
+            raise InvalidArgumentError(
+                "give both disk_cache_path and disk_cache_gb (GiB), "
+                f"got {self.disk_cache_path!r} and {self.disk_cache_gb!r}"
+            )
+        if not isinstance(self.disk_cache_path, (str, os.PathLike)):
+            raise InvalidArgumentError(
+                f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
+            )
+        gb = check_number("disk_cache_gb", self.disk_cache_gb, maximum=_MAX_GB)
+        object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
+        object.__setattr__(self, "disk_cache_gb", gb)
+        if not self.has_host_tier:
+            raise InvalidArgumentError(
+                "a disk tier needs a host tier, through whose rows entries come and go: give "
+                "host_cache_gb (GiB)"
+            )
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:

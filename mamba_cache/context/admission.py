@@ -11,7 +11,14 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.request_table import RequestTable
-from mamba_cache.context.requests import ActiveRequest, Admission, Chunk, RequestStatus
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    Admission,
+    Chunk,
+    PlannedLoad,
+    RequestStatus,
+)
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
 
@@ -27,6 +34,7 @@ class Admitter:
         slots: Bookkeeping of slots.
         rows: Rows and blocks of requests.
         checkpoints: Which states are saved.
+        tiering: What can be loaded from tiers below the GPU; None: nothing.
     """
 
     def __init__(
@@ -36,7 +44,10 @@ class Admitter:
         slots: MambaSlotAllocator,
         rows: RequestTable,
         checkpoints: Checkpoints,
+        *,
+        tiering: Tiering | None = None,
     ) -> None:
+        self._tiering = tiering
         self._config = config
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -45,6 +56,16 @@ class Admitter:
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
+        match = self._match_on_gpu(hashes, num_tokens)
+        if self._tiering is None:
+            return match
+        match = self._tiering.extend(match, hashes)
+        lower = self._tiering.lower
+        if lower is None:
+            return match
+        return replace(match, arriving_tokens=lower.arriving_tokens(hashes))
+
+    def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:
             return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
         return find_prefix(
@@ -76,7 +97,64 @@ class Admitter:
                 f"request {active.request_id!r} has {active.num_tokens} tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
-        match = self.match(active.hashes, active.num_tokens)
+        if self._tiering is not None:
+            self._tiering.poll()
+        hashes = active.hashes
+        match = self._match_on_gpu(hashes, active.num_tokens)
+        while self._tiering is not None:
+            extended = self._tiering.extend(match, hashes)
+            if not extended.loads_state:
+                break
+            load = self._tiering.read(active, extended)
+            if load is None:
+                continue  # an entry was damaged, and is not found again
+            if self._enter(active, extended, chunk_tokens, token_room, load, match.skip_tokens):
+                self._tiering.offer_used(active, extended.state_matched_blocks)
+                return
+            break
+        self._enter(active, match, chunk_tokens, token_room)
+        if self._tiering is not None:
+            self._tiering.offer_used(active, match.state_matched_blocks)
+
+    def _enter(  # noqa: PLR0917 (one admission, part by part)
+        self,
+        active: ActiveRequest,
+        match: PrefixMatch,
+        chunk_tokens: int | None,
+        token_room: int,
+        load: PlannedLoad | None = None,
+        state_position: int | None = None,
+    ) -> bool:
+        """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``.
+
+        Args:
+            active: The request.
+            match: Where it resumes.
+            chunk_tokens: As in ``admit``.
+            token_room: Likewise.
+            load: What it loads for that.
+            state_position: With a load, where it could resume without.
+
+        Returns:
+            False if no slot can be had for the state to load. It holds nothing then.
+        """
+        try:
+            return self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
+        except BaseException:
+            if load is not None and load.leases:
+                assert self._tiering is not None, "it has read the rows"
+                self._tiering.cancel(load)
+            raise
+
+    def _try_to_enter(  # noqa: PLR0917 (likewise)
+        self,
+        active: ActiveRequest,
+        match: PrefixMatch,
+        chunk_tokens: int | None,
+        token_room: int,
+        load: PlannedLoad | None,
+        state_position: int | None,
+    ) -> bool:
         num_tokens = self._chunk_tokens(active, match.skip_tokens, chunk_tokens, token_room)
         end = match.skip_tokens + num_tokens
         admission = Admission(
@@ -85,10 +163,14 @@ class Admitter:
             state_matched_blocks=match.state_matched_blocks,
             skip_tokens=match.skip_tokens,
             miss_reason=match.miss_reason,
+            loaded_blocks=match.loaded_blocks,
+            loads_state=match.loads_state,
             request_id=active.request_id,
             chunk_tokens=num_tokens,
         )
-        lease = self._pin(match.block_ids, match.state_matched_blocks)
+        lease = None
+        if load is None:
+            lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
             row = self._rows.take(match.block_ids, end, active.request_id)
         except BaseException:
@@ -96,15 +178,24 @@ class Admitter:
             raise
         active.enter_row(row, num_computed=match.skip_tokens)
         active.admission = admission
-        active.state_position = match.skip_tokens
-        active.num_shared_blocks = active.num_published = match.kv_matched_blocks
+        active.state_position = match.skip_tokens if state_position is None else state_position
+        active.num_published = match.kv_matched_blocks
+        # What is loaded is written by the load, and by nothing else.
+        active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
         active.chunk = active.chunk_from(match.skip_tokens, num_tokens, is_first=True, lease=lease)
         active.status = RequestStatus.SCHEDULED
         try:
+            if load is not None:
+                load.checkpoint = self._checkpoints.reserve_for_load(active, match.skip_tokens)
+                active.chunk = replace(active.chunk, load=load)
+                if load.checkpoint is None:
+                    self.release(active)
+                    return False
             active.chunk = self._checkpoints.plan(active, active.chunk)
         except BaseException:
             self.release(active)
             raise
+        return True
 
     def schedule(
         self,
@@ -150,15 +241,29 @@ class Admitter:
         epoch = self._slots.epoch
         if has_state and all(checkpoint.epoch == epoch for checkpoint in chunk.checkpoints):
             return
+        self._plan_again(active, has_state=has_state and chunk.load is None)
+
+    def resume_without_load(self, active: ActiveRequest) -> None:
+        """Plan a chunk again whose load is given up: from the farthest state on the GPU."""
+        self._plan_again(active, has_state=False)
+
+    def _plan_again(self, active: ActiveRequest, *, has_state: bool) -> None:
+        chunk = active.current_chunk
         self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
-        chunk = active.chunk = replace(chunk, lease=None).with_checkpoints((), None)
+        load = chunk.load
+        chunk = replace(chunk, lease=None, load=None).with_checkpoints((), None)
+        active.chunk = chunk
+        if load is not None:
+            assert self._tiering is not None, "it has read the rows"
+            self._tiering.cancel(load)
         if not has_state:
             chunk = self._resume_elsewhere(active, chunk)
         active.chunk = self._checkpoints.plan(active, chunk)
 
     def _resume_elsewhere(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         admission = active.current_admission
+        active.num_shared_blocks = active.num_published  # blocks to be loaded are not
         shared = active.block_ids[: active.num_shared_blocks]
         state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])
         start = state_blocks * self._config.block_size_tokens
@@ -170,6 +275,8 @@ class Admitter:
             state_matched_blocks=state_blocks,
             skip_tokens=start,
             miss_reason=None if start else MissReason.NO_STATE,
+            loaded_blocks=0,
+            loads_state=False,
         )
         return active.chunk
 
@@ -187,6 +294,9 @@ class Admitter:
         if chunk is not None:
             self._checkpoints.cancel(chunk)
             self._unpin(chunk.lease)
+            if chunk.load is not None:
+                assert self._tiering is not None, "it has read the rows"
+                self._tiering.cancel(chunk.load)
         self._checkpoints.cancel_decode(active)
         active.num_shared_blocks = 0
         self._rows.give_back(active.leave_row())

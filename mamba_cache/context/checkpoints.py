@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots import (
     CheckpointPlacement,
@@ -32,6 +34,7 @@ class Checkpoints:
         kv_blocks: Where block hashes are registered.
         slots: Where slots are reserved, and checkpoints that found no room are counted.
         counters: Where saved states are counted.
+        tiering: Where what becomes findable is offered; None: nowhere.
     """
 
     def __init__(
@@ -41,7 +44,10 @@ class Checkpoints:
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
         counters: StatsCounters,
+        *,
+        tiering: Tiering | None = None,
     ) -> None:
+        self._tiering = tiering
         self._placement = placement
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -73,6 +79,11 @@ class Checkpoints:
         boundary = kept.pop() if kept and kept[-1].position == end else None
         self._room -= len(kept)
         return chunk.with_checkpoints(tuple(kept), boundary)
+
+    def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint | None:
+        """Reserve a slot for a state that is loaded; None if no slot can be had."""
+        kept = self._reserve(active, [position])
+        return replace(kept[0], is_loaded=True) if kept else None
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
@@ -150,10 +161,13 @@ class Checkpoints:
         if first >= end:  # unnoticed: a shortcut, the longer way gives the same
             return []
         parent_hash = hashes[first - 1] if first else None
+        blocks = active.blocks_between(first, end)
         holders = self._kv_blocks.register_kv_block_hashes(
-            active.blocks_between(first, end), hashes[first:end], parent_hash=parent_hash
+            blocks, hashes[first:end], parent_hash=parent_hash
         )
         active.num_published = end
+        if self._tiering is not None:
+            self._tiering.offer_blocks(active, first, blocks, holders)
         return holders
 
     def publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
@@ -173,7 +187,7 @@ class Checkpoints:
         if not checkpoints:
             return
         slots, blocks, ids, saved_tokens = [], [], [], []
-        private = []
+        private, computed = [], {}
         for checkpoint in checkpoints:
             num_saved = self._count_saved_tokens(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
@@ -189,13 +203,19 @@ class Checkpoints:
             blocks.append(block)
             ids.append(hash_id)
             saved_tokens.append(num_saved)
+            if not checkpoint.is_loaded:
+                computed[checkpoint.slot] = checkpoint.position
         if checkpoints[0].epoch != self._slots.epoch:
             return  # the slots' owner has reset them, and what was reserved with them
         if private:
             self._slots.cancel_reserved(private)
         if slots:
             kept = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
-            self._counters.saved_states += sum(a == b for a, b in zip(kept, slots, strict=True))
+            stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
+            self._counters.saved_states += len(stored)
+            if self._tiering is not None:
+                for slot in stored:
+                    self._tiering.offer_state(active, computed[slot], slot)
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.

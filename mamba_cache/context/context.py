@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._checks import check_int, check_kind
+from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, exclusive, guarded, query
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
@@ -34,6 +35,7 @@ from mamba_cache.context.memory import (
     paired,
     slot_spec,
 )
+from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -56,6 +58,8 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
+from mamba_cache.context.tier_memory import identity_of, make_tiering
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
@@ -67,6 +71,14 @@ from mamba_cache.states import (
     StateSpec,
     as_device,
     plan_extraction,
+)
+from mamba_cache.tiers import (
+    CacheIdentity,
+    DiskTier,
+    HostTier,
+    LoadPlanner,
+    ModelIdentity,
+    TierStats,
 )
 
 __all__ = ["DynamicInferenceContext"]
@@ -105,6 +117,12 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: the one that belongs to
             ``config.eviction_policy``.
         placement: Where states are saved. Default: Megatron's three positions.
+        host_state_policy: Which states the host tier gives up first. Default: those that were used
+            least recently.
+        load_planner: Decides what is loaded from the host tier and what is computed. Default: by
+            what either turns out to take.
+        identity: What all processes that share entries have in common: what the embedder says of
+            the model, or all of it. Default: nobody shares.
 
     Attributes:
         config: Settings.
@@ -135,6 +153,9 @@ class DynamicInferenceContext:
         device: torch.device | str = "cpu",
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        host_state_policy: SlotEvictionPolicy | None = None,
+        load_planner: LoadPlanner | None = None,
+        identity: CacheIdentity | ModelIdentity | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -151,6 +172,20 @@ class DynamicInferenceContext:
         self._guard = CallGuard(self.check_invariants)
         self.kv_block_allocator.join(self._guard)
         self.slot_allocator.join(self._guard)
+        self._tiering = make_tiering(
+            config,
+            kv_blocks=self.kv_block_allocator,
+            slots=self.slot_allocator,
+            kv_cache=self.kv_cache,
+            planner=load_planner,
+            state_policy=host_state_policy,
+            identity=identity_of(identity, config, state_spec, kv_spec),
+        )
+        if self._tiering is not None:
+            self._tiering.host.join(self._guard)
+            if self._tiering.lower is not None:
+                # Its threads and its lock would outlive a context that nobody closes.
+                self._closes_lower = weakref.finalize(self, self._tiering.lower.tier.close)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -222,11 +257,14 @@ class DynamicInferenceContext:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         self._counters = StatsCounters()
+        tiering = self._tiering
         self._preparer = RequestPreparer(config)
         self._checkpoints = Checkpoints(
-            config, placement, self.kv_block_allocator, slots, self._counters
+            config, placement, self.kv_block_allocator, slots, self._counters, tiering=tiering
         )
-        self._admitter = Admitter(config, self.kv_block_allocator, slots, rows, self._checkpoints)
+        self._admitter = Admitter(
+            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering=tiering
+        )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._runner = StepRunner(
             buffers=self.step_buffers,
@@ -238,6 +276,7 @@ class DynamicInferenceContext:
             speculation=speculation,
             side_stream=self._side_stream(),
             extractions=self._extractions,
+            tiering=tiering,
         )
         self._forker = Forker(
             rows,
@@ -271,6 +310,36 @@ class DynamicInferenceContext:
         prepared = self._prepared(request)
         chain = prepared.chain_for(self._preparer)
         return self._admitter.match(chain.hashes, len(prepared.tokens))
+
+    @exclusive
+    def prefetch(
+        self, request: Request | PreparedRequest, *, timeout_seconds: float | None = None
+    ) -> Prefetch:
+        """Begin to bring what the disk has of a request to the host tier; it does not wait.
+
+        Args:
+            request: The request, prepared or not; it is added later, when the handle is done.
+            timeout_seconds: Seconds after which the handle says that it is done, whatever came.
+                Default: it takes as long as it takes.
+
+        Returns:
+            A handle; done at once if there is nothing to bring, or no disk.
+
+        Raises:
+            InvalidArgumentError: As in ``prepare``, another context prepared the request, or
+                ``timeout_seconds`` is no number >= 0.
+            SequenceLengthError: As in ``prepare``.
+        """
+        if timeout_seconds is not None:
+            timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
+        prepared = self._prepared(request)
+        chain = prepared.chain_for(self._preparer)
+        match = self._admitter.match(chain.hashes, len(prepared.tokens))
+        if self._tiering is None:
+            request_id = prepared.request.request_id
+            return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
+        self._tiering.poll()
+        return self._tiering.prefetch(prepared, chain, match, timeout_seconds)
 
     @exclusive
     def add_request(
@@ -477,7 +546,7 @@ class DynamicInferenceContext:
         self,
         new_tokens: NewTokens | DeviceTokens,
         counts: Int64Array | torch.Tensor | Sequence[int] | None = None,
-    ) -> None:
+    ) -> tuple[Hashable, ...]:
         """End a step whose forward is enqueued: what it wrote becomes findable.
 
         Args:
@@ -490,6 +559,11 @@ class DynamicInferenceContext:
                 the next may begin before ``collect_step`` brings its tokens.
             counts: With an [n, k] array: how many tokens of its row each request takes.
 
+        Returns:
+            Requests of the step that have resumed from a tier whose bytes turned out to be damaged;
+            none without a tier. Their tokens are not taken, nothing that they computed is findable,
+            and they are preempted: ``resume_request`` brings them on again, without those bytes.
+
         Raises:
             StepOrderError: No step is in flight, the one before is uncollected, or a call for this
                 one broke off when the device knew its tokens already.
@@ -497,9 +571,8 @@ class DynamicInferenceContext:
                 said to be accepted that was none. The step is still in flight then.
         """
         if isinstance(new_tokens, DeviceTokens):
-            self._runner.commit_on_device(new_tokens)
-            return
-        self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
+            return self._runner.commit_on_device(new_tokens)
+        return self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
 
     @guarded(trusts=())
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -856,6 +929,8 @@ class DynamicInferenceContext:
         self.kv_block_allocator.reset()
         self._checkpoints.reset()
         self._counters.reset()
+        if self._tiering is not None:
+            self._tiering.reset()
 
     @exclusive
     def scrub(self) -> None:
@@ -884,6 +959,8 @@ class DynamicInferenceContext:
         for active in requests:
             active.collect_tokens()
         self.request_table.scrub()
+        if self._tiering is not None:
+            self._tiering.scrub()
         self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
 
     def _scrub_blocks(self, requests: Sequence[ActiveRequest]) -> None:
@@ -918,6 +995,52 @@ class DynamicInferenceContext:
         return collect_stats(
             self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
         )
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """Entries in host memory; None without such a tier."""
+        return None if self._tiering is None else self._tiering.host
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """Return what each tier holds and did, from the top down; none without tiers."""
+        if self._tiering is None:
+            return ()
+        host = self._tiering.host.stats()
+        return (host,) if self.disk_tier is None else (host, self.disk_tier.tier_stats())
+
+    @property
+    def disk_tier(self) -> DiskTier | None:
+        """Entries on disk; None without such a tier."""
+        lower = None if self._tiering is None else self._tiering.lower
+        return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
+
+    def close(self) -> None:
+        """End the disk tier: its threads, its files, and its hold on their folder.
+
+        Whatever is still to be written is written before. The context goes on without that tier. It
+        is called when the context is collected, or at the end of the process, but then what is
+        queued is given up.
+        """
+        if self._tiering is not None and self._tiering.lower is not None:
+            self._wait_for_lower(self._tiering)
+            self._closes_lower()
+
+    @exclusive
+    def wait_for_tiers(self) -> None:
+        """Wait until all that is being spilled has arrived, and all memory of tiers is there.
+
+        For tests, benchmarks and a clean end. No step needs it.
+        """
+        if self._tiering is not None:
+            self._tiering.wait()
+            self._wait_for_lower(self._tiering)
+
+    @staticmethod
+    def _wait_for_lower(tiering: Tiering) -> None:
+        """Wait until a lower tier has ended what it was given, and end it here too."""
+        if tiering.lower is not None:
+            tiering.lower.tier.flush()
+            tiering.poll()
 
     def fingerprint(self) -> int:
         """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
@@ -958,11 +1081,12 @@ class DynamicInferenceContext:
         self.kv_block_allocator.check_between_calls()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
-        self._checkpoints.check_invariants(
-            [a.chunk for a in self.request_table if a.chunk is not None]
-        )
+        chunks = [a.chunk for a in self.request_table if a.chunk is not None]
+        self._checkpoints.check_invariants(chunks)
         check_requests(list(self.request_table), self._runner.requests, self.slot_allocator)
         self.request_table.check_invariants()
+        if self._tiering is not None:
+            self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.

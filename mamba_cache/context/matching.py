@@ -40,6 +40,11 @@ class PrefixMatch:
         state_matched_blocks: Blocks up to the farthest usable state.
         skip_tokens: Tokens up to it: they need not be computed again.
         miss_reason: Why ``skip_tokens`` is 0; None if it is not.
+        loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
+            ``block_ids``.
+        loads_state: Whether the state is loaded from there as well.
+        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
+            nothing is under way.
     """
 
     prompt_tokens: int
@@ -47,6 +52,9 @@ class PrefixMatch:
     state_matched_blocks: int
     skip_tokens: int
     miss_reason: MissReason | None
+    loaded_blocks: int = 0
+    loads_state: bool = False
+    arriving_tokens: int = 0
 
     @property
     def kv_matched_blocks(self) -> int:

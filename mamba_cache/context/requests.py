@@ -23,6 +23,7 @@ from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
+from mamba_cache.tiers import HostLease, Ticket
 
 if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
     from mamba_cache.context.request_table import RequestTable
@@ -32,6 +33,7 @@ __all__ = [
     "Admission",
     "Checkpoint",
     "Chunk",
+    "PlannedLoad",
     "PreparedRequest",
     "Request",
     "RequestPreparer",
@@ -231,11 +233,45 @@ class Checkpoint:
         position: The boundary, in tokens from the sequence's start.
         slot: The slot reserved for it.
         epoch: The epoch of the slots in which it was reserved.
+        is_loaded: Whether it comes from a tier, and is not computed.
     """
 
     position: int
     slot: int
     epoch: int
+    is_loaded: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PlannedLoad:
+    """What a request's first chunk is loaded from the host tier for.
+
+    Attributes:
+        leases: Rows that it reads: of KV blocks in order, then of the state. None once it is over.
+        first_block: Which of the request's blocks the first of them is.
+        checkpoint: Where the state is loaded to, and becomes findable at commit.
+        ticket: The copies, once they are enqueued.
+        first_job: Which of them is the first of this request.
+        is_damaged: Whether other bytes came than were written, once that is known.
+    """
+
+    leases: list[HostLease]
+    first_block: int
+    checkpoint: Checkpoint | None = None
+    ticket: Ticket | None = None
+    first_job: int = 0
+    is_damaged: bool | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks among ``leases``."""
+        return len(self.leases) - 1
+
+    @property
+    def current_checkpoint(self) -> Checkpoint:
+        """Where the state is loaded to, once a slot is reserved for it."""
+        assert self.checkpoint is not None, "it has a slot since it was admitted"
+        return self.checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,12 +283,14 @@ class Chunk(SequenceSlice):
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
         boundary: The checkpoint at its end, copied from the live state at commit.
+        load: What is loaded from a tier for it, in place of ``lease``.
     """
 
     is_first: bool = False
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
+    load: PlannedLoad | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -269,12 +307,15 @@ class Chunk(SequenceSlice):
     ) -> Chunk:
         """Return the chunk with other checkpoints: in a third of the time of ``replace``."""
         part = self.row, self.start, self.token_ids, self.first_writable
-        return Chunk(*part, self.is_first, self.lease, inside, boundary)
+        return Chunk(*part, self.is_first, self.lease, inside, boundary, self.load)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """All checkpoints of the chunk."""
-        return self.inside if self.boundary is None else (*self.inside, self.boundary)
+        """All checkpoints of the chunk, what is loaded among them."""
+        computed = self.inside if self.boundary is None else (*self.inside, self.boundary)
+        if self.load is None or self.load.checkpoint is None:
+            return computed
+        return (self.load.checkpoint, *computed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,6 +501,13 @@ class ActiveRequest:
         return self.chunk
 
     @property
+    def current_load(self) -> PlannedLoad:
+        """What is loaded for a chunk that is."""
+        load = self.current_chunk.load
+        assert load is not None, f"nothing is loaded for {self.request_id!r}"
+        return load
+
+    @property
     def current_admission(self) -> Admission:
         """What the admission found of a request whose first step is not committed."""
         assert self.admission is not None, f"{self.request_id!r} is not newly admitted"
@@ -479,6 +527,11 @@ class ActiveRequest:
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         # unnoticed: a shortcut, the longer way gives the same
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
+
+    def block_content(self, index: int) -> tuple[bytes, TokenArray]:
+        """Return what a complete block is chained on, and its tokens."""
+        size = self._rows.block_size_tokens
+        return self._chain.parent_digest(index), self.tokens(index * size, (index + 1) * size)
 
     def chunk_from(
         self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None

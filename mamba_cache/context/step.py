@@ -178,6 +178,8 @@ def plan_step(
         chunk = active.current_chunk
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
+            if chunk.load is not None:
+                source = chunk.load.current_checkpoint.slot
             restores.append((source, active.row))
         if chunk.boundary is not None:
             saved.append(CheckpointEntry(index, chunk.boundary.position, chunk.boundary.slot))

@@ -25,6 +25,7 @@ from mamba_cache.context.speculation import (
 )
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.step import DecodeWork, Step, describe_request, plan_step
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
@@ -78,6 +79,7 @@ class StepRunner:
         speculation: The device's side, if requests can have drafts.
         side_stream: Where restores are enqueued; None: on the current stream.
         extractions: Which layers have handed over their states.
+        tiering: What steps load from tiers below the GPU, and spill to them; None: nothing.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class StepRunner:
         speculation: Speculation | None,
         side_stream: SideStream | None,
         extractions: StepExtractions,
+        tiering: Tiering | None = None,
     ) -> None:
+        self._tiering = tiering
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
@@ -178,6 +182,8 @@ class StepRunner:
             boundaries = self._plan_boundaries(work, saving) if saving else []
             for active in prefills:
                 self._admitter.renew_restore(active)
+            if self._tiering is not None and prefills:
+                self._begin_loads(self._tiering)
             plan = plan_step(work, self._rows, prefills, boundaries, crossing)
             metadata = self._buffers.fill(plan)
             self._extractions.begin(metadata)
@@ -186,11 +192,45 @@ class StepRunner:
                 is_exact = drafts is None and self._uncollected is None
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan)
+            if self._tiering is not None:
+                self._tiering.begin_forward(self._num_prefill_tokens)
             self._step = Step(work, [describe_request(active) for active in prefills], metadata)
         except BaseException:
             self._preempt_all()
             raise
         return self._step
+
+    def _begin_loads(self, tiering: Tiering) -> None:
+        """Enqueue what the step's requests load; those that cannot load compute instead."""
+        for active in tiering.begin(self._prefills):
+            self._admitter.resume_without_load(active)
+        if any(active.current_chunk.load is not None for active in self._prefills):
+            self.mark_all_used()  # the current stream waits for the loads, so restores must too
+
+    @property
+    def _num_prefill_tokens(self) -> int:
+        return sum(active.current_chunk.num_tokens for active in self._prefills)
+
+    def _verify_loads(self) -> Sequence[ActiveRequest]:
+        """Return the requests of the step whose loads brought other bytes than were written."""
+        if self._tiering is None or not self._prefills:
+            return ()
+        return self._tiering.verify(self._prefills)
+
+    def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
+        """Take requests out of the step; what they computed is of no use. Return their ids."""
+        if not damaged:
+            return ()
+        self._prefills = tuple(active for active in self._prefills if active not in damaged)
+        for active in damaged:
+            self._admitter.release(active)
+        return tuple(active.request_id for active in damaged)
+
+    def _spill(self, num_prefill_tokens: int = 0) -> None:
+        """Begin to spill what the step made findable."""
+        if self._tiering is not None:
+            self._tiering.end_forward(num_prefill_tokens)
+            self._tiering.pump()
 
     def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[CheckpointEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
@@ -204,31 +244,43 @@ class StepRunner:
                 boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
-    def commit(self, sampled: Sampled) -> None:
+    def commit(self, sampled: Sampled) -> tuple[Hashable, ...]:
         """Save boundary states, publish what was written, and append the sampled tokens.
 
         Args:
             sampled: Checked tokens of each request that samples.
+
+        Returns:
+            The requests whose loads brought other bytes than were written: they are preempted.
         """
         self._drop_unwritten()
+        damaged = self._verify_loads()
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
         self._unfinished = "a step is committed in part"
         tokens, counts = sampled
         work, num_decodes = self._work, len(self._work.group.ids)
+        num_prefill_tokens = self._num_prefill_tokens if self._tiering is not None else 0
+        sampling = [active for active in self._prefills if active.samples]
+        preempted = self._preempt_damaged(damaged)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
             self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
             self._counters.computed_tokens += work.num_tokens
         if self._prefills:
-            sampling = [active for active in self._prefills if active.samples]
             for active in self._prefills:
                 self._end_chunk(active)
+            firsts = tokens[num_decodes:, 0]
+            if preempted:
+                firsts = firsts[[active not in damaged for active in sampling]]
+                sampling = [active for active in sampling if active not in damaged]
             rows = np.array([active.row for active in sampling], dtype=np.int64)
-            self._rows.append_token(rows, tokens[num_decodes:, 0])
+            self._rows.append_token(rows, firsts)
         self._end_step()
         self._unfinished = ""  # unnoticed: None is as false
+        self._spill(num_prefill_tokens)
+        return preempted
 
     def _take(
         self,
@@ -285,11 +337,14 @@ class StepRunner:
         if checkpoint.epoch == self._slots.epoch:
             self._checkpoints.supersede_decode_state(active, checkpoint)
 
-    def commit_on_device(self, sampled: DeviceTokens) -> None:
+    def commit_on_device(self, sampled: DeviceTokens) -> tuple[Hashable, ...]:
         """Do what ``commit`` does as far as it needs no tokens on the host.
 
         Args:
             sampled: The step's tokens.
+
+        Returns:
+            As ``commit``; it waits for the step's loads, not for the forward.
 
         Raises:
             StepOrderError: No step is in flight, or the last one is not collected.
@@ -303,12 +358,19 @@ class StepRunner:
             )
         self._speculation.check_sampled(sampled, num_requests)
         self._drop_unwritten()
+        damaged = self._verify_loads()
         self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
         sent = SentTokens(sampled)
         self._unfinished = "a step is committed in part"
         work, count = self._work, len(self._work.group.ids)
-        sampling = [(i, active) for i, active in enumerate(self._prefills, count) if active.samples]
+        num_prefill_tokens = self._num_prefill_tokens if self._tiering is not None else 0
+        sampling = [
+            (i, active)
+            for i, active in enumerate(self._prefills, count)
+            if active.samples and active not in damaged
+        ]
+        preempted = self._preempt_damaged(damaged)
         rows = np.array([active.row for _, active in sampling], dtype=np.int64)
         rows = np.concatenate((work.group.rows, rows))
         uncollected = _Uncollected(
@@ -327,6 +389,8 @@ class StepRunner:
         self._uncollected = uncollected
         self._end_step()
         self._unfinished = ""  # unnoticed: None is as false
+        self._spill(num_prefill_tokens)
+        return preempted
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them.
@@ -365,6 +429,7 @@ class StepRunner:
         self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
         self._unfinished = ""  # unnoticed: None is as false
+        self._spill()
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
         return {request_id: new[:number] for request_id, new, number in lists}

@@ -11,9 +11,9 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch
-from mamba_cache.states.kernels.checksum_plan import plan_checksums
+from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, plan_checksums
 
-__all__ = ["TensorChecksums", "bytes_of"]
+__all__ = ["RowChecksums", "TensorChecksums", "bytes_of"]
 
 _KERNELS = "mamba_cache.states.kernels.checksum"
 
@@ -143,3 +143,52 @@ def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., No
         return twin
     measure: Callable[..., None] = kernels.checksum
     return measure
+
+
+class RowChecksums:
+    """Checksums of rows of bytes at fixed addresses, each beside its row, on one device.
+
+    On a GPU each call enqueues one launch on the current stream, and nothing waits.
+
+    Args:
+        rows: [bytes] uint8 each, contiguous, at multiples of 16.
+        sums: For each row [at least ``num_sums``] int64: where its checksums stand.
+        backend: As for ``TensorChecksums``.
+
+    Raises:
+        InvalidArgumentError: The backend is unknown or not for them.
+    """
+
+    @outside_inference_mode
+    def __init__(
+        self,
+        rows: Sequence[torch.Tensor],
+        sums: Sequence[torch.Tensor],
+        *,
+        backend: CopyBackend = "auto",
+    ) -> None:
+        device = rows[0].device
+        self._measure = _measure_for(backend, device)
+        self._plans = [plan_checksums([row]) for row in rows]
+        self._sums = [each[: self._plans[0].num_chunks] for each in sums]
+        self._found = torch.zeros_like(self._sums[0])
+        self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def num_sums(num_bytes: int) -> int:
+        """Return how many checksums a row of so many bytes has."""
+        return -(-num_bytes // CHUNK_BYTES)
+
+    def write(self, row: int) -> None:
+        """Write the checksums of a row beside it."""
+        sums = self._sums[row]
+        self._measure(self._plans[row], sums, sums, self._ignored, 1, 0)
+
+    def compare(self, row: int, changed: torch.Tensor) -> None:
+        """Compare a row with the checksums beside it.
+
+        Args:
+            row: The row.
+            changed: [1] int32; becomes 1 if they are not its.
+        """
+        self._measure(self._plans[row], self._sums[row], self._found, changed, 1, 0)

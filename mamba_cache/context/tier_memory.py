@@ -1,0 +1,209 @@
+"""What tiers below the GPU are made of: rows within budgets, copies, and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mamba_cache._checks import check_kind
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.prefetch import LowerTierLink
+from mamba_cache.context.tiering import Tiering
+from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots.policies import check_policy
+from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.tiers import (
+    CacheIdentity,
+    CudaTransfers,
+    DiskTier,
+    EntryKind,
+    HostTier,
+    LoadPlanner,
+    ModelIdentity,
+    PlainTransfers,
+    RowFormat,
+    RowLayout,
+    Transfers,
+    pinner_for,
+)
+
+__all__ = ["identity_of", "make_tiering"]
+
+
+def identity_of(
+    given: CacheIdentity | ModelIdentity | None,
+    config: CacheConfig,
+    state_spec: StateSpec,
+    kv_spec: KVCacheSpec | None,
+) -> CacheIdentity | None:
+    """Return the identity of a context's entries.
+
+    Args:
+        given: What the embedder says of the model, or all of it; None: nobody shares.
+        config: Settings.
+        state_spec: What a state holds.
+        kv_spec: What a token's keys and values hold.
+
+    Raises:
+        InvalidArgumentError: It is of another kind, of other specs or settings than these, or the
+            secret is unset.
+    """
+    if given is None:
+        return None
+    if isinstance(given, ModelIdentity):
+        return CacheIdentity.of(given, config, state_spec, kv_spec)
+    check_kind("identity", given, CacheIdentity)
+    own = CacheIdentity.of(given.model, config, state_spec, kv_spec)
+    if own != given:
+        raise InvalidArgumentError(
+            f"identity is of another context: it differs in {', '.join(given.differences(own))}"
+        )
+    return given
+
+
+def make_tiering(
+    config: CacheConfig,
+    *,
+    kv_blocks: KVBlockAllocator,
+    slots: MambaSlotAllocator,
+    kv_cache: torch.Tensor | None,
+    planner: LoadPlanner | None,
+    state_policy: SlotEvictionPolicy | None,
+    identity: CacheIdentity | None,
+) -> Tiering | None:
+    """Make the tiers that the settings ask for; None: none.
+
+    Args:
+        config: Settings.
+        kv_blocks: Bookkeeping of KV blocks.
+        slots: The slots, and their states.
+        kv_cache: The keys and values; None: the embedder keeps them.
+        planner: Decides what is loaded; None: the default.
+        state_policy: Which states go first; None: the default.
+        identity: What processes that share entries have in common; None: nobody shares.
+
+    Raises:
+        InvalidArgumentError: A disk tier has no identity, the embedder keeps keys and values
+            itself, the device is neither a CPU
+            nor a GPU of CUDA, or an argument is of a wrong kind.
+        BudgetError: The budget holds no row.
+        TierInUseError: Another process uses the disk tier's folder.
+        OSError: The folder cannot be made or opened.
+    """
+    if planner is not None:
+        check_kind("load_planner", planner, LoadPlanner)
+    if state_policy is not None:
+        check_policy(state_policy)
+    if not config.has_host_tier or not config.enable_prefix_caching:
+        return None
+    if kv_cache is None:
+        raise InvalidArgumentError(
+            "a host tier needs kv_spec: it cannot spill keys and values that the embedder keeps"
+        )
+    tensors = {
+        EntryKind.KV: [kv_cache.flatten(0, 1)] if kv_cache.numel() else [],
+        EntryKind.STATE: list(slots.states.tensors.values()),
+    }
+    device = kv_cache.device
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
+    on_gpu = device.type == "cuda"
+    layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
+    host = HostTier(
+        *_formats(config, layouts),
+        state_policy=state_policy,
+        pinner=pinner_for(device) if on_gpu else None,
+    )
+    copies: Transfers
+    if on_gpu:  # pragma: no cover - tests/gpu run it
+        copies = CudaTransfers(layouts, host.memory, device)
+    else:
+        copies = PlainTransfers(layouts, host.memory)
+    planner = LoadPlanner() if planner is None else planner
+    has_kv = bool(tensors[EntryKind.KV])
+    lower = None
+    if config.disk_cache_path is not None:
+        lower = LowerTierLink(
+            host,
+            _open_disk(config, identity, host),
+            block_size_tokens=config.block_size_tokens,
+            min_computed_tokens=config.min_computed_tokens,
+            has_kv=has_kv,
+            host_planner=planner,
+        )
+    return Tiering(
+        config,
+        host,
+        copies,
+        kv_blocks,
+        slots,
+        planner=planner,
+        has_kv=has_kv,
+        identity=identity,
+        max_copies=config.max_tier_copies,
+        lower=lower,
+    )
+
+
+def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
+    """Open the disk tier.
+
+    Raises:
+        InvalidArgumentError: There is no identity.
+    """
+    if identity is None:
+        raise InvalidArgumentError(
+            "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
+            "process, and nothing else says which model and weights they are of"
+        )
+    assert config.disk_cache_path is not None, "the caller has looked"
+    assert config.disk_cache_gb is not None, "the settings have both or none"
+    sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
+    return DiskTier(
+        config.disk_cache_path,
+        identity,
+        int(config.disk_cache_gb * 2**30),
+        state_bytes=sizes[EntryKind.STATE],
+        kv_bytes=sizes[EntryKind.KV],
+        state_share=config.host_state_share,
+        write_on_use=config.disk_write_on_use,
+    )
+
+
+def _formats(
+    config: CacheConfig, layouts: Mapping[EntryKind, RowLayout]
+) -> tuple[RowFormat, RowFormat]:
+    """Divide the budget into rows of KV blocks and of states.
+
+    Raises:
+        BudgetError: It holds no row of a kind that it is to hold.
+    """
+    kv, states = layouts[EntryKind.KV], layouts[EntryKind.STATE]
+    state_share = config.host_state_share if kv.payload_bytes else 1.0
+    kv_rows = _num_rows(config, config.num_host_blocks, 1 - state_share, kv, "KV block")
+    state_rows = _num_rows(config, config.num_host_states, state_share, states, "state")
+    return (
+        RowFormat(kv.row_bytes, kv.checksums, kv_rows),
+        RowFormat(states.row_bytes, states.checksums, state_rows),
+    )
+
+
+def _num_rows(
+    config: CacheConfig, count: int | None, share: float, layout: RowLayout, name: str
+) -> int:
+    if not layout.payload_bytes:
+        return 0
+    if count is not None:
+        return count
+    assert config.host_cache_gb is not None, "the settings ask for a number or a budget"
+    budget = int(config.host_cache_gb * share * 2**30)
+    if share and budget < layout.row_bytes:
+        raise BudgetError(
+            f"host_cache_gb={config.host_cache_gb} GiB with host_state_share="
+            f"{config.host_state_share} is too small: it holds no {name} of {layout.row_bytes} "
+            "bytes"
+        )
+    return budget // layout.row_bytes

@@ -1,0 +1,555 @@
+"""Tiers below the GPU: what is spilled to host memory, and what requests resume from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+from mamba_cache._weak_callback import WeakCallback
+from mamba_cache.blocks import BlockHashChain, BlockHashes, KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.prefetch import LowerTierLink, Prefetch
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    PlannedLoad,
+    PreparedRequest,
+    TokenArray,
+)
+from mamba_cache.errors import InvariantError
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.tiers import (
+    CopyJob,
+    Drop,
+    EntryFacts,
+    EntryKey,
+    EntryKind,
+    HostLease,
+    HostTier,
+    LoadPlanner,
+    Mark,
+    Refusal,
+    Resumption,
+    Ticket,
+    Transfers,
+    block_digest,
+    tenant_digest,
+)
+
+__all__ = ["TierKey", "Tiering"]
+
+
+class TierKey(Protocol):
+    """What entries' keys need of an identity: ``tiers.CacheIdentity`` has it."""
+
+    @property
+    def digest(self) -> bytes:
+        """[32] bytes."""
+
+    @property
+    def rank(self) -> int:
+        """Which part of the model this process has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnKey:
+    """The identity of a process that shares with none."""
+
+    digest: bytes
+    rank: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """An entry on the GPU that is to be spilled.
+
+    Attributes:
+        kind: What it is.
+        place: Its slot, or its KV block.
+        generation: Of its slot: which of the slot's states it is.
+        lease: The row that it is copied to, once it has one.
+        is_gone: Whether its KV block was given up since.
+    """
+
+    kind: EntryKind
+    place: int
+    facts: EntryFacts
+    generation: int = 0
+    lease: HostLease | None = None
+    is_gone: bool = False
+
+
+_Spill: TypeAlias = "tuple[Ticket, list[_Offer]]"
+
+
+class Tiering:
+    """Spills what becomes findable on the GPU, and loads what requests can resume from.
+
+    A spill needs no lease on the GPU: when its copy is over, it counts only if neither the slot nor
+    the block was given up in the meantime. So no allocation ever waits for a copy, nor fails
+    because of one.
+
+    A load goes into blocks and a slot that the request holds anyway, as if it were to compute them.
+    They become findable when its step is committed, like what it has computed, and only if every
+    byte was verified by then.
+
+    Args:
+        config: Settings.
+        host: The host tier.
+        transfers: Copies entries to its rows and back.
+        kv_blocks: Where cached blocks are found.
+        slots: Where saved states are found.
+        planner: Chooses where a request resumes.
+        has_kv: Whether blocks hold anything: not if the model has no attention.
+        identity: Enters the key of each entry. Default: one that no other process has.
+        max_copies: Spills that may be under way at once.
+        lower: Keeps entries of the host tier on a disk or in a store; None: nothing does.
+
+    Attributes:
+        lower: As given.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        host: HostTier,
+        transfers: Transfers,
+        kv_blocks: KVBlockAllocator,
+        slots: MambaSlotAllocator,
+        *,
+        planner: LoadPlanner,
+        has_kv: bool,
+        identity: TierKey | None = None,
+        max_copies: int = 64,
+        lower: LowerTierLink | None = None,
+    ) -> None:
+        self.host, self.transfers, self.planner = host, transfers, planner
+        self.lower = lower
+        self._slots = slots
+        self._block_size = config.block_size_tokens
+        self._min_computed = config.min_computed_tokens
+        self._identity = _OwnKey(os.urandom(32)) if identity is None else identity
+        self._secret = config.hash_secret or os.urandom(32)
+        self._max_copies = max_copies
+        self._has_kv = has_kv
+        self._keeps_kv = has_kv and bool(host.num_rows(EntryKind.KV))
+        self._offers: list[_Offer] = []
+        self._spills: list[_Spill] = []
+        self._retiring: list[tuple[Ticket, list[HostLease]]] = []
+        # Offers of KV blocks by block, as long as they count.
+        self._watched: dict[int, list[_Offer]] = {}
+        self._begun: Mark | None = None
+        self._timed: list[tuple[Mark, Mark, int]] = []
+        kv_blocks.add_deregistration_observer(WeakCallback(self._on_deregistered))
+
+    @property
+    def num_copies(self) -> int:
+        """Entries whose copies to the host tier are under way."""
+        return sum(len(offers) for _, offers in self._spills)
+
+    def extend(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
+        """Return a match with what the host tier has, if it is quicker to resume from there.
+
+        Args:
+            match: What the GPU has.
+            hashes: Hashes of the sequence's complete blocks.
+        """
+        usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
+        first, reach = match.state_matched_blocks, min(match.kv_matched_blocks, usable)
+        host = self.host
+        if first >= usable:
+            return match
+        if self._has_kv:
+            while reach < usable and host.has(EntryKind.KV, hashes.digest(reach)):
+                reach += 1
+        else:
+            reach = usable
+        boundaries = [
+            blocks
+            for blocks in range(first + 1, reach + 1)
+            if host.has(EntryKind.STATE, hashes.digest(blocks - 1))
+        ]
+        if not boundaries:
+            return match
+        block_bytes = host.row_bytes(EntryKind.KV) if self._has_kv else 0
+        state_bytes = host.row_bytes(EntryKind.STATE)
+        found = match.kv_matched_blocks
+        choices = [
+            Resumption(
+                blocks * self._block_size, state_bytes + max(0, blocks - found) * block_bytes
+            )
+            for blocks in boundaries
+        ]
+        stay = Resumption(match.skip_tokens, 0)
+        chosen = self.planner.choose([stay, *choices], match.prompt_tokens)
+        if chosen == stay:
+            return match
+        blocks = chosen.tokens // self._block_size
+        return replace(
+            match,
+            state_matched_blocks=blocks,
+            skip_tokens=chosen.tokens,
+            miss_reason=None,
+            loaded_blocks=max(0, blocks - found),
+            loads_state=True,
+        )
+
+    def read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
+        """Keep the rows that a match resumes from.
+
+        Returns:
+            None if one of them is not what the request derives; it cannot be found any more.
+        """
+        blocks = match.state_matched_blocks
+        leases: list[HostLease] = []
+        first = blocks
+        if self._has_kv:
+            first = min(match.kv_matched_blocks, blocks)
+        wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
+        for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
+            lease = self.host.read(self._facts(active, kind, index))
+            if isinstance(lease, Refusal):
+                for other in leases:
+                    self.host.release(other)
+                return None
+            leases.append(lease)
+        return PlannedLoad(leases, first)
+
+    def offer_used(self, active: ActiveRequest, blocks: int) -> None:
+        """Offer to the lower tier what a request resumes from, if the host tier has it.
+
+        Args:
+            active: The request.
+            blocks: Blocks before the boundary that it resumes from.
+        """
+        if self.lower is not None:
+            self.lower.offer_used(blocks, lambda kind, index: self._facts(active, kind, index))
+
+    def prefetch(
+        self, prepared: PreparedRequest, chain: BlockHashChain, match: PrefixMatch,
+        timeout_seconds: float | None,
+    ) -> Prefetch:
+        """Begin to bring what a lower tier has of a request; nothing without one.
+
+        Args:
+            prepared: The request.
+            chain: Its block hashes.
+            match: What the GPU and the host tier have of it.
+            timeout_seconds: When it is to be given up; None: never.
+        """
+        if self.lower is None:
+            return Prefetch(prepared.request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+        size, hashes = self._block_size, chain.hashes
+        tenant = tenant_digest(self._secret, prepared.request.cache_salt)
+
+        def facts_of(kind: EntryKind, index: int) -> EntryFacts:
+            tokens = prepared.tokens[index * size : (index + 1) * size]
+            content = chain.parent_digest(index), tokens
+            return self._facts_of(kind, index, tenant, hashes.digest(index), content)
+
+        return self.lower.prefetch(
+            prepared.request.request_id, match, hashes, facts_of, timeout_seconds
+        )
+
+    def cancel(self, load: PlannedLoad) -> None:
+        """Give back the rows of a load that will not be used, once nothing reads them."""
+        leases, load.leases = load.leases, []
+        if load.ticket is None:
+            for lease in leases:
+                self.host.release(lease)
+        elif leases:
+            self._retiring.append((load.ticket, leases))
+
+    def begin(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+        """Enqueue the loads of a step.
+
+        Args:
+            requests: Those that compute a chunk.
+
+        Returns:
+            Requests whose loads could not be enqueued, and are given up.
+        """
+        loading = [active for active in requests if active.current_chunk.load is not None]
+        if not loading:
+            return []
+        jobs: list[CopyJob] = []
+        for active in loading:
+            load = active.current_load
+            load.first_job = len(jobs)
+            blocks = active.blocks_between(load.first_block, load.first_block + load.num_blocks)
+            rows = [lease.lease.row for lease in load.leases]
+            pairs = zip(blocks, rows[:-1], strict=True)
+            jobs += [CopyJob(EntryKind.KV, *pair) for pair in pairs]
+            jobs.append(CopyJob(EntryKind.STATE, load.current_checkpoint.slot, rows[-1]))
+        try:
+            ticket = self.transfers.load(jobs)
+        except Exception:
+            # Some may be under way: nothing that they write or read may change hands.
+            self.transfers.wait()
+            self.host.refused[Drop.COPY_FAILED] += len(jobs)
+            for active in loading:
+                self.cancel(active.current_load)
+            return loading
+        for active in loading:
+            active.current_load.ticket = ticket
+        return []
+
+    def begin_forward(self, num_tokens: int) -> None:
+        """Begin to measure how long prompts take.
+
+        Args:
+            num_tokens: Of them, in this step; 0: nothing is measured.
+        """
+        self._begun = self.transfers.mark() if num_tokens else None
+
+    def end_forward(self, num_tokens: int) -> None:
+        """End it: everything of the step is enqueued."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._timed.append((begun, self.transfers.mark(), num_tokens))
+
+    def verify(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+        """Find the requests of a step whose loads brought other bytes than were written.
+
+        A step's tokens are known to the host only when its loads are long over; so nothing is
+        waited for here but where ``commit_step`` is given tokens that the device alone knows.
+        """
+        damaged = []
+        for active in requests:
+            load = active.current_chunk.load
+            if load is None:
+                continue
+            if load.is_damaged is not None:  # the call that found it broke off
+                damaged += [active] if load.is_damaged else []
+                continue
+            assert load.ticket is not None, "it was enqueued when the step began"
+            load.ticket.wait()
+            last = load.first_job + len(load.leases)
+            bad = {index - load.first_job for index in load.ticket.damaged()
+                   if load.first_job <= index < last}  # fmt: skip
+            load.is_damaged = bool(bad)
+            if bad:
+                damaged.append(active)
+            else:
+                self.host.use(load.leases)
+                self.host.count_restored(len(load.leases))
+            if seconds := load.ticket.seconds():
+                self.planner.record_load(load.ticket.num_bytes, seconds)
+            leases, load.leases = load.leases, []
+            for index, lease in enumerate(leases):
+                if index in bad:
+                    self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+                else:
+                    self.host.release(lease)
+        return damaged
+
+    def offer_blocks(
+        self,
+        active: ActiveRequest,
+        first: int,
+        blocks: Sequence[int],
+        holders: Sequence[int | None],
+    ) -> None:
+        """Offer blocks of a request that became findable.
+
+        Args:
+            active: The request.
+            first: Which of its blocks is the first.
+            blocks: The blocks.
+            holders: What is found by the hash of each.
+        """
+        if not self._keeps_kv:
+            return
+        for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
+            if block == holder and not self.host.has(EntryKind.KV, active.hashes.digest(index)):
+                offer = _Offer(EntryKind.KV, block, self._facts(active, EntryKind.KV, index))
+                self._watched.setdefault(block, []).append(offer)
+                self._offers.append(offer)
+
+    def offer_state(self, active: ActiveRequest, position: int, slot: int) -> None:
+        """Offer a state of a request that became findable.
+
+        Args:
+            active: The request.
+            position: The boundary, in tokens.
+            slot: Where it is.
+        """
+        index = position // self._block_size - 1
+        if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
+            facts = self._facts(active, EntryKind.STATE, index)
+            generation = self._slots.generations.item(slot)
+            self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation))
+
+    def pump(self) -> None:
+        """End the copies that are over, and begin those of what was offered. It does not wait."""
+        self.poll()
+        if not self._offers:
+            return
+        room = self._max_copies - self.num_copies
+        jobs, taken = [], []
+        for offer in self._offers:
+            kind = offer.facts.key.kind
+            lease = None
+            if room <= 0:
+                self.host.dropped[Drop.QUEUE_FULL] += 1
+            elif self._is_there(offer):
+                lease = self.host.reserve(offer.facts)
+            else:
+                self.host.dropped[Drop.GONE] += 1
+            if lease is None:
+                self._forget(offer)
+                continue
+            offer.lease = lease
+            taken.append(offer)
+            jobs.append(CopyJob(kind, offer.place, lease.lease.row))
+            room -= 1
+        self._offers = []
+        if not jobs:
+            return
+        try:
+            ticket = self.transfers.spill(jobs)
+        except Exception:
+            self.transfers.wait()
+            for offer in taken:
+                self._give_up(offer, Drop.COPY_FAILED)
+            return
+        self._spills.append((ticket, taken))
+        self.poll()
+
+    def poll(self) -> None:
+        """End the copies that are over, and what lower tiers have ended. It does not wait."""
+        self.host.poll()
+        while self._spills and self._spills[0][0].is_done():
+            _, offers = self._spills[0]
+            for offer in offers:
+                self._end_spill(offer)
+            del self._spills[0]
+        while self._retiring and self._retiring[0][0].is_done():
+            for lease in self._retiring[0][1]:
+                self.host.release(lease)
+            del self._retiring[0]
+        if self.lower is not None:
+            self.lower.poll()
+        while self._timed:
+            begun, ended, num_tokens = self._timed[0]
+            seconds = self.transfers.seconds_between(begun, ended)
+            if seconds is None:
+                break
+            self.planner.record_prefill(num_tokens, seconds)
+            del self._timed[0]
+
+    def wait(self) -> None:
+        """Wait until all copies are over and all memory is there, and take both over."""
+        self.transfers.wait()
+        self.host.wait_for_memory()
+        self.poll()
+
+    def reset(self) -> None:
+        """Forget all entries, offers and copies; waits until these are over."""
+        self.transfers.wait()
+        self._offers, self._spills, self._retiring = [], [], []
+        self._watched.clear()
+        self._begun, self._timed = None, []
+        if self.lower is not None:
+            self.lower.reset()
+        self.host.reset()
+
+    def scrub(self) -> None:
+        """Zero host memory that holds no entry; waits until the copies are over."""
+        self.transfers.wait()
+        self.poll()
+        self.host.scrub()
+        self.transfers.scrub()
+
+    def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
+        """Prove that rows of the host tier are read and written for what is planned and under way.
+
+        Args:
+            loads: Those of all chunks.
+
+        Raises:
+            InvariantError: They are not.
+        """
+        self.host.check_invariants()
+        held = [lease for load in loads for lease in load.leases]
+        held += [lease for _, leases in self._retiring for lease in leases]
+        held += [o.lease for _, offers in self._spills for o in offers if o.lease is not None]
+        for kind, leases in self.host.leases.items():
+            mine = {each.lease.number for each in held if each.facts.key.kind is kind}
+            if mine != {lease.number for lease in leases}:
+                raise InvariantError(f"rows of {kind} are held for nobody")
+        watched = {id(offer) for offers in self._watched.values() for offer in offers}
+        known = [o for _, offers in self._spills for o in offers] + self._offers
+        of_blocks = {id(o) for o in known if o.kind is EntryKind.KV and not o.is_gone}
+        if watched != of_blocks:
+            raise InvariantError("blocks are watched for spills that there are not")
+
+    def _facts(self, active: ActiveRequest, kind: EntryKind, index: int) -> EntryFacts:
+        """Derive what a request's entry must be.
+
+        Args:
+            active: The request.
+            kind: What the entry is.
+            index: The block that it is of, or at whose end the state is.
+        """
+        return self._facts_of(
+            kind,
+            index,
+            tenant_digest(self._secret, active.request.cache_salt),
+            active.hashes.digest(index),
+            active.block_content(index),
+        )
+
+    def _facts_of(
+        self,
+        kind: EntryKind,
+        index: int,
+        tenant: bytes,
+        digest: bytes,
+        content: tuple[bytes, TokenArray],
+    ) -> EntryFacts:
+        key = EntryKey(self._identity.digest, tenant, kind, digest, self._identity.rank)
+        return EntryFacts(
+            key, (index + 1) * self._block_size, block_digest(*content), self.host.row_bytes(kind)
+        )
+
+    def _is_there(self, offer: _Offer) -> bool:
+        """Say whether an entry is still where it was when it was offered."""
+        if offer.kind is EntryKind.KV:
+            return not offer.is_gone
+        return self._slots.generations.item(offer.place) == offer.generation
+
+    def _end_spill(self, offer: _Offer) -> None:
+        """End a copy that is over; it counts only if what it read was there all the time."""
+        assert offer.lease is not None, "it has a row since it was begun"
+        lease = offer.lease
+        if not self._is_there(offer):
+            self._give_up(offer, Drop.GONE)
+            return
+        self._forget(offer)
+        is_kept = self.host.complete(lease)
+        offer.lease = None
+        if is_kept and self.lower is not None:
+            self.lower.offer(offer.facts)
+
+    def _give_up(self, offer: _Offer, reason: str) -> None:
+        assert offer.lease is not None, "it has a row since it was begun"
+        self._forget(offer)
+        self.host.cancel(offer.lease, reason)
+        offer.lease = None
+
+    def _forget(self, offer: _Offer) -> None:
+        """Stop to watch an offer's block."""
+        offers = self._watched.get(offer.place, []) if offer.kind is EntryKind.KV else []
+        if offer in offers:
+            offers.remove(offer)
+            if not offers:
+                del self._watched[offer.place]
+
+    def _on_deregistered(self, block_ids: list[int], _: list[int]) -> None:
+        """Hear that blocks were given up, before anybody else may write them."""
+        for block_id in block_ids if self._watched else ():
+            for offer in self._watched.pop(block_id, ()):
+                offer.is_gone = True

@@ -1,0 +1,88 @@
+"""Tiers below the GPU: entries that outlive a slot or a KV block, and how they are verified.
+
+An entry is one KV block or one state. What is restored from a tier was compared with what the
+request derived, field by field and by digest; what does not match is a counted miss.
+"""
+
+from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
+from mamba_cache.tiers.directory import CacheFolder, FolderLock, folders, remove_folder
+from mamba_cache.tiers.disk import DiskStats, DiskTier
+from mamba_cache.tiers.entry import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    EntryKey,
+    EntryKind,
+    Refusal,
+    block_digest,
+    payload_digest,
+)
+from mamba_cache.tiers.host import Drop, HostLease, HostTier, RowFormat, TierStats
+from mamba_cache.tiers.identity import (
+    CacheIdentity,
+    ModelIdentity,
+    Numerics,
+    ParallelRank,
+    tenant_digest,
+)
+from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
+from mamba_cache.tiers.memory import Pinner, RowMemory
+from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
+from mamba_cache.tiers.protocols import Done, LowerTier
+from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
+from mamba_cache.tiers.transfers import (
+    CopyJob,
+    Mark,
+    PlainTransfers,
+    RowLayout,
+    Ticket,
+    Transfers,
+)
+
+__all__ = [
+    "HEADER_BYTES",
+    "CacheFolder",
+    "CacheIdentity",
+    "CopyJob",
+    "CudaTransfers",
+    "DiskStats",
+    "DiskTier",
+    "Done",
+    "Drop",
+    "EntryFacts",
+    "EntryHeader",
+    "EntryKey",
+    "EntryKind",
+    "FolderLock",
+    "HostLease",
+    "HostTier",
+    "LoadPlanner",
+    "LowerTier",
+    "Mark",
+    "ModelIdentity",
+    "Numerics",
+    "ParallelRank",
+    "Pinner",
+    "PlainTransfers",
+    "Rates",
+    "Refusal",
+    "Resumption",
+    "RowFormat",
+    "RowLayout",
+    "RowLease",
+    "RowMemory",
+    "RowPolicy",
+    "RowPool",
+    "RowReport",
+    "Ticket",
+    "TierStats",
+    "Transfers",
+    "block_digest",
+    "count_rows",
+    "folders",
+    "inspect_rows",
+    "payload_digest",
+    "pinner_for",
+    "remove_folder",
+    "tenant_digest",
+]

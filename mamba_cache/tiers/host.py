@@ -1,0 +1,473 @@
+"""The host tier: KV blocks and states in host memory, found by their full digest and verified."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mamba_cache._guard import CallGuard, guarded
+from mamba_cache.errors import InvariantError
+from mamba_cache.tiers.entry import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    EntryKind,
+    Refusal,
+    payload_digest,
+)
+from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
+from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
+
+__all__ = ["Drop", "HostLease", "HostTier", "RowFormat", "TierStats"]
+
+
+class Drop:
+    """Why an entry was not stored. Each is counted."""
+
+    QUEUE_FULL = "queue_full"
+    """More copies were under way than may be."""
+
+    NO_ROW = "no_row"
+    """Every row was being read or written, or none was there yet."""
+
+    GONE = "gone"
+    """It was given up on the GPU before its copy was over."""
+
+    COPY_FAILED = "copy_failed"
+    """The copy raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Rows of one kind of entry.
+
+    Attributes:
+        row_bytes: Bytes of a row, a multiple of ``memory.ROW_ALIGNMENT``.
+        checksums: Where in a row the checksums of what is before them stand.
+        num_rows: Rows that there will be.
+    """
+
+    row_bytes: int
+    checksums: slice
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostLease:
+    """A claim on a row of the tier: of who writes it, or of who reads it.
+
+    Attributes:
+        facts: What the row holds, or will hold.
+        lease: The claim.
+        is_lower: Whether a lower tier has it, whose copies end when it says so.
+    """
+
+    facts: EntryFacts
+    lease: RowLease
+    is_lower: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """What a tier holds, and what it did since it was made or reset.
+
+    Attributes:
+        name: What the tier is called.
+        entries: Entries that can be found now, by kind: "kv" and "state".
+        rows: Rows that there will be, by kind.
+        ready_rows: Rows that can be used now, by kind; of pinned memory they come in time.
+        row_bytes: Bytes of one row, by kind.
+        stored: Entries that were written to their end.
+        restored: Entries that were read by a hit and verified.
+        evicted: Entries given up for others.
+        dropped: Entries that were not stored, by reason.
+        refused: Entries that were looked for and not restored, by reason.
+    """
+
+    name: str
+    entries: Mapping[str, int]
+    rows: Mapping[str, int]
+    ready_rows: Mapping[str, int]
+    row_bytes: Mapping[str, int]
+    stored: int
+    restored: int
+    evicted: int
+    dropped: Mapping[str, int]
+    refused: Mapping[str, int]
+
+
+_NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
+
+
+class _Entries:
+    """The rows of one kind: bookkeeping, bytes and headers."""
+
+    def __init__(self, rows: RowFormat, policy: RowPolicy | None) -> None:
+        self.format = rows
+        self.pool = RowPool(rows.num_rows, policy=policy)
+        self.memory = RowMemory(rows.row_bytes, rows.num_rows)
+        self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
+        self.slabs_to_come: deque[Future[torch.Tensor]] = deque()
+
+    def digest_of_checksums(self, row: int) -> bytes:
+        """Return what binds a row's checksums to its header."""
+        return payload_digest(self.memory.row(row).numpy()[self.format.checksums])
+
+
+class HostTier:
+    """Entries in host memory.
+
+    An entry is written by ``reserve``, a copy and ``complete``, and read by ``read``, a copy and
+    ``release``. Whoever copies compares the bytes with the checksums that stand behind them in the
+    row; this class holds every field of the entry's header, and those checksums, to what a request
+    derived.
+
+    It is used by one thread, as the context that it belongs to. Lower tiers end their copies from
+    threads of their own by ``end_later``; ``poll`` does what they asked for.
+
+    Args:
+        kv: Rows of KV blocks.
+        states: Rows of states.
+        state_policy: Which states go first. Default: the least recently used.
+        pinner: Makes the memory, in the background. Default: memory that is not pinned, at once.
+
+    Attributes:
+        identity: [32] bytes that enter the key of each entry.
+        dropped: Entries that were not stored, by reason.
+        refused: Entries that were looked for and not restored, by reason.
+        stored_total: Entries that were written to their end.
+        restored_total: Entries that were read by a hit and verified.
+    """
+
+    def __init__(
+        self,
+        kv: RowFormat,
+        states: RowFormat,
+        *,
+        state_policy: RowPolicy | None = None,
+        pinner: Pinner | None = None,
+    ) -> None:
+        self._guard = CallGuard(self.check_invariants)
+        self._pinner = pinner
+        self._entries = {
+            EntryKind.KV: _Entries(kv, None),
+            EntryKind.STATE: _Entries(states, state_policy),
+        }
+        self._inbox: deque[tuple[HostLease, Refusal | None]] = deque()
+        self._lower: dict[tuple[EntryKind, int], HostLease] = {}
+        self._failed_slabs = 0
+        self._clear_counts()
+        self._begin_memory()
+
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
+        self._guard = guard
+
+    def _clear_counts(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.stored_total = 0
+        self.restored_total = 0
+
+    def _begin_memory(self) -> None:
+        """Make all slabs, or have them made: those of both kinds in turn."""
+        most = max(entries.memory.num_slabs for entries in self._entries.values())
+        for index in range(most):
+            for entries in self._entries.values():
+                if index >= entries.memory.num_slabs:
+                    continue
+                num_bytes = entries.memory.slab_bytes(index)
+                if self._pinner is None:
+                    entries.pool.add_rows(entries.memory.add_slab(plain_slab(num_bytes)))
+                else:
+                    entries.slabs_to_come.append(self._pinner.make(num_bytes))
+
+    @property
+    def memory(self) -> dict[EntryKind, RowMemory]:
+        """The bytes of the rows of each kind."""
+        return {kind: entries.memory for kind, entries in self._entries.items()}
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether more rows are on their way."""
+        return any(entries.slabs_to_come for entries in self._entries.values())
+
+    @property
+    def leases(self) -> dict[EntryKind, list[RowLease]]:
+        """All leases that are not ended, but those of lower tiers."""
+        return {
+            kind: [lease for lease in entries.pool.leases if lease not in self._lower_leases(kind)]
+            for kind, entries in self._entries.items()
+        }
+
+    def has(self, kind: EntryKind, digest: bytes) -> bool:
+        """Say whether an entry can be found. Any thread may ask."""
+        return digest in self._entries[kind].pool
+
+    @guarded(nests=True)
+    def wait_for_memory(self) -> None:
+        """Wait until all rows are there, or as many as can be had."""
+        for entries in self._entries.values():
+            for future in entries.slabs_to_come:
+                wait([future])
+        self.poll()
+
+    @guarded(nests=True)
+    def poll(self) -> None:
+        """Take over the rows that are ready, and what lower tiers have ended. It does not wait."""
+        for entries in self._entries.values():
+            while entries.slabs_to_come and entries.slabs_to_come[0].done():
+                self._take_slab(entries)
+        while self._inbox:
+            lease, refusal = self._inbox[0]
+            self._end_lower(lease, refusal)
+            self._inbox.popleft()
+
+    def _take_slab(self, entries: _Entries) -> None:
+        future = entries.slabs_to_come[0]
+        if future.cancelled() or future.exception() is not None:
+            # No more memory, or no more that may be pinned: the tier stays as large as it is.
+            entries.slabs_to_come.clear()
+            self._failed_slabs += 1
+            return
+        count = entries.memory.add_slab(future.result())
+        entries.slabs_to_come.popleft()
+        entries.pool.add_rows(count)
+
+    def _end_lower(self, lease: HostLease, refusal: Refusal | None) -> None:
+        if self._lower.pop(_name_of(lease), None) is None:
+            return  # reset since: nobody waits for it
+        if not lease.lease.writes:
+            self.release(lease)
+        elif refusal is None:
+            self.complete(lease)
+        else:
+            self.cancel(lease)
+
+    @guarded(nests=True)
+    def reserve(self, facts: EntryFacts, *, for_lower: bool = False) -> HostLease | None:
+        """Take a row for an entry that is to be written.
+
+        Args:
+            facts: What it will hold.
+            for_lower: Whether a lower tier writes it, and ends it with ``end_later``.
+
+        Returns:
+            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, or no
+            row could be had, which is counted.
+        """
+        pool = self._entries[facts.key.kind].pool
+        digest = facts.key.digest
+        lease = pool.reserve(digest)
+        if lease is None:
+            if digest not in pool and not pool.is_awaited(digest):
+                self.dropped[Drop.NO_ROW] += 1
+            return None
+        return self._lend(facts, lease, for_lower=for_lower)
+
+    @guarded(nests=True)
+    def complete(self, lease: HostLease) -> bool:
+        """Make an entry findable whose bytes, and the checksums behind them, are in its row.
+
+        Returns:
+            False if the tier was reset meanwhile.
+
+        Raises:
+            DoubleFreeError: The lease was ended before.
+        """
+        entries, row = self._entries[lease.facts.key.kind], lease.lease.row
+        header = EntryHeader(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
+        entries.headers[row] = np.frombuffer(header.to_bytes(), np.uint8)
+        is_kept = entries.pool.complete(lease.lease)
+        self.stored_total += is_kept
+        return is_kept
+
+    @guarded(nests=True)
+    def cancel(self, lease: HostLease, reason: str | None = None) -> None:
+        """Give a row back whose entry will not come, once nothing writes it.
+
+        Args:
+            lease: Of a writer.
+            reason: What to count it as; None: it is counted already.
+
+        Raises:
+            DoubleFreeError: The lease was ended before.
+        """
+        self._lower.pop(_name_of(lease), None)
+        self._entries[lease.facts.key.kind].pool.cancel(lease.lease)
+        if reason is not None:
+            self.dropped[reason] += 1
+
+    @guarded(nests=True)
+    def read(self, facts: EntryFacts, *, for_lower: bool = False) -> HostLease | Refusal:
+        """Find an entry and keep its row until ``release``.
+
+        Its header, and the checksums behind its bytes, are compared with what the request derived.
+        An entry that does not match is dropped. Its bytes are still to be compared with the
+        checksums by whoever copies them.
+
+        Args:
+            facts: What the request derived.
+            for_lower: Whether a lower tier reads it, and ends it with ``end_later``.
+
+        Returns:
+            What ``release`` takes; or why there is none, which is counted.
+        """
+        entries = self._entries[facts.key.kind]
+        lease = entries.pool.read(facts.key.digest)
+        if lease is None:
+            self.refused[Refusal.MISSING.value] += 1
+            return Refusal.MISSING
+        read = self._lend(facts, lease, for_lower=for_lower)
+        refusal = self._refusal(entries, facts, lease)
+        if refusal is not None:
+            self.refuse(read, refusal)
+            return refusal
+        return read
+
+    def _refusal(self, entries: _Entries, facts: EntryFacts, lease: RowLease) -> Refusal | None:
+        """Say what of a row is not what it should be, but for its bytes."""
+        content = entries.headers[lease.row].tobytes()
+        digest = entries.digest_of_checksums(lease.row)
+        if EntryHeader(facts, digest, lease.generation).to_bytes() == content:
+            return None
+        header = EntryHeader.read(content)
+        if isinstance(header, Refusal):
+            return header
+        if (refusal := header.refusal(facts)) is not None:
+            return refusal
+        if header.generation != lease.generation:
+            return Refusal.GENERATION
+        return Refusal.PAYLOAD_DIGEST
+
+    @guarded(nests=True)
+    def release(self, lease: HostLease) -> None:
+        """End a reader's lease.
+
+        Raises:
+            DoubleFreeError: It was ended before.
+        """
+        self._lower.pop(_name_of(lease), None)
+        self._entries[lease.facts.key.kind].pool.release(lease.lease)
+
+    @guarded(nests=True)
+    def refuse(self, lease: HostLease, refusal: Refusal) -> None:
+        """End the lease of a reader who found other bytes than there should be; drop the entry.
+
+        Raises:
+            DoubleFreeError: It was ended before.
+        """
+        self._entries[lease.facts.key.kind].pool.drop(lease.lease)
+        self.refused[refusal.value] += 1
+        self.release(lease)
+
+    @guarded(nests=True)
+    def use(self, leases: Sequence[HostLease]) -> None:
+        """Record that a hit uses entries that it reads: those of one prefix, from its start."""
+        for kind, entries in self._entries.items():
+            entries.pool.use([each.lease for each in leases if each.facts.key.kind is kind])
+
+    @guarded(nests=True)
+    def count_restored(self, count: int) -> None:
+        """Count entries that were copied to the GPU and verified there."""
+        self.restored_total += count
+
+    def buffer(self, lease: HostLease) -> memoryview:
+        """Return the bytes of a row, checksums included, for the lease's holder."""
+        return self._entries[lease.facts.key.kind].memory.buffer(lease.lease.row)
+
+    def row_bytes(self, kind: EntryKind) -> int:
+        """Return the bytes of one row: ``payload_bytes`` of its entries' facts."""
+        return self._entries[kind].format.row_bytes
+
+    def num_rows(self, kind: EntryKind) -> int:
+        """Return how many rows of a kind there will be."""
+        return self._entries[kind].format.num_rows
+
+    def end_later(self, lease: HostLease, refusal: Refusal | None) -> None:
+        """End a lower tier's copy at the next ``poll``. Any thread may call it.
+
+        Args:
+            lease: Taken with ``for_lower``.
+            refusal: Why the copy failed; None: it did not, and what was written is verified.
+        """
+        self._inbox.append((lease, refusal))
+
+    @guarded(nests=True, renews=True)
+    def reset(self) -> None:
+        """Forget all entries, all counts, and all leases but those of lower tiers.
+
+        Nothing but a lower tier may be reading or writing rows.
+        """
+        for kind, entries in self._entries.items():
+            entries.pool.reset(self._lower_leases(kind))
+        self._clear_counts()
+
+    @guarded(nests=True)
+    def clear(self) -> None:
+        """Make all entries unfindable; who reads or writes one goes on."""
+        for entries in self._entries.values():
+            entries.pool.reset()
+
+    @guarded(nests=True)
+    def scrub(self) -> None:
+        """Zero all rows that hold nothing. It takes as long as writing that memory does."""
+        for entries in self._entries.values():
+            for row in entries.pool.free_rows:
+                entries.memory.row(row).zero_()
+                entries.headers[row] = 0
+
+    def close(self) -> None:
+        """Give the memory back, once nothing reads or writes it; the tier is not used again."""
+        if self._pinner is not None:
+            self._pinner.close()
+
+    def stats(self, name: str = "host") -> TierStats:
+        """Return what the tier holds and did. Any thread may ask."""
+        pools = {_NAMES[kind]: entries.pool for kind, entries in self._entries.items()}
+        formats = {_NAMES[kind]: entries.format for kind, entries in self._entries.items()}
+        return TierStats(
+            name=name,
+            entries={kind: len(pool) for kind, pool in pools.items()},
+            rows={kind: each.num_rows for kind, each in formats.items()},
+            ready_rows={kind: pool.num_ready for kind, pool in pools.items()},
+            row_bytes={kind: each.row_bytes for kind, each in formats.items()},
+            stored=self.stored_total,
+            restored=self.restored_total,
+            evicted=sum(pool.evicted_total for pool in pools.values()),
+            dropped=dict(self.dropped.copy()),
+            refused=dict(self.refused.copy()),
+        )
+
+    def check_invariants(self) -> None:
+        """Prove that the bookkeeping agrees with itself.
+
+        Raises:
+            InvariantError: It does not.
+        """
+        for kind, entries in self._entries.items():
+            entries.pool.check_invariants()
+            if entries.pool.num_ready != entries.memory.num_ready:
+                raise InvariantError(f"rows of {kind} are lost")
+        for lease in self._lower.values():
+            if not self._entries[lease.facts.key.kind].pool.is_held(lease.lease):
+                raise InvariantError(f"a lower tier has {lease}, which was ended")
+
+    def _lend(self, facts: EntryFacts, lease: RowLease, *, for_lower: bool) -> HostLease:
+        lent = HostLease(facts, lease, for_lower)
+        if for_lower:
+            self._lower[_name_of(lent)] = lent
+        return lent
+
+    def _lower_leases(self, kind: EntryKind) -> list[RowLease]:
+        return [each.lease for each in self._lower.values() if each.facts.key.kind is kind]
+
+
+def _name_of(lease: HostLease) -> tuple[EntryKind, int]:
+    return lease.facts.key.kind, lease.lease.number

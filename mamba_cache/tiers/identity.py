@@ -1,0 +1,373 @@
+"""Identity: all that must be equal for two processes to share an entry."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import platform
+import secrets
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any, Final
+
+import torch
+
+from mamba_cache._checks import check_int, check_kind
+from mamba_cache._version import __version__
+from mamba_cache.config import CacheConfig, HashAlgorithm
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.states import KVCacheSpec, StateSpec
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CacheIdentity",
+    "ModelIdentity",
+    "Numerics",
+    "ParallelRank",
+    "tenant_digest",
+]
+
+FORMAT_VERSION: Final = 1
+"""Of headers and of how a row is laid out. Another one is another identity, so nothing is read."""
+
+_TENANT_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """What computed the numbers: the same prompt gives the same bits only where these are equal.
+
+    Attributes:
+        architecture: The GPU and its compute capability, or the CPU and the instructions in use.
+        torch_version: Version of PyTorch, with that of CUDA.
+        triton_version: Version of Triton, "none" where there is none.
+        kernels: Versions of this package and of whatever else computes the model's layers.
+        matmul_precision: ``torch.get_float32_matmul_precision()``.
+
+    Raises:
+        InvalidArgumentError: A field is empty.
+    """
+
+    architecture: str
+    torch_version: str
+    triton_version: str
+    kernels: str
+    matmul_precision: str
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_text(each.name, getattr(self, each.name))
+
+    @classmethod
+    def of(cls, device: torch.device | str, *, kernels: str = "") -> Numerics:
+        """Read them from this process.
+
+        Args:
+            device: Where the model computes.
+            kernels: What else computes layers, with its version, such as "mamba-ssm 2.2".
+        """
+        own = f"mamba-cache {__version__}"
+        return cls(
+            architecture=_architecture(torch.device(device)),
+            torch_version=f"{torch.__version__} cuda {torch.version.cuda}",
+            triton_version=_version_of("triton"),
+            kernels=f"{own}, {kernels}" if kernels else own,
+            matmul_precision=torch.get_float32_matmul_precision(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelRank:
+    """Which part of the model a process holds.
+
+    Attributes:
+        tensor: Rank in tensor parallelism.
+        tensor_size: Of how many.
+        pipeline: Rank in pipeline parallelism.
+        pipeline_size: Of how many.
+        context: Rank in context parallelism.
+        context_size: Of how many.
+
+    Raises:
+        InvalidArgumentError: A size is below 1, or a rank is not below its size.
+    """
+
+    tensor: int = 0
+    tensor_size: int = 1
+    pipeline: int = 0
+    pipeline_size: int = 1
+    context: int = 0
+    context_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "context"):
+            size = check_int(
+                f"{name}_size", getattr(self, f"{name}_size"), minimum=1, maximum=2**16
+            )
+            rank = check_int(name, getattr(self, name), minimum=0, maximum=size - 1)
+            object.__setattr__(self, f"{name}_size", size)
+            object.__setattr__(self, name, rank)
+
+    @property
+    def number(self) -> int:
+        """The rank among all of them, from 0."""
+        outer = self.pipeline * self.context_size + self.context
+        return outer * self.tensor_size + self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """What an embedder says of the model, for no spec and no setting tells it.
+
+    Attributes:
+        name: The model's full name, not the last component of a path.
+        weights: A digest of the weights, or the revision that pins them.
+        adapter: A digest of the adapters that are merged into the weights or always active, with
+            their scaling. "" where there is none. A request's own ``lora_id`` is in its block
+            hashes.
+        settings: What else changes what is computed, such as attention's implementation, the scale
+            of rotary embeddings, or the dtype that the model computes in. "" if nothing does.
+        rank: Which part of the model this process holds.
+        numerics: What computes. Default: that of the CPU in this process.
+
+    Raises:
+        InvalidArgumentError: ``name`` or ``weights`` is unset, or a field is of another kind.
+    """
+
+    name: str
+    weights: str
+    adapter: str = ""
+    settings: str = ""
+    rank: ParallelRank = field(default_factory=ParallelRank)
+    numerics: Numerics = field(default_factory=lambda: Numerics.of("cpu"))
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        if not isinstance(self.weights, str) or not self.weights:
+            raise InvalidArgumentError(
+                "weights must be a digest of the weights or the revision that pins them, got "
+                f"{self.weights!r}: without it entries of other weights would be restored, so "
+                "they are not shared"
+            )
+        for name in ("adapter", "settings"):
+            _check_text(name, getattr(self, name), may_be_empty=True)
+        check_kind("rank", self.rank, ParallelRank)
+        check_kind("numerics", self.numerics, Numerics)
+
+    @classmethod
+    def of_this_process(cls) -> ModelIdentity:
+        """Make one that no other process has: for a host tier alone, which nobody shares."""
+        return cls(name="this process", weights=f"of this process {secrets.token_hex(16)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """All that must be equal for two processes to share an entry.
+
+    Made by ``CacheIdentity.of``. Two are equal if and only if their canonical bytes are.
+
+    Attributes:
+        canonical: JSON of every fact, keys sorted: what ``digest`` is of, and what a directory
+            keeps beside its entries so that a person can read what it was made with.
+        rank: The number of the part of the model, as in ``ParallelRank.number``.
+        digest: [32] bytes, SHA-256 of ``canonical``.
+
+    Raises:
+        InvalidArgumentError: ``canonical`` is not what ``CacheIdentity.of`` makes.
+    """
+
+    canonical: bytes
+    rank: int = field(init=False)
+    digest: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_kind("canonical", self.canonical, bytes)
+        try:
+            facts = json.loads(self.canonical)
+            rank = ParallelRank(**facts["rank"]).number
+            is_canonical = _canonical(facts) == self.canonical
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"canonical must be what CacheIdentity.of makes, got {self.canonical[:80]!r}"
+            ) from error
+        if not is_canonical:
+            raise InvalidArgumentError("canonical must have its keys sorted and no spaces")
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "digest", hashlib.sha256(self.canonical).digest())
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelIdentity,
+        config: CacheConfig,
+        state_spec: StateSpec,
+        kv_spec: KVCacheSpec | None,
+    ) -> CacheIdentity:
+        """Collect the facts.
+
+        Args:
+            model: What the embedder says of the model.
+            config: Settings. Those that say how much is kept are left out.
+            state_spec: What a state holds.
+            kv_spec: What a token's keys and values hold; None if the embedder keeps them.
+
+        Raises:
+            InvalidArgumentError: ``config.hash_secret`` is unset: a secret drawn in each process
+                gives no two of them a common hash. Or an argument is of another kind.
+        """
+        check_kind("model", model, ModelIdentity)
+        check_kind("config", config, CacheConfig)
+        check_kind("state_spec", state_spec, StateSpec)
+        if kv_spec is not None:
+            check_kind("kv_spec", kv_spec, KVCacheSpec)
+        if config.hash_secret is None:
+            raise InvalidArgumentError(
+                "hash_secret must be given to share entries between processes: one that is drawn "
+                "in each process makes every hash another, and nothing would ever be found"
+            )
+        quantization = None
+        if config.slot_quantization is not None:
+            quantization = {
+                "kind": config.slot_quantization,
+                "tensors": list(config.quantized_tensors),
+                "rounding": config.slot_rounding,
+                "seed": config.slot_rounding_seed,
+            }
+        facts = {
+            "format": FORMAT_VERSION,
+            "model": model.name,
+            "weights": model.weights,
+            "adapter": model.adapter,
+            "settings": model.settings,
+            "rank": _fields_of(model.rank),
+            "numerics": _fields_of(model.numerics),
+            "state": [
+                [tensor.name, tensor.num_layers, list(tensor.shape), str(tensor.dtype)]
+                for tensor in state_spec.tensors
+            ],
+            "kv": None if kv_spec is None else {
+                "num_layers": kv_spec.num_layers,
+                "num_kv_heads": kv_spec.num_kv_heads,
+                "head_dim": kv_spec.head_dim,
+                "dtype": str(kv_spec.dtype),
+            },
+            "block_size_tokens": config.block_size_tokens,
+            "ssm_chunk_size": config.ssm_chunk_size,
+            "ssm_chunk_alignment": config.chunk_alignment,
+            "quantization": quantization,
+            "hash": {
+                "algorithm": config.hash_algorithm,
+                "secret": _secret_digest(config.hash_secret, config.hash_algorithm),
+            },
+        }  # fmt: skip
+        return cls(_canonical(facts))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts by name, made anew in each call."""
+        facts: dict[str, Any] = json.loads(self.canonical)
+        return facts
+
+    @property
+    def model(self) -> ModelIdentity:
+        """What the embedder has said of the model."""
+        facts = self.facts
+        return ModelIdentity(
+            name=facts["model"],
+            weights=facts["weights"],
+            adapter=facts["adapter"],
+            settings=facts["settings"],
+            rank=ParallelRank(**facts["rank"]),
+            numerics=Numerics(**facts["numerics"]),
+        )
+
+    def differences(self, other: CacheIdentity) -> tuple[str, ...]:
+        """Name the facts in which two differ, so that a cache that never hits can be explained.
+
+        Returns:
+            Names with dots, such as "numerics.torch_version", sorted.
+        """
+        mine, theirs = _flat(self.facts), _flat(other.facts)
+        return tuple(
+            sorted(
+                name
+                for name in mine.keys() | theirs.keys()
+                if name not in mine or name not in theirs or mine[name] != theirs[name]
+            )
+        )
+
+
+def tenant_digest(secret: bytes, cache_salt: str | bytes | int | None) -> bytes:
+    """Return what stands for a salt in keys and headers: nobody can tell the salt from it.
+
+    Args:
+        secret: ``CacheConfig.hash_secret``.
+        cache_salt: A request's.
+
+    Returns:
+        [16] bytes. Salts of different types differ, as they do in block hashes.
+
+    Raises:
+        InvalidArgumentError: The salt is of another type.
+    """
+    if isinstance(cache_salt, bytes):
+        content = b"b" + cache_salt
+    elif isinstance(cache_salt, str):
+        content = b"s" + cache_salt.encode("utf-8", "surrogatepass")
+    elif isinstance(cache_salt, int) and not isinstance(cache_salt, bool):
+        content = b"i" + str(cache_salt).encode()
+    elif cache_salt is None:
+        content = b"n"
+    else:
+        raise InvalidArgumentError(
+            f"cache_salt must be a str, bytes, int or None, got {cache_salt!r}"
+        )
+    return _keyed(secret, b"tenant " + content)[:_TENANT_BYTES]
+
+
+def _keyed(secret: bytes, content: bytes) -> bytes:
+    return hmac.new(secret, b"mamba_cache " + content, hashlib.sha256).digest()
+
+
+def _secret_digest(secret: bytes, algorithm: HashAlgorithm) -> str:
+    return _keyed(secret, b"identity " + algorithm.encode()).hex()
+
+
+def _canonical(facts: dict[str, Any]) -> bytes:
+    """Spell the facts so that equal ones give equal bytes, and others others."""
+    return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _fields_of(value: ParallelRank | Numerics) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    if not isinstance(value, str) or not (value or may_be_empty):
+        what = "a string" if may_be_empty else "a string that is not empty"
+        raise InvalidArgumentError(f"{name} must be {what}, got {value!r}")
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type == "cuda":  # pragma: no cover - tests/gpu run it
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,127 @@
+"""Host memory for the rows of a tier, pinned where a GPU copies from it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import torch
+
+__all__ = ["ROW_ALIGNMENT", "Pinner", "RowMemory", "plain_slab"]
+
+ROW_ALIGNMENT = 4096
+"""Rows begin at multiples of it and are as long: what direct input and output need."""
+
+_SLAB_BYTES = 2**30
+_HUGE_PAGE = 2**21
+_PAGE = 4096
+_MOST_THREADS = 16
+
+
+class RowMemory:
+    """Rows of one size, in slabs that are made one after the other.
+
+    Slabs are at most a GiB (or one row) each, because drivers refuse to pin much more at once and
+    the first rows are to be there soon.
+
+    Args:
+        row_bytes: Bytes of one row, a multiple of ``ROW_ALIGNMENT``.
+        num_rows: Rows that there will be.
+        slab_bytes: Bytes of one slab, unless a row is longer.
+
+    Attributes:
+        row_bytes: As given.
+        num_rows: As given.
+        rows_per_slab: Rows of each slab but the last one, which may have fewer.
+        num_ready: Rows that are there.
+    """
+
+    def __init__(self, row_bytes: int, num_rows: int, *, slab_bytes: int = _SLAB_BYTES) -> None:
+        self.row_bytes, self.num_rows = row_bytes, num_rows
+        self.rows_per_slab = max(1, slab_bytes // row_bytes)
+        self.num_ready = 0
+        self._slabs: list[torch.Tensor] = []
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs that there will be."""
+        return -(-self.num_rows // self.rows_per_slab)
+
+    def slab_bytes(self, index: int) -> int:
+        """Return the bytes of a slab."""
+        first = index * self.rows_per_slab
+        return min(self.rows_per_slab, self.num_rows - first) * self.row_bytes
+
+    def add_slab(self, slab: torch.Tensor) -> int:
+        """Take the next slab, [bytes] uint8; return its rows."""
+        rows = slab.view(-1, self.row_bytes)
+        self._slabs.append(rows)
+        self.num_ready += rows.shape[0]
+        return rows.shape[0]
+
+    def row(self, row: int) -> torch.Tensor:
+        """Return the bytes of a row that is there, [row_bytes] uint8, CPU."""
+        slab, index = divmod(row, self.rows_per_slab)
+        return self._slabs[slab][index]
+
+    def buffer(self, row: int) -> memoryview:
+        """Return the same as a writable buffer."""
+        return self.row(row).numpy().data
+
+
+def plain_slab(num_bytes: int) -> torch.Tensor:
+    """Return memory that is not pinned, [num_bytes] uint8, zero; pages come when they are used."""
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8))
+
+
+class Pinner:
+    """Makes pinned slabs in threads of its own, so that nobody waits for them.
+
+    Memory comes in huge pages where the system gives them, and is touched before it is pinned: the
+    driver alone does that page by page, which takes many times as long.
+
+    Args:
+        pin: Pins memory: is given an address and a number of bytes. Called by the threads.
+        unpin: Is given the address of each when the slabs are given up.
+    """
+
+    def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
+        self._pin = pin
+        self._threads = ThreadPoolExecutor(
+            min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="mamba-cache-pin"
+        )
+        self._pinned: dict[int, Any] = {}  # what was pinned, by address; keeps the memory
+        self.close = finalize(self, _close, self._threads, self._pinned, unpin)
+
+    def make(self, num_bytes: int) -> Future[torch.Tensor]:
+        """Begin to make a slab, [num_bytes] uint8."""
+        return self._threads.submit(_make_pinned, num_bytes, self._pin, self._pinned)
+
+
+def _make_pinned(
+    num_bytes: int, pin: Callable[[int, int], object], pinned: dict[int, Any]
+) -> torch.Tensor:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=private)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memory, dtype=np.uint8)
+    start = -array.ctypes.data % _HUGE_PAGE
+    slab = array[start : start + num_bytes]
+    slab[::_PAGE] = 0  # numpy lets other threads run meanwhile
+    pin(slab.ctypes.data, num_bytes)
+    pinned[slab.ctypes.data] = slab
+    return torch.from_numpy(slab)
+
+
+def _close(
+    threads: ThreadPoolExecutor, pinned: dict[int, Any], unpin: Callable[[int], object]
+) -> None:
+    threads.shutdown(wait=True, cancel_futures=True)
+    for address in list(pinned):
+        unpin(address)
+        del pinned[address]

@@ -1,0 +1,132 @@
+"""Whether to load a prefix from a tier or to compute it again, by what either takes here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mamba_cache._checks import check_number
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["LoadPlanner", "Rates", "Resumption"]
+
+_WEIGHT = 0.9
+"""Of what was measured before, each time that something is measured."""
+
+_LEAST_SPREAD = 0.05
+"""Of the sizes of loads, relative to their mean: below it one cannot tell latency and bandwidth."""
+
+
+class Rates(NamedTuple):
+    """What loading and computing take.
+
+    Attributes:
+        bytes_per_second: Of a load, once it flows.
+        latency_seconds: Of a load of no bytes.
+        tokens_per_second: Of prefill.
+    """
+
+    bytes_per_second: float = 20e9
+    latency_seconds: float = 0.3e-3
+    tokens_per_second: float = 12_000.0
+
+
+class Resumption(NamedTuple):
+    """A boundary at which a request could resume.
+
+    Attributes:
+        tokens: Tokens before it.
+        load_bytes: Bytes to load for it; 0 if all is on the GPU.
+    """
+
+    tokens: int
+    load_bytes: int
+
+
+class LoadPlanner:
+    """Chooses the boundary at which a request resumes soonest.
+
+    A load of S bytes of state and k bytes for each of n tokens wins over computing them where
+    ``L + (S + k n) / B < n / P``. B, L and P are measured while the cache runs; until then they are
+    assumed. Several ranks that must decide alike need the same ``rates``, and must not learn.
+
+    Args:
+        rates: What is assumed at first. Default: those of a slow link and a fast GPU's 8B model.
+        learns: Whether what is measured counts.
+
+    Attributes:
+        rates: What it decides by now.
+
+    Raises:
+        InvalidArgumentError: A rate is not a finite number above 0, or the latency is below 0.
+    """
+
+    def __init__(self, rates: Rates | None = None, *, learns: bool = True) -> None:
+        self.rates = _checked(Rates() if rates is None else rates)
+        self._learns = learns
+        self._has_prefill = False
+        # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
+        self._weight = 0.0
+        self._means = (0.0, 0.0, 0.0, 0.0)
+
+    def seconds(self, resumption: Resumption, num_tokens: int) -> float:
+        """Return how long it takes until all of ``num_tokens`` tokens are computed or loaded."""
+        rates, computed = self.rates, num_tokens - resumption.tokens
+        seconds = computed / rates.tokens_per_second
+        if resumption.load_bytes:
+            seconds += rates.latency_seconds + resumption.load_bytes / rates.bytes_per_second
+        return seconds
+
+    def choose(self, resumptions: Iterable[Resumption], num_tokens: int) -> Resumption:
+        """Return the best one; of equally good ones that with the most tokens.
+
+        Args:
+            resumptions: At least one.
+            num_tokens: Tokens of the request.
+        """
+        return min(resumptions, key=lambda each: (self.seconds(each, num_tokens), -each.tokens))
+
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that computed so many tokens of prompts."""
+        if not self._learns or seconds <= 0 or num_tokens <= 0:
+            return
+        rate = num_tokens / seconds
+        if self._has_prefill:
+            rate = _WEIGHT * self.rates.tokens_per_second + (1 - _WEIGHT) * rate
+        self._has_prefill = True
+        self.rates = self.rates._replace(tokens_per_second=rate)
+
+    def record_load(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a load: latency and bandwidth are the line through what loads have taken."""
+        if not self._learns or seconds <= 0 or num_bytes <= 0:
+            return
+        self._weight = _WEIGHT * self._weight + 1
+        share = 1 / self._weight
+        seen = float(num_bytes), seconds, float(num_bytes) ** 2, num_bytes * seconds
+        pairs = zip(self._means, seen, strict=True)
+        mean_bytes, mean_seconds, squares, products = (a + (b - a) * share for a, b in pairs)
+        self._means = mean_bytes, mean_seconds, squares, products
+        variance = squares - mean_bytes**2
+        latency = self.rates.latency_seconds
+        if variance > (_LEAST_SPREAD * mean_bytes) ** 2:
+            slope = (products - mean_bytes * mean_seconds) / variance
+            if slope > 0:
+                latency = max(0.0, mean_seconds - slope * mean_bytes)
+        # A latency that leaves nothing for the bytes was measured when loads were others.
+        latency = min(latency, mean_seconds / 2)
+        self.rates = self.rates._replace(
+            latency_seconds=latency, bytes_per_second=mean_bytes / (mean_seconds - latency)
+        )
+
+
+def _checked(rates: Rates) -> Rates:
+    """Check rates that a caller gives.
+
+    Raises:
+        InvalidArgumentError: A rate is not a finite number above 0, or the latency is below 0.
+    """
+    for name, value in rates._asdict().items():
+        number = check_number(name, value, maximum=1e18)
+        if name != "latency_seconds" and not number:
+            raise InvalidArgumentError(f"{name} must be above 0, got {value!r}")
+    return rates

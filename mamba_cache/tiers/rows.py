@@ -1,0 +1,353 @@
+"""The rows of a tier: which entry each holds, who reads it, and which goes next. No bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.protocols import KVBlockView
+
+__all__ = ["RowLease", "RowPolicy", "RowPool"]
+
+
+class RowPolicy(Protocol):
+    """Which rows are given up first: what ``slots.SlotEvictionPolicy`` says of slots.
+
+    A row is slot and block at once here; its timestamp is that of its last use.
+    """
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Return the rows to evict, the first to go first."""
+        ...
+
+    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
+        """Record that an entry was put into each of the rows."""
+        ...
+
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Record that the entries in the rows were used by a hit."""
+        ...
+
+    def reset(self, max_slots: int) -> None:
+        """Forget everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowLease:
+    """A claim on a row: of who writes it, or of who reads it.
+
+    Attributes:
+        row: The row.
+        generation: Which of the row's entries it is for.
+        number: Which lease of the pool it is; no two have the same.
+        writes: Whether its holder writes the row, or reads it.
+    """
+
+    row: int
+    generation: int
+    number: int
+    writes: bool
+
+
+class RowPool:
+    """Rows that hold one entry each, found by their full digest.
+
+    A row is *free*, *arriving* (being written, not findable), *cached*, or *leaving* (given up
+    while somebody still reads or writes it: not findable, and free when the last one has ended). A
+    row that is read or written is never given to another entry.
+
+    Args:
+        num_rows: Rows that there will be; they can be used as soon as ``add_rows`` says so.
+        policy: Which go first. Default: the least recently used, and of those used in one call the
+            last one named first, so that the end of a prefix goes before its beginning.
+
+    Attributes:
+        num_rows: As given.
+        num_ready: Rows that can be used by now: the first ones.
+        readers: [num_rows] int32. Readers of each row.
+        generations: [num_rows] int64. Another number whenever a row is given to an entry.
+        evicted_total: Entries given up for others.
+        pool_size: ``num_rows``, as policies call it.
+        block_ref_counts: ``readers``, likewise.
+        block_timestamps: [num_rows] int64. When each row was last used, likewise.
+        block_hashes: [num_rows] int64, all -1, likewise.
+    """
+
+    def __init__(self, num_rows: int, *, policy: RowPolicy | None = None) -> None:
+        self.num_rows = self.pool_size = num_rows
+        self._policy = policy
+        self.readers: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.block_ref_counts: Any = self.readers
+        self.block_hashes: Any = np.full(num_rows, -1, np.int64)
+        self.num_ready = 0
+        self.evicted_total = 0
+        self._digests: list[bytes] = [b""] * num_rows
+        self._row_of: dict[bytes, int] = {}
+        self._arriving: dict[int, bytes] = {}
+        self._awaited: dict[bytes, int] = {}
+        self._leaving: set[int] = set()
+        self._free: deque[int] = deque()
+        self._queue = EvictionQueue()
+        self._leases: dict[int, RowLease] = {}
+        self._next_number = 0
+        self._clock = 0
+        if policy is not None:
+            policy.reset(num_rows)
+
+    def __len__(self) -> int:
+        """How many entries can be found."""
+        return len(self._row_of)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether an entry can be found."""
+        return digest in self._row_of
+
+    @property
+    def num_free(self) -> int:
+        """Rows that hold nothing."""
+        return len(self._free)
+
+    @property
+    def free_rows(self) -> list[int]:
+        """Those rows."""
+        return list(self._free)
+
+    @property
+    def num_arriving(self) -> int:
+        """Rows that are being written, and will be findable then."""
+        return len(self._arriving)
+
+    @property
+    def num_leaving(self) -> int:
+        """Rows given up that somebody still reads or writes."""
+        return len(self._leaving)
+
+    @property
+    def leases(self) -> list[RowLease]:
+        """All that are not ended: of writers and of readers."""
+        return list(self._leases.values())
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of all entries that can be found, in no order."""
+        return list(self._row_of)
+
+    def is_awaited(self, digest: bytes) -> bool:
+        """Say whether an entry is being written."""
+        return digest in self._awaited
+
+    def add_rows(self, count: int) -> None:
+        """Say that ``count`` more rows can be used, in the order of their numbers."""
+        first, self.num_ready = self.num_ready, self.num_ready + count
+        self._free.extend(range(first, self.num_ready))
+
+    def reserve(self, digest: bytes) -> RowLease | None:
+        """Take a row for an entry: a free one, or one that is given up for it.
+
+        Returns:
+            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, or
+            every row is being read or written.
+        """
+        if digest in self._row_of or digest in self._awaited or not (self._free or self._evict()):
+            return None
+        row = self._free.popleft()
+        self.generations[row] += 1
+        self._arriving[row] = digest
+        self._awaited[digest] = row
+        return self._lease(row, writes=True)
+
+    def complete(self, lease: RowLease) -> bool:
+        """Make an entry findable that is written to its end.
+
+        Returns:
+            False if it was given up meanwhile; its row is free then.
+
+        Raises:
+            DoubleFreeError: The lease was ended before.
+        """
+        self._end(lease)
+        row = lease.row
+        if row in self._leaving:
+            self._free_leaving(row)
+            return False
+        digest = self._arriving.pop(row)
+        del self._awaited[digest]
+        self._digests[row] = digest
+        self._row_of[digest] = row
+        self._use([row])
+        if self._policy is not None:
+            self._policy.on_stored([row], [1])
+        return True
+
+    def cancel(self, lease: RowLease) -> None:
+        """Free the row of an entry that will not be written, once nothing writes it.
+
+        Raises:
+            DoubleFreeError: The lease was ended before.
+        """
+        self._end(lease)
+        row = lease.row
+        if row in self._leaving:
+            self._free_leaving(row)
+            return
+        del self._awaited[self._arriving.pop(row)]
+        self._free.append(row)
+
+    def read(self, digest: bytes) -> RowLease | None:
+        """Find an entry and keep it until ``release``; None if it cannot be found."""
+        row = self._row_of.get(digest)
+        if row is None:
+            return None
+        self._queue.discard([row])
+        self.readers[row] += 1
+        return self._lease(row, writes=False)
+
+    def release(self, lease: RowLease) -> None:
+        """End a reader's lease.
+
+        Raises:
+            DoubleFreeError: It was ended before.
+        """
+        self._end(lease)
+        row = lease.row
+        self.readers[row] -= 1
+        if self.readers[row]:
+            return
+        if row in self._leaving:
+            self._free_leaving(row)
+        else:
+            self._queue.push(row, self.block_timestamps.item(row))
+
+    def drop(self, lease: RowLease) -> None:
+        """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
+        row = lease.row
+        if row not in self._leaving:
+            del self._row_of[self._digests[row]]
+            self._leaving.add(row)
+
+    def use(self, leases: Iterable[RowLease]) -> None:
+        """Record that entries were used by a hit: consecutive ones of a prefix, from its start."""
+        rows = [lease.row for lease in leases if lease.row not in self._leaving]
+        self._use(rows)
+        if self._policy is not None:
+            self._policy.on_consumed(rows)
+
+    def is_held(self, lease: RowLease) -> bool:
+        """Say whether a lease is not ended."""
+        return self._leases.get(lease.number) is lease
+
+    def reset(self, keep: Iterable[RowLease] | None = None) -> None:
+        """Make all entries unfindable. What is being read or written is free when that ends.
+
+        Args:
+            keep: The leases that go on, for an owner who knows that the others' copies are over
+                and does not trust the bookkeeping. Default: all.
+        """
+        kept = list(self._leases.values() if keep is None else keep)
+        self._leases = {lease.number: lease for lease in kept}
+        self._leaving = {lease.row for lease in kept}
+        self.readers[:] = 0
+        for lease in kept:
+            self.readers[lease.row] += not lease.writes
+        self._row_of.clear()
+        self._arriving.clear()
+        self._awaited.clear()
+        self._queue.clear()
+        self._free = deque(row for row in range(self.num_ready) if row not in self._leaving)
+        self.evicted_total = 0
+        if self._policy is not None:
+            self._policy.reset(self.num_rows)
+
+    def check_invariants(self) -> None:
+        """Prove that the bookkeeping agrees with itself.
+
+        Raises:
+            InvariantError: It does not.
+        """
+        cached = set(self._row_of.values())
+        rows = sorted([*self._free, *self._arriving, *cached, *self._leaving])
+        readers = np.zeros(self.num_rows, np.int32)
+        writers = [lease.row for lease in self._leases.values() if lease.writes]
+        for lease in self._leases.values():
+            readers[lease.row] += not lease.writes
+        busy = set(np.flatnonzero(readers).tolist())
+        statements = {
+            "free + arriving + cached + leaving is every row once": (
+                rows == list(range(self.num_ready))
+            ),
+            "each digest finds a row of that digest": all(
+                self._digests[row] == digest for digest, row in self._row_of.items()
+            ),
+            "each arriving row is awaited": self._awaited
+            == {digest: row for row, digest in self._arriving.items()},
+            "nothing is both cached and awaited": not self._awaited.keys() & self._row_of.keys(),
+            "readers are counted right": np.array_equal(readers, self.readers),
+            "what is written is arriving, or was given up": (
+                len(set(writers)) == len(writers)
+                and self._arriving.keys() <= set(writers) <= self._arriving.keys() | self._leaving
+            ),
+            "rows that leave are read or written": self._leaving <= busy.union(writers),
+            "the queue holds exactly the cached rows that nobody reads": (
+                {row for row in cached if row in self._queue} == cached - busy
+                and len(self._queue) == len(cached - busy)
+            ),
+        }
+        breaches = [statement for statement, holds in statements.items() if not holds]
+        if breaches:
+            raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+
+    def _lease(self, row: int, *, writes: bool) -> RowLease:
+        lease = RowLease(row, self.generations.item(row), self._next_number, writes)
+        self._next_number += 1
+        self._leases[lease.number] = lease
+        return lease
+
+    def _end(self, lease: RowLease) -> None:
+        if self._leases.get(lease.number) is not lease:
+            raise DoubleFreeError(f"{lease} was ended already, or is another pool's")
+        del self._leases[lease.number]
+
+    def _free_leaving(self, row: int) -> None:
+        self._leaving.discard(row)
+        self._free.append(row)
+
+    def _use(self, rows: Sequence[int]) -> None:
+        """Stamp rows, the first one as the most recent."""
+        self._clock += len(rows)
+        for age, row in enumerate(rows):
+            self.block_timestamps[row] = self._clock - age
+            if not self.readers[row]:
+                self._queue.push(row, self._clock - age)
+
+    def _evict(self) -> bool:
+        """Give up one entry; say whether there was one that could be."""
+        if not self._queue:
+            return False
+        if self._policy is None:
+            row, _ = self._queue.pop()
+        else:
+            candidates = np.array(
+                [row for row in self._row_of.values() if row in self._queue], np.int64
+            )
+            candidates.sort()
+            [row] = self._policy.choose(1, candidates, candidates.astype(np.int32), self)
+            self._queue.discard([row])
+        del self._row_of[self._digests[row]]
+        self.evicted_total += 1
+        self._free.append(row)
+        return True

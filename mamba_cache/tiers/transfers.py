@@ -1,0 +1,223 @@
+"""Copies between the GPU's memory and rows of host memory, and the checksums that prove them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from mamba_cache.states.checksums import RowChecksums
+from mamba_cache.tiers.entry import EntryKind, payload_digest
+from mamba_cache.tiers.memory import ROW_ALIGNMENT, RowMemory
+
+__all__ = ["CopyJob", "Mark", "PlainTransfers", "RowLayout", "Ticket", "Transfers"]
+
+Mark: TypeAlias = Any
+"""A moment in the order of what is enqueued, as ``Transfers.mark`` makes it."""
+
+_PART_ALIGNMENT = 256
+_DIGEST_BYTES = 16
+
+
+class CopyJob(NamedTuple):
+    """One entry to copy.
+
+    Attributes:
+        kind: What it is.
+        place: Its slot, or its KV block.
+        row: Its row of host memory.
+    """
+
+    kind: EntryKind
+    place: int
+    row: int
+
+
+class RowLayout:
+    """How the tensors of one slot or one KV block lie in a row of bytes.
+
+    One after the other, each whole; then the checksums of all of them, then nothing up to a
+    multiple of ``ROW_ALIGNMENT``.
+
+    Args:
+        tensors: Each [num_layers, places, *inner], inner axes contiguous.
+        sums_chunks: Whether the checksums are those of ``states.checksums.RowChecksums``, which a
+            GPU computes, and not one digest.
+
+    Attributes:
+        tensors: As given.
+        payload_bytes: Bytes of the tensors, with what aligns them.
+        checksums: Where the checksums stand in a row.
+        row_bytes: Bytes of a row.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, sums_chunks: bool = False) -> None:
+        self.tensors = list(tensors)
+        self._parts: list[slice] = []
+        end = 0
+        for tensor in self.tensors:
+            num_elements = tensor.shape[0] * math.prod(tensor.shape[2:])
+            size = num_elements * tensor.element_size()
+            self._parts.append(slice(end, end + size))
+            end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        self.payload_bytes = end
+        size = 8 * RowChecksums.num_sums(end) if sums_chunks else _DIGEST_BYTES
+        self.checksums = slice(end, end + size)
+        self.row_bytes = -(-self.checksums.stop // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    def views(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return rows, [n, row_bytes] uint8, as tensors like those of the layout.
+
+        Returns:
+            For each tensor [num_layers, n, *inner], of the same memory.
+        """
+        views = []
+        for tensor, part in zip(self.tensors, self._parts, strict=True):
+            shape = tensor.shape[0], *tensor.shape[2:]
+            values = rows[:, part].view(tensor.dtype)
+            views.append(torch.unflatten(values, 1, shape).transpose(0, 1))
+        return views
+
+
+class Ticket(Protocol):
+    """Copies that were enqueued.
+
+    Attributes:
+        num_bytes: Of all of them.
+    """
+
+    num_bytes: int
+
+    def is_done(self) -> bool:
+        """Say whether they are over; waits for nothing."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until they are over."""
+        ...
+
+    def damaged(self) -> list[int]:
+        """Once they are over: which of them, in order, brought other bytes than were written."""
+        ...
+
+    def seconds(self) -> float:
+        """Once they are over: how long they took."""
+        ...
+
+
+class Transfers(Protocol):
+    """Copies of entries between the GPU's memory and rows of host memory."""
+
+    def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
+        """Copy entries to their rows, and their checksums with them.
+
+        It reads what is enqueued on the current stream by now, and the stream does not wait for it.
+        Whoever calls it must know, when it is over, whether the entries were still there.
+        """
+        ...
+
+    def load(self, jobs: Sequence[CopyJob]) -> Ticket:
+        """Copy entries from their rows, and compare them with their checksums.
+
+        It follows what is enqueued on the current stream by now, and what the stream is given from
+        then on follows it.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until all copies are over."""
+        ...
+
+    def scrub(self) -> None:
+        """Zero what copies that are over have left in memory of their own."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the present moment in the order of what is enqueued on the current stream."""
+        ...
+
+    def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
+        """Return the time between two moments; None if the second one is still to come."""
+        ...
+
+
+class _Over:
+    """Copies that were over when they returned."""
+
+    def __init__(self, num_bytes: int, seconds: float, damaged: Sequence[int] = ()) -> None:
+        self.num_bytes = num_bytes
+        self._seconds, self._damaged = seconds, list(damaged)
+
+    def is_done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def damaged(self) -> list[int]:
+        """Return which copies brought other bytes than were written."""
+        return self._damaged
+
+    def seconds(self) -> float:
+        """Return how long they took."""
+        return self._seconds
+
+
+class PlainTransfers:
+    """Copies where the tensors are in host memory themselves: done when a call returns.
+
+    Args:
+        layouts: How the entries of each kind lie in rows.
+        memory: The rows of each kind.
+    """
+
+    def __init__(
+        self, layouts: Mapping[EntryKind, RowLayout], memory: Mapping[EntryKind, RowMemory]
+    ) -> None:
+        self._layouts, self._memory = layouts, memory
+
+    def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
+        """Copy entries to their rows, with a digest of each."""
+        begun = time.perf_counter()
+        for kind, place, row in jobs:
+            layout, data = self._layouts[kind], self._memory[kind].row(row)
+            for tensor, view in zip(layout.tensors, layout.views(data[None]), strict=True):
+                view[:, 0].copy_(tensor[:, place])
+            digest = payload_digest(data.numpy()[: layout.payload_bytes])
+            data[layout.checksums] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        return _Over(self._bytes_of(jobs), time.perf_counter() - begun)
+
+    def load(self, jobs: Sequence[CopyJob]) -> Ticket:
+        """Copy entries from their rows, and compare them with their digests."""
+        begun = time.perf_counter()
+        damaged = []
+        for index, (kind, place, row) in enumerate(jobs):
+            layout, data = self._layouts[kind], self._memory[kind].row(row)
+            for tensor, view in zip(layout.tensors, layout.views(data[None]), strict=True):
+                tensor[:, place].copy_(view[:, 0])
+            digest = payload_digest(data.numpy()[: layout.payload_bytes])
+            if digest != data.numpy()[layout.checksums].tobytes():
+                damaged.append(index)
+        return _Over(self._bytes_of(jobs), time.perf_counter() - begun, damaged)
+
+    def wait(self) -> None:
+        """Do nothing: no copy is under way when a call has returned."""
+
+    def scrub(self) -> None:
+        """Do nothing: there is no other memory."""
+
+    def mark(self) -> Mark:
+        """Read the clock."""
+        return time.perf_counter()
+
+    def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
+        """Return the time between two moments."""
+        seconds: float = ended - begun
+        return seconds
+
+    def _bytes_of(self, jobs: Sequence[CopyJob]) -> int:
+        return sum(self._layouts[job.kind].row_bytes for job in jobs)

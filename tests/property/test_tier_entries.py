@@ -1,0 +1,56 @@
+"""Keys, headers and identities for any values: read as written, and damage is always noticed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.tiers import HEADER_BYTES, EntryFacts, EntryHeader, EntryKey, EntryKind, Refusal
+
+KEYS = st.builds(
+    EntryKey,
+    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=16, max_size=16),
+    st.sampled_from(EntryKind),
+    st.one_of(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32)),
+    st.integers(0, 2**31 - 1),
+    st.none() | st.integers(0, 2**31 - 1),
+)
+FACTS = st.builds(
+    EntryFacts,
+    KEYS,
+    st.integers(1, 2**63 - 1),
+    st.binary(min_size=16, max_size=16),
+    st.integers(1, 2**63 - 1),
+)
+HEADERS = st.builds(
+    EntryHeader, FACTS, st.binary(min_size=16, max_size=16), st.integers(0, 2**63 - 1)
+)
+
+
+@given(KEYS, KEYS)
+def test_keys_are_read_as_spelled(one: EntryKey, other: EntryKey) -> None:
+    assert EntryKey.parse(str(one)) == one
+    assert (str(one) == str(other)) == (one == other)
+
+
+@given(HEADERS)
+def test_headers_are_read_as_written(header: EntryHeader) -> None:
+    assert EntryHeader.read(header.to_bytes()) == header
+    assert header.refusal(header.facts) is None
+
+
+@given(HEADERS, st.sets(st.integers(0, HEADER_BYTES * 8 - 1), min_size=1))
+def test_any_flipped_bits_are_noticed(header: EntryHeader, bits: set[int]) -> None:
+    data = bytearray(header.to_bytes())
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+    assert isinstance(EntryHeader.read(data), Refusal)
+
+
+@given(FACTS, FACTS)
+def test_only_equal_facts_match(mine: EntryFacts, its: EntryFacts) -> None:
+    assert (mine.refusal(its) is None) == (mine == its)
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_no_bytes_make_it_raise(data: bytes) -> None:
+    assert isinstance(EntryHeader.read(data), Refusal)

@@ -1,0 +1,149 @@
+"""Contexts with a tier in host memory, and copies to it that are late, fail, or are damaged."""
+
+from context_rig import make_config, make_context
+
+from mamba_cache.tiers import EntryKind, LoadPlanner, Rates
+
+KV, STATE = EntryKind.KV, EntryKind.STATE
+
+
+def always():
+    """A planner that loads whatever there is."""
+    return LoadPlanner(Rates(1e18, 0.0, 1.0), learns=False)
+
+
+def make_tiered(*, transfers=None, **changes):
+    """A context with small pools and a tier that holds everything."""
+    settings = {
+        "num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 60, "num_host_states": 30,
+    }  # fmt: skip
+    context = make_context(make_config(**(settings | changes)), load_planner=always())
+    if transfers is not None:
+        install(context, transfers)
+    return context
+
+
+def install(context, transfers):
+    """Puts something between a context and its copies; returns it."""
+    tiering = context._tiering
+    tiering.transfers = transfers(tiering.transfers)
+    return tiering.transfers
+
+
+def host_stats(context):
+    [stats] = context.tier_stats()
+    return stats
+
+
+def cached_rows(context, kind):
+    """Rows of the tier that hold an entry that can be found."""
+    return sorted(context.host_tier._entries[kind].pool._row_of.values())
+
+
+def flip(context, kind, row, bit):
+    """Turns one bit of a row: of its bytes, or of the checksums behind them."""
+    data = context.host_tier.memory[kind].row(row)
+    data[bit // 8] ^= 1 << bit % 8
+
+
+def flip_header(context, kind, row, bit):
+    """Turns one bit of a row's header."""
+    context.host_tier._entries[kind].headers[row, bit // 8] ^= 1 << bit % 8
+
+
+class LateTicket:
+    """Copies that are over when somebody says so."""
+
+    def __init__(self, transfers, run):
+        self._transfers, self._run = transfers, run
+        self._ticket = None
+
+    def finish(self):
+        if self._ticket is None:
+            self._ticket = self._run()
+
+    def is_done(self):
+        return self._ticket is not None
+
+    def wait(self):
+        self._transfers.run_until(self)
+
+    def damaged(self):
+        return self._ticket.damaged()
+
+    def seconds(self):
+        return self._ticket.seconds()
+
+    @property
+    def num_bytes(self):
+        return self._ticket.num_bytes
+
+
+class LateTransfers:
+    """Copies of a device that runs behind, each way in order.
+
+    What is spilled is read when ``run`` comes to it, and not when it was enqueued. What is loaded
+    is there at once, as the forward waits for it, but nobody knows that it is over.
+    """
+
+    def __init__(self, transfers):
+        self._transfers = transfers
+        self.queues = {"spill": [], "load": []}
+
+    def spill(self, jobs):
+        return self._enqueue("spill", lambda: self._transfers.spill(jobs))
+
+    def load(self, jobs):
+        done = self._transfers.load(jobs)
+        return self._enqueue("load", lambda: done)
+
+    def _enqueue(self, way, run):
+        ticket = LateTicket(self, run)
+        self.queues[way].append(ticket)
+        return ticket
+
+    def run(self, count):
+        """The device gets on by some copies each way."""
+        for queue in self.queues.values():
+            for ticket in queue[:count]:
+                ticket.finish()
+            del queue[:count]
+
+    def run_until(self, ticket):
+        for queue in self.queues.values():
+            if ticket in queue:
+                while queue and not ticket.is_done():
+                    queue.pop(0).finish()
+
+    def wait(self):
+        self.run(len(self.queues["spill"]) + len(self.queues["load"]))
+
+    def __getattr__(self, name):
+        return getattr(self._transfers, name)
+
+
+class CopyError(Exception):
+    """What a copy raises."""
+
+
+class FailingTransfers:
+    """Copies that raise while ``fails`` says so, half of them done."""
+
+    def __init__(self, transfers):
+        self._transfers = transfers
+        self.fails = set()
+
+    def spill(self, jobs):
+        return self._run("spill", jobs)
+
+    def load(self, jobs):
+        return self._run("load", jobs)
+
+    def _run(self, way, jobs):
+        if way in self.fails:
+            getattr(self._transfers, way)(jobs[: len(jobs) // 2])
+            raise CopyError
+        return getattr(self._transfers, way)(jobs)
+
+    def __getattr__(self, name):
+        return getattr(self._transfers, name)

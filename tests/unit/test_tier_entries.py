@@ -1,0 +1,179 @@
+"""Keys and headers of entries: what does not match is told, by name."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mamba_cache import InvalidArgumentError
+from mamba_cache.tiers import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    EntryKey,
+    EntryKind,
+    Refusal,
+    block_digest,
+    payload_digest,
+)
+
+KEY = EntryKey(b"i" * 32, b"t" * 16, EntryKind.STATE, b"d" * 16, 3)
+FACTS = EntryFacts(KEY, 512, b"b" * 16, 1000)
+HEADER = EntryHeader(FACTS, payload_digest(b"payload"), 7)
+
+
+def with_checksum(content: bytes) -> bytes:
+    return content + hashlib.blake2b(content, digest_size=16).digest()
+
+
+def patched(offset: int, data: bytes) -> bytes:
+    """The header with other bytes at an offset, and a checksum that is right for them."""
+    content = bytearray(HEADER.to_bytes()[:-16])
+    content[offset : offset + len(data)] = data
+    return with_checksum(bytes(content))
+
+
+@pytest.mark.parametrize("chunk", [None, 0, 12])
+@pytest.mark.parametrize("kind", EntryKind)
+@pytest.mark.parametrize("digest", [b"d" * 16, b"\x00" * 32])
+def test_keys_are_spelled_and_read(chunk, kind, digest) -> None:
+    key = EntryKey(b"i" * 32, b"t" * 16, kind, digest, 3, chunk)
+    tail = "" if chunk is None else f"/{chunk}"
+    assert str(key) == f"mc1/{'69' * 32}/{'74' * 16}/{kind.value}/{digest.hex()}/3{tail}"
+    assert EntryKey.parse(str(key)) == key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "mc1", str(KEY) + "/", str(KEY) + "/1/2", str(KEY).replace("mc1", "mc2"),
+        str(KEY).replace("/s/", "/x/"), str(KEY).upper(), str(KEY)[:-1] + "03",
+        str(KEY).replace("69", "zz"), str(KEY)[:-1] + "-1", None,
+    ],
+)  # fmt: skip
+def test_other_text_is_no_key(text) -> None:
+    with pytest.raises(InvalidArgumentError, match="no entry's key"):
+        EntryKey.parse(text)
+
+
+def test_fields_of_another_kind_are_refused() -> None:
+    for change in (
+        {"identity": b"i"}, {"identity": "i" * 32}, {"tenant": b"t" * 15}, {"kind": "s"},
+        {"digest": b"d" * 17}, {"rank": -1}, {"rank": 2**31}, {"chunk": -1}, {"chunk": True},
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(change))} must be"):
+            replace(KEY, **change)
+    for change in (
+        {"key": str(KEY)}, {"prefix_tokens": 0}, {"block_digest": b""}, {"payload_bytes": 0},
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(change))} must be"):
+            replace(FACTS, **change)
+    for change in ({"facts": KEY}, {"payload_digest": b"p"}, {"generation": -1}):
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(change))} must be"):
+            replace(HEADER, **change)
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    data = HEADER.to_bytes()
+    assert len(data) == HEADER_BYTES
+    assert EntryHeader.read(data) == HEADER
+    assert EntryHeader.read(memoryview(bytearray(data + b"payload"))) == HEADER
+    assert HEADER.refusal(FACTS) is None
+
+
+def test_the_bytes_of_a_header_do_not_change_from_version_to_version() -> None:
+    assert hashlib.sha256(HEADER.to_bytes()).hexdigest() == (
+        "9af8d39666d4b9410433303dd3d1406babd89a228493234c0c20318df65cb336"
+    )
+
+
+def test_every_flipped_bit_of_a_header_is_noticed() -> None:
+    """Each of its 2,048 bits, and never without a reason."""
+    reasons = set()
+    for bit in range(HEADER_BYTES * 8):
+        data = bytearray(HEADER.to_bytes())
+        data[bit // 8] ^= 1 << bit % 8
+        found = EntryHeader.read(data)
+        assert isinstance(found, Refusal), bit
+        reasons.add(found)
+    assert reasons == {Refusal.MAGIC, Refusal.VERSION, Refusal.CHECKSUM}
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
+def test_part_of_a_header_is_none(size: int) -> None:
+    assert EntryHeader.read(HEADER.to_bytes()[:size]) is Refusal.SHORT
+
+
+def test_zeroes_are_no_header() -> None:
+    assert EntryHeader.read(bytes(HEADER_BYTES)) is Refusal.MAGIC
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"),
+    [
+        (10, b"x"),  # kind
+        (11, b"\x11"),  # bytes of the digest
+        (12, b"\xff\xff\xff\xff"),  # rank
+        (28, bytes(8)),  # prefix tokens
+        (36, b"\xff" * 8),  # payload bytes
+        (108, b"\x01"),  # beyond a digest of 16 bytes
+        (HEADER_BYTES - 17, b"\x01"),  # what is no field
+    ],
+)
+def test_a_header_that_nobody_wrote_is_refused_though_its_checksum_is_right(offset, data) -> None:
+    assert EntryHeader.read(patched(offset, data)) is Refusal.MALFORMED
+
+
+CHANGES = {
+    Refusal.IDENTITY: {"identity": b"I" * 32},
+    Refusal.TENANT: {"tenant": b"T" * 16},
+    Refusal.KIND: {"kind": EntryKind.KV},
+    Refusal.RANK: {"rank": 4},
+    Refusal.CHUNK: {"chunk": 0},
+    Refusal.DIGEST: {"digest": b"D" * 16},
+    Refusal.PREFIX_TOKENS: {"prefix_tokens": 513},
+    Refusal.BLOCK_DIGEST: {"block_digest": b"B" * 16},
+    Refusal.PAYLOAD_BYTES: {"payload_bytes": 1001},
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_each_field_is_compared_with_what_the_request_derived(reason: Refusal) -> None:
+    change = CHANGES[reason]
+    if hasattr(KEY, next(iter(change))):
+        change = {"key": replace(KEY, **change)}
+    other = replace(FACTS, **change)
+    written = EntryHeader.read(EntryHeader(other, HEADER.payload_digest).to_bytes())
+    assert isinstance(written, EntryHeader)
+    assert written.refusal(FACTS) is reason
+    assert HEADER.refusal(other) is reason
+
+
+def test_a_longer_digest_is_another_one() -> None:
+    key = replace(KEY, digest=b"d" * 16 + bytes(16))
+    header = EntryHeader.read(EntryHeader(replace(FACTS, key=key), bytes(16)).to_bytes())
+    assert isinstance(header, EntryHeader)
+    assert header.facts.key == key
+    assert header.refusal(FACTS) is Refusal.DIGEST
+
+
+def test_tokens_and_parent_are_told_apart() -> None:
+    tokens = np.arange(4, dtype=np.int32)
+    digests = {
+        block_digest(b"p" * 16, tokens),
+        block_digest(b"q" * 16, tokens),
+        block_digest(b"p" * 16, tokens[::-1]),
+        block_digest(b"p" * 16 + bytes(4), tokens[1:]),
+        block_digest(b"p" * 16, tokens[:3]),
+    }
+    assert len(digests) == 5
+    assert {len(digest) for digest in digests} == {16}
+
+
+def test_a_payload_digest_is_of_the_bytes() -> None:
+    data = np.arange(64, dtype=np.uint8)
+    assert (
+        payload_digest(data) == payload_digest(data.tobytes()) == payload_digest(memoryview(data))
+    )
+    assert payload_digest(data) != payload_digest(data[:-1].copy())

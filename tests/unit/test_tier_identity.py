@@ -1,0 +1,256 @@
+"""The identity: everything that must be equal for two processes to share an entry."""
+
+import dataclasses
+import json
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from mamba_cache import CacheConfig, InvalidArgumentError, KVCacheSpec, StateSpec
+from mamba_cache.states import StateTensorSpec
+from mamba_cache.tiers import CacheIdentity, ModelIdentity, Numerics, ParallelRank, tenant_digest
+
+CONFIG = {
+    "num_kv_blocks": 8,
+    "max_slots": 4,
+    "block_size_tokens": 64,
+    "ssm_chunk_size": 16,
+    "ssm_chunk_alignment": 32,
+    "hash_secret": b"secret",
+    "slot_quantization": "int8",
+    "quantized_tensors": ("ssm",),
+    "slot_rounding": "stochastic",
+    "slot_rounding_seed": 3,
+}
+MODEL = {"name": "org/model", "weights": "sha256:1", "adapter": "lora:1", "settings": "eager"}
+RANK = {
+    "tensor": 0, "tensor_size": 2, "pipeline": 0, "pipeline_size": 2,
+    "context": 0, "context_size": 2,
+}  # fmt: skip
+NUMERICS = {
+    "architecture": "H200 sm_90",
+    "torch_version": "2.13",
+    "triton_version": "3.7",
+    "kernels": "mamba-cache 0.1.0",
+    "matmul_precision": "highest",
+}
+STATE = {"conv": (2, (4, 3), torch.bfloat16), "ssm": (2, (2, 4, 8), torch.float32)}
+KV = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
+
+
+def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
+    """An identity in which what is given differs from the usual."""
+    tensors = [StateTensorSpec(name, *rest) for name, rest in (STATE | dict(state)).items()]
+    described = ModelIdentity(
+        **(MODEL | dict(model)),
+        rank=ParallelRank(**(RANK | dict(rank))),
+        numerics=Numerics(**(NUMERICS | dict(numerics))),
+    )
+    kv_spec = None if kv is None else KVCacheSpec(**(KV | dict(kv)))
+    settings = CacheConfig(**(CONFIG | dict(config)))
+    return CacheIdentity.of(described, settings, StateSpec(tuple(tensors)), kv_spec)
+
+
+CHANGES = {
+    "model": {"model": {"name": "other/model"}},
+    "weights": {"model": {"weights": "sha256:2"}},
+    "adapter": {"model": {"adapter": "lora:2"}},
+    "settings": {"model": {"settings": "sdpa"}},
+    "rank.tensor": {"rank": {"tensor": 1}},
+    "rank.tensor_size": {"rank": {"tensor_size": 4}},
+    "rank.pipeline": {"rank": {"pipeline": 1}},
+    "rank.pipeline_size": {"rank": {"pipeline_size": 4}},
+    "rank.context": {"rank": {"context": 1}},
+    "rank.context_size": {"rank": {"context_size": 4}},
+    "numerics.architecture": {"numerics": {"architecture": "H100 sm_90"}},
+    "numerics.torch_version": {"numerics": {"torch_version": "2.12"}},
+    "numerics.triton_version": {"numerics": {"triton_version": "3.6"}},
+    "numerics.kernels": {"numerics": {"kernels": "mamba-cache 0.2.0"}},
+    "numerics.matmul_precision": {"numerics": {"matmul_precision": "high"}},
+    "state": {"state": {"ssm": (2, (2, 8, 4), torch.float32)}},
+    "kv.num_layers": {"kv": {"num_layers": 3}},
+    "kv.num_kv_heads": {"kv": {"num_kv_heads": 1}},
+    "kv.head_dim": {"kv": {"head_dim": 16}},
+    "kv.dtype": {"kv": {"dtype": torch.float16}},
+    "block_size_tokens": {"config": {"block_size_tokens": 128}},
+    "ssm_chunk_size": {"config": {"ssm_chunk_size": 32}},
+    "ssm_chunk_alignment": {"config": {"ssm_chunk_alignment": 64}},
+    "quantization.tensors": {"config": {"quantized_tensors": ("ssm", "conv")}},
+    "quantization.rounding": {"config": {"slot_rounding": "nearest"}},
+    "quantization.seed": {"config": {"slot_rounding_seed": 4}},
+    "hash.secret": {"config": {"hash_secret": b"another"}},
+}
+FURTHER_CHANGES = {
+    "a state's dtype": {"state": {"ssm": (2, (2, 4, 8), torch.bfloat16)}},
+    "a state's layers": {"state": {"ssm": (3, (2, 4, 8), torch.float32)}},
+    "a further tensor": {"state": {"more": (2, (1,), torch.float32)}},
+    "no attention": {"kv": None},
+    "no quantisation": {"config": {"slot_quantization": None}},
+    "the hash's algorithm": {"config": {"hash_algorithm": "sha256"}},
+}
+
+
+@pytest.mark.parametrize("fact", CHANGES)
+def test_one_changed_fact_is_another_identity(fact: str) -> None:
+    usual, other = identity(), identity(**CHANGES[fact])
+    assert usual.digest != other.digest
+    assert usual.canonical != other.canonical
+    assert usual != other
+    assert usual.differences(other) == (fact,)
+
+
+@pytest.mark.parametrize("change", FURTHER_CHANGES)
+def test_another_spec_or_hash_is_another_identity(change: str) -> None:
+    assert identity().digest != identity(**FURTHER_CHANGES[change]).digest
+
+
+def test_at_least_twenty_kinds_of_changes_are_told_apart_from_each_other() -> None:
+    changes = [*CHANGES.values(), *FURTHER_CHANGES.values()]
+    digests = {identity(**change).digest for change in changes} | {identity().digest}
+    assert len(digests) == len(changes) + 1 >= 21
+
+
+def test_equal_facts_are_the_same_identity() -> None:
+    assert identity() == identity()
+    assert identity().digest == identity().digest
+    assert len({identity(), identity()}) == 1
+
+
+def test_how_much_is_kept_does_not_matter() -> None:
+    budgets = {
+        "num_kv_blocks": 80,
+        "max_slots": 40,
+        "max_requests": 3,
+        "eviction_policy": "ref_zero",
+    }
+    assert identity(config=budgets) == identity()
+
+
+def test_the_digest_does_not_depend_on_the_process() -> None:
+    """Entries of one version of the package are found by the next as long as this holds."""
+    assert identity().digest.hex() == (
+        "3149db8e8a5c5d04e4748cc6a7b38bd759fe1424234e3dbe22abde9fec1c5e0b"
+    )
+
+
+def test_every_setting_of_what_is_computed_is_a_fact() -> None:
+    """A new field of what an identity is made from is a fact too, or is known to be none."""
+    for kind, names in (
+        (ModelIdentity, {"model", "weights", "adapter", "settings", "rank", "numerics"}),
+        (KVCacheSpec, set(KV)),
+        (StateTensorSpec, {"name", "num_layers", "shape", "dtype"}),
+    ):
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert {"model" if n == "name" and kind is ModelIdentity else n for n in fields} == names
+    assert set(identity().facts["rank"]) == {f.name for f in dataclasses.fields(ParallelRank)}
+    assert set(identity().facts["numerics"]) == {f.name for f in dataclasses.fields(Numerics)}
+
+
+@pytest.mark.parametrize("weights", ["", None, 3])
+def test_unset_weights_are_refused(weights) -> None:
+    with pytest.raises(InvalidArgumentError, match="weights must be a digest"):
+        identity(model={"weights": weights})
+
+
+def test_a_secret_drawn_in_each_process_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="hash_secret must be given"):
+        identity(config={"hash_secret": None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"name": ""}}, "name must be a string that is not empty"),
+        ({"model": {"adapter": None}}, "adapter must be a string, got None"),
+        ({"numerics": {"kernels": ""}}, "kernels must be a string that is not empty"),
+        ({"rank": {"tensor": 2}}, "tensor must be an int in"),
+        ({"rank": {"tensor_size": 0}}, "tensor_size must be an int in"),
+    ],
+)
+def test_a_fact_of_another_kind_is_refused(change, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        identity(**change)
+
+
+def test_parts_of_another_kind_are_refused() -> None:
+    model = ModelIdentity(name="m", weights="w")
+    state = StateSpec.mamba(1, (2, 2), (1, 2, 2), torch.float32, torch.float32)
+    config = CacheConfig(num_kv_blocks=1, max_slots=1, hash_secret=b"s")
+    for arguments, name in (
+        (("m", config, state, None), "model"),
+        ((model, "c", state, None), "config"),
+        ((model, config, "s", None), "state_spec"),
+        ((model, config, state, "k"), "kv_spec"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{name} must be a"):
+            CacheIdentity.of(*arguments)
+    for name in ("rank", "numerics"):
+        with pytest.raises(InvalidArgumentError, match=f"{name} must be a"):
+            ModelIdentity(name="m", weights="w", **{name: "x"})
+
+
+def test_canonical_bytes_bring_the_identity_back() -> None:
+    assert CacheIdentity(identity().canonical) == identity()
+    assert identity().facts["model"] == "org/model"
+
+
+@pytest.mark.parametrize(
+    "canonical",
+    [b"", b"{}", b"[]", b"\xff", b'{"rank": {"tensor": 0}}', b'{"rank":{"tensor":9}}', "{}"],
+)
+def test_other_bytes_are_no_identity(canonical) -> None:
+    with pytest.raises(InvalidArgumentError, match="canonical must"):
+        CacheIdentity(canonical)
+
+
+def test_the_ranks_of_a_model_have_different_numbers() -> None:
+    ranks = [
+        ParallelRank(
+            tensor=t, tensor_size=2, pipeline=p, pipeline_size=3, context=c, context_size=5
+        )
+        for t in range(2) for p in range(3) for c in range(5)
+    ]  # fmt: skip
+    assert {rank.number for rank in ranks} == set(range(30))
+    assert identity(rank={"pipeline": 1}).rank == 4
+
+
+def test_numerics_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Numerics.of("cpu")
+    assert torch.__version__ in own.torch_version
+    assert own == Numerics.of("cpu")
+    assert Numerics.of("cpu", kernels="mamba-ssm 2.2").kernels.endswith(", mamba-ssm 2.2")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert Numerics.of("cpu") != own
+    finally:
+        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr("mamba_cache.tiers.identity.metadata.version", _not_found)
+    assert Numerics.of("cpu").triton_version == "none"
+
+
+def _not_found(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_an_identity_of_one_process_is_nobody_elses() -> None:
+    assert ModelIdentity.of_this_process() != ModelIdentity.of_this_process()
+
+
+def test_salts_are_told_apart_and_not_told() -> None:
+    salts = [None, "1", b"1", 1, "", b"", "alice"]
+    digests = {tenant_digest(b"secret", salt) for salt in salts}
+    assert len(digests) == len(salts)
+    assert {len(digest) for digest in digests} == {16}
+    assert tenant_digest(b"secret", "alice") == tenant_digest(b"secret", "alice")
+    assert tenant_digest(b"another", "alice") not in digests
+    for salt in (1.5, True):
+        with pytest.raises(InvalidArgumentError, match="cache_salt must be"):
+            tenant_digest(b"secret", salt)
+
+
+def test_neither_secret_nor_salt_is_written() -> None:
+    told = identity(config={"hash_secret": b"top secret"}).canonical
+    assert b"top secret" not in told
+    assert json.loads(told)["hash"]["algorithm"] == "xxh3_128"
