@@ -160,7 +160,7 @@ class AnswerSettingsReader:
 
 def _has_default_length(model: Any, config: Any) -> bool:
     """Says whether nobody has set a length, so that the library's default means new tokens."""
-    defaults = getattr(type(config), "_get_default_generation_params", dict)()
+    defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
     return getattr(
         model.generation_config, "max_length", None
     ) is None and config.max_length == defaults.get("max_length", 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -270,7 +270,7 @@ class Batcher:
         request = Request(
             request_id=self._num_requests,
             prompt_tokens=prompt,
-            cache_salt=cache_salt,
+            cache_salt=cast("str | bytes | None", cache_salt),  # ints are hashed as well
             lora_id=self._runner.fingerprint.key,
             checkpoint_positions=checkpoints,
         )
@@ -499,7 +499,7 @@ class Batcher:
         sampled = decoded + [request for request, part in chunks if part.samples]
         values = tokens.tolist()
         forks: list[tuple[BatchRequest, int]] = []
-        for request, value in zip(sampled, values, strict=True):
+        for request in sampled:
             firsts = of_children.get(request.key)
             if firsts and not request.answer:
                 made = self._queues.fork(request, firsts)

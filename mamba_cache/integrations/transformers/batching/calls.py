@@ -252,8 +252,8 @@ def _output(request: BatchRequest, records_timestamps: bool) -> Any:
         kind, statuses = library.GenerationOutput, library.RequestStatus
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no GenerationOutput: use a version that "
-            "mamba_cache was tested with (docs/how-to/transformers.md)"
+            f"transformers {transformers().__version__} has no GenerationOutput: use a version "
+            "that mamba_cache was tested with (docs/how-to/transformers.md)"
         ) from error
     return kind(
         request_id=request.request_id,
