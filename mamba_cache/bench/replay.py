@@ -28,6 +28,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
     CheckpointPlacement,
     ConsumedSlotPolicy,
     EveryNthBlock,
@@ -44,6 +45,7 @@ POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
     "lru": LruSlotPolicy,
     "consumed": ConsumedSlotPolicy,
     "score": ScoreSlotPolicy,
+    "adaptive": AdaptiveSlotPolicy,
 }
 """Eviction policies by name."""
 
@@ -189,6 +191,7 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
         "token_hit_rate": round(stats.skipped_tokens / total, 4),
         "kv_hit_rate": round(matched / total, 4),
         "saved_states": stats.saved_states,
+        "refused_states": stats.refused_states,
         "kept_states": stats.cached_slots,
         "evicted_slots": stats.evicted_slots,
         "evicted_blocks": stats.evicted_blocks,
