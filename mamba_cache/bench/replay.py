@@ -28,25 +28,17 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
-    AdaptiveSlotPolicy,
+    SLOT_POLICIES,
     CheckpointPlacement,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
-    LruSlotPolicy,
     MegatronPlacement,
-    ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
 
 __all__ = ["PLACEMENTS", "POLICIES", "add_replay_options", "print_replay", "replay", "run_replay"]
 
-POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
-    "lru": LruSlotPolicy,
-    "consumed": ConsumedSlotPolicy,
-    "score": ScoreSlotPolicy,
-    "adaptive": AdaptiveSlotPolicy,
-}
+POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {**SLOT_POLICIES}
 """Eviction policies by name."""
 
 PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
+from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +61,13 @@ from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
+from mamba_cache.protocols import StatesOfBlocks
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    MambaSlotAllocator,
+    SlotEvictionPolicy,
+    scrub_free_slots,
+)
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
@@ -103,8 +111,8 @@ class DynamicInferenceContext:
         kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
             ``config.num_kv_blocks`` says how many blocks it has.
         device: Where states, keys and values are.
-        slot_policy: Which states are given up first. Default: the one that belongs to
-            ``config.eviction_policy``.
+        slot_policy: Which states are given up first. Default: what ``config.slot_policy``
+            names.
         placement: Where states are saved. Default: Megatron's three positions.
 
     Attributes:
@@ -212,6 +220,8 @@ class DynamicInferenceContext:
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        slots = ref(self.slot_allocator)
+        self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
             self.slot_allocator.on_kv_blocks_deregistered
         )
@@ -995,3 +1005,9 @@ class DynamicInferenceContext:
         if active.status is not RequestStatus.PREEMPTED:
             self._admitter.release(active)
         self._requests.remove(active)
+
+
+def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> StatesOfBlocks | None:
+    """Return who knows what states are worth; None if their policy does not tell."""
+    pool = slots()
+    return pool if pool is not None and pool.knows_prompts else None

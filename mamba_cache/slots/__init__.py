@@ -4,6 +4,7 @@ from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
 from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
 from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+from mamba_cache.slots.named_policies import SLOT_POLICIES
 from mamba_cache.slots.placement import (
     BranchPoint,
     CheckpointPlacement,
@@ -27,6 +28,7 @@ from mamba_cache.slots.pool import SlotLease, SlotPool
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "SLOT_POLICIES",
     "AdaptiveSlotPolicy",
     "BranchPoint",
     "CheckpointPlacement",

@@ -196,6 +196,13 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         """Record that slots hold or await no state any more, for whatever reason."""
         ...
 
+    def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
+        """Return the place, in [n] cached slots, of the state whose loss frees KV most cheaply.
+
+        That is the one of the lowest worth for each KV block that nothing but it needs.
+        """
+        ...
+
     def check_invariants(self, slots_taken: Sequence[int]) -> None:
         """Check the bookkeeping against itself, and against the slots that hold or await states.
 

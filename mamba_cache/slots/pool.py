@@ -221,6 +221,20 @@ class SlotPool:
         """
         return self.get_slot(block_id) >= 0
 
+    def have_states(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Say of each block of [n] whether its state is cached; for ``StatesOfBlocks``."""
+        have: npt.NDArray[np.bool_] = self._block_to_slot.take(blocks) >= 0
+        return have
+
+    def first_to_go(self, blocks: npt.NDArray[np.intp]) -> int:
+        """Return which of [n] blocks with cached states the policy would give up first.
+
+        For ``StatesOfBlocks``; the policy is one that knows prompts.
+        """
+        assert self._prefix_policy is not None
+        slots = self._block_to_slot.take(blocks).astype(np.int64)
+        return blocks.item(self._prefix_policy.least_loss(slots))
+
     @query
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
         """Return how many of consecutive blocks lie before the farthest state, its own included.

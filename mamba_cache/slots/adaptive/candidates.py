@@ -350,6 +350,11 @@ class CandidateTree:
 
     # What is kept.
 
+    @property
+    def num_ghosts(self) -> int:
+        """Candidates without a state."""
+        return len(self._ghosts)
+
     def is_kept(self, node: int) -> bool:
         """Say whether a slot holds or awaits a candidate's state."""
         return self._num_kept_at[node] > 0
@@ -437,14 +442,16 @@ class CandidateTree:
 
     def _forget_oldest(self) -> None:
         ghosts = self._ghosts
-        for _ in range(len(ghosts) - self._max_ghosts):
+        num_tried = 0
+        # So many are in between only if all others are where others part.
+        while len(ghosts) > self._max_ghosts and num_tried <= len(ghosts):
             node, _ = ghosts.popitem(last=False)
-            for _ in range(len(ghosts)):
-                if len(self._children[node]) < 2:
-                    break
-                ghosts[node] = None  # others part here
-                node, _ = ghosts.popitem(last=False)
-            self._forget(node)
+            num_tried += 1
+            if self._num_children_at[node] > 1:
+                ghosts[node] = None
+            else:
+                self._forget(node)
+                num_tried = 0
 
     def _forget(self, node: int) -> None:
         """Forget a ghost with one candidate directly below it, or none."""

@@ -183,6 +183,13 @@ class AdaptiveSlotPolicy:
             elif node >= 0:
                 self._release(node)
 
+    def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
+        """Return the place of the slot whose state is worth the least for each of its blocks."""
+        nodes = self._candidates.take(slots)
+        return self._lowest(
+            nodes, self._values(nodes) / np.maximum(self._tree.blocks_freed_by(nodes), 1)
+        )
+
     def state(self) -> npt.NDArray[np.int64]:
         """Return all that later choices depend on, int64."""
         incomplete = np.array(sorted(self._incomplete), np.int64)

@@ -29,7 +29,7 @@ INDEX_SCALE: Final = 1 << 32
 
 _FIRST_AGE: Final = _EDGES[:-1]
 _WIDTHS: Final = np.diff(_EDGES).astype(np.float64)
-_FIRST_AT: Final = memoryview(_FIRST_AGE)
+_FIRST_AT: Final = _FIRST_AGE.data
 _IS_LATER: Final = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
 _PRIOR: Final = 0.5 / _FIRST_AGE
 _LEVEL_EVENTS: Final = 2.0
@@ -190,4 +190,5 @@ def _gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     taking = time[:, :-1, None] - time[:, None, 1:]
     # Bins without an age have neither.
     ratio = np.where(_IS_LATER & (taking > 0), chance / np.where(taking > 0, taking, 1), 0)
-    return (ratio.max(2) * INDEX_SCALE).astype(np.int64)
+    index: npt.NDArray[np.int64] = (ratio.max(2) * INDEX_SCALE).astype(np.int64)
+    return index
