@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
 from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
 from mamba_cache.errors import InvalidArgumentError
@@ -15,6 +15,7 @@ __all__ = [
     "CacheConfig",
     "EvictionPolicy",
     "HashAlgorithm",
+    "SlotPolicyName",
 ]
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
@@ -24,6 +25,8 @@ _MAX_GB = 2.0**33
 """GiB that an address of 63 bits reaches."""
 
 HashAlgorithm = Literal["xxh3_128", "sha256"]
+
+SlotPolicyName = Literal["adaptive", "lru", "consumed", "score"]
 
 
 class EvictionPolicy(str, Enum):
@@ -59,6 +62,10 @@ class CacheConfig:
             ``ssm_chunk_size``, which is its default.
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
+        slot_policy: Which saved states are given up first where a context is given no policy of its
+            own: "adaptive" learns which come back, and has KV blocks follow them; "lru",
+            "consumed" and "score" are simple rules (docs/how-to/choosing_policies.md). None: what
+            ``eviction_policy`` asks for, "adaptive" under LRU.
         vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
         min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels
             that cannot start from the last token alone need more than one.
@@ -109,6 +116,7 @@ class CacheConfig:
     ssm_chunk_alignment: int | None = None
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
+    slot_policy: SlotPolicyName | None = None
     vocab_size: int | None = None
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
@@ -272,6 +280,8 @@ class CacheConfig:
         policies = [policy.value for policy in EvictionPolicy]
         check_choice("eviction_policy", self.eviction_policy, policies)
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
+        if self.slot_policy is not None:
+            check_choice("slot_policy", self.slot_policy, get_args(SlotPolicyName))
         if self.slot_quantization is not None:
             check_choice("slot_quantization", self.slot_quantization, ("int8",))
         names = check_names("quantized_tensors", self.quantized_tensors)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["BatchDimensions", "KVBlockView", "MambaMetadata", "PrefillRequest", "SlotContext"]
+__all__ = [
+    "BatchDimensions",
+    "KVBlockView",
+    "MambaMetadata",
+    "PrefillRequest",
+    "SlotContext",
+    "StatesOfBlocks",
+]
 
 # `Any` stands for a CPU torch tensor or a numpy array: this module imports neither.
 
@@ -29,6 +36,19 @@ class KVBlockView(Protocol):
 
     block_hashes: Any
     """[pool_size] int64, CPU: each block's hash id, -1 if it has none."""
+
+
+class StatesOfBlocks(Protocol):
+    """What KV blocks' owner asks of states before it evicts blocks that have some."""
+
+    def has_state(self, block_id: int) -> bool:
+        """Say whether a state is saved at a block, and worth keeping its block for."""
+
+    def have_states(self, blocks: Any) -> Any:
+        """Say the same of each block of [n] int64; return [n] bool."""
+
+    def first_to_go(self, blocks: Any) -> int:
+        """Return which of [n] int64 blocks with a state, 1 or more, is the least loss."""
 
 
 class MambaMetadata(Protocol):

@@ -28,23 +28,17 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
+    SLOT_POLICIES,
     CheckpointPlacement,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
-    LruSlotPolicy,
     MegatronPlacement,
-    ScoreSlotPolicy,
     SlotEvictionPolicy,
 )
 
 __all__ = ["PLACEMENTS", "POLICIES", "add_replay_options", "print_replay", "replay", "run_replay"]
 
-POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
-    "lru": LruSlotPolicy,
-    "consumed": ConsumedSlotPolicy,
-    "score": ScoreSlotPolicy,
-}
+POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {**SLOT_POLICIES}
 """Eviction policies by name."""
 
 PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
@@ -189,6 +183,7 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
         "token_hit_rate": round(stats.skipped_tokens / total, 4),
         "kv_hit_rate": round(matched / total, 4),
         "saved_states": stats.saved_states,
+        "refused_states": stats.refused_states,
         "kept_states": stats.cached_slots,
         "evicted_slots": stats.evicted_slots,
         "evicted_blocks": stats.evicted_blocks,

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_items, check_choice, check_int
-from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
+from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
 from mamba_cache.blocks.prefix_tree import FEW, NO_HASH, BlockArray, PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
@@ -27,6 +27,7 @@ from mamba_cache.errors import (
     InvariantError,
     UnknownBlockError,
 )
+from mamba_cache.protocols import StatesOfBlocks
 
 __all__ = ["DeregistrationObserver", "KVBlockAllocator"]
 
@@ -51,9 +52,6 @@ _MOST_REFERENCES = 1 << 20
 """Given in one call: counts are int32."""
 
 _ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
-
-_LAST_RESORT = 1 << 62
-"""Added to a timestamp, so that the block goes after all to whose timestamps it was not."""
 
 
 class KVBlockAllocator:
@@ -132,6 +130,8 @@ class KVBlockAllocator:
         self._ref_counts = np.empty(self.pool_size, dtype=np.int32)
         self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
+        # Exactly the cached blocks without cached children; those with used ones go last.
+        self._leaves = LeafQueue()
         self._hashes = self._tree.hashes
         # Single elements are read and written several times faster through memoryviews.
         self._refs_at, self._used_at = self._ref_counts.data, self._timestamps.data
@@ -144,13 +144,21 @@ class KVBlockAllocator:
         self._timestamps.fill(0)
         self._tree.clear()
         self._free = deque(range(self.dummy_block_id))
-        # Exactly the cached blocks without cached children; those with used ones go last.
-        self._leaves = EvictionQueue()
+        self._leaves.clear()
         self._copies.clear()
         self._num_cached = 0
         self._clock = 0
         self.evicted_blocks_total = 0
         self.hash_collisions_total = 0
+
+    def ask_states(self, find_states: Callable[[], StatesOfBlocks | None]) -> None:
+        """Have blocks with states evicted after those without, and in the order of their worth.
+
+        Args:
+            find_states: Returns who knows of states, or None while nobody does. It is called at
+                each eviction, so it need not keep them alive.
+        """
+        self._leaves.ask(find_states)
 
     @property
     def num_free_blocks(self) -> int:
@@ -695,6 +703,7 @@ class KVBlockAllocator:
         victims: list[int] = []
         chosen_children: dict[int, int] = {}  # of parents that have several
         leaves, tree, as_leaf = self._leaves, self._tree, self._as_leaf
+        leaves.look()
         parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
         new_leaf: tuple[int, int] | None = None
         num_wanted = num_blocks - len(self._free)
@@ -702,7 +711,7 @@ class KVBlockAllocator:
             if new_leaf is None and not leaves:
                 self._offer_for_eviction(victims, np.array(victims, np.intp))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
-            block_id, _ = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
+            block_id = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
             new_leaf, parent = None, parent_of(block_id)
             if parent is None:
@@ -727,7 +736,7 @@ class KVBlockAllocator:
         if num_cached != num_chosen_children or self._refs_at[block_id]:
             return None
         # unnoticed: all that wait are moved alike, so their order stays
-        delay = _LAST_RESORT if tree.children_at[block_id] > num_cached else 0
+        delay = LAST_RESORT if tree.children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 
     def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
@@ -16,6 +17,7 @@ from mamba_cache.slots import (
     MambaSlotAllocator,
     PlacementFacts,
     SlotLease,
+    StateProposal,
 )
 from mamba_cache.slots.placement import placed_positions
 
@@ -75,7 +77,7 @@ class Checkpoints:
         without_room = max(0, sum(p < end for p in positions) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
-        kept = self._reserve(active, positions[without_room:])
+        kept = self._reserve(active, positions[without_room:], self._propose)
         boundary = kept.pop() if kept and kept[-1].position == end else None
         self._room -= len(kept)
         return chunk.with_checkpoints(tuple(kept), boundary)
@@ -102,7 +104,7 @@ class Checkpoints:
             return
         before = active.checkpoint
         if before is None or before.epoch != self._slots.epoch:
-            kept = self._reserve(active, [position])
+            kept = self._reserve(active, [position], self._propose_unfinished)
             active.checkpoint = kept[0] if kept else None
         # Else the step before may get there, or this one: one slot does for both.
 
@@ -270,8 +272,34 @@ class Checkpoints:
             wanted |= active.wanted_boundaries()
         return sorted(p for p in wanted if start < p <= end)
 
-    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
-        slots = self._slots.reserve_slots([active.block_before(p) for p in positions])
+    def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
+        """Describe a state inside a prompt, or at its end."""
+        block, end = self._block_size, active.num_tokens
+        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
+        if position >= (end - 1) // block * block:
+            kind: Literal["end", "branch", "inside"] = "end"
+        else:
+            kind = "branch" if position == active.num_shared_tokens else "inside"
+        is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
+        return StateProposal(active.prompt_seen, position // block, kind, is_asked)
+
+    def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
+        """Describe the state at the end of a block that a decoding request has begun."""
+        num_blocks, is_asked = position // self._block_size, active.wants_state_at(position)
+        before = active.hashes[: num_blocks - 1]
+        return StateProposal(active.prompt_seen, num_blocks, "end", is_asked, before)
+
+    def _reserve(
+        self,
+        active: ActiveRequest,
+        positions: Sequence[int],
+        propose: Callable[[ActiveRequest, int], StateProposal],
+    ) -> list[Checkpoint]:
+        proposals = None
+        if active.prompt_seen is not None:
+            proposals = [propose(active, position) for position in positions]
+        blocks = [active.block_before(p) for p in positions]
+        slots = self._slots.reserve_slots(blocks, proposals)
         epoch = self._slots.epoch
         return [
             Checkpoint(p, slot, epoch)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
+from weakref import ReferenceType, finalize, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,13 @@ from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
+from mamba_cache.protocols import StatesOfBlocks
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    MambaSlotAllocator,
+    SlotEvictionPolicy,
+    scrub_free_slots,
+)
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
@@ -114,8 +121,8 @@ class DynamicInferenceContext:
         kv_spec: What one token's keys and values hold. None: the embedder keeps them itself, and
             ``config.num_kv_blocks`` says how many blocks it has.
         device: Where states, keys and values are.
-        slot_policy: Which states are given up first. Default: the one that belongs to
-            ``config.eviction_policy``.
+        slot_policy: Which states are given up first. Default: what ``config.slot_policy``
+            names.
         placement: Where states are saved. Default: Megatron's three positions.
         host_state_policy: Which states the host tier gives up first. Default: those that were used
             least recently.
@@ -185,7 +192,7 @@ class DynamicInferenceContext:
             self._tiering.host.join(self._guard)
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
-                self._closes_lower = weakref.finalize(self, self._tiering.lower.tier.close)
+                self._closes_lower = finalize(self, self._tiering.lower.tier.close)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -249,6 +256,8 @@ class DynamicInferenceContext:
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        slots = ref(self.slot_allocator)
+        self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
             self.slot_allocator.on_kv_blocks_deregistered
         )
@@ -1117,3 +1126,9 @@ class DynamicInferenceContext:
         if active.status is not RequestStatus.PREEMPTED:
             self._admitter.release(active)
         self.request_table.remove(active)
+
+
+def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> StatesOfBlocks | None:
+    """Return who knows what states are worth; None if their policy does not tell."""
+    pool = slots()
+    return pool if pool is not None and pool.knows_prompts else None

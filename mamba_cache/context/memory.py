@@ -10,10 +10,15 @@ from typing import NamedTuple, cast
 
 import torch
 
-from mamba_cache.config import CacheConfig
+from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots import (
+    SLOT_POLICIES,
+    MambaSlotAllocator,
+    RefZeroSlotPolicy,
+    SlotEvictionPolicy,
+)
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
     KVCacheSpec,
@@ -207,9 +212,15 @@ def make_slot_allocator(
         cast(SlotContext, fields),
         _num_slots(config, slot_spec(config, state_spec)),
         state_spec,
-        policy=policy,
+        policy=_default_policy(config) if policy is None else policy,
         quantization=_quantization(config),
     )
+
+
+def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:
+    if config.slot_policy is None and config.eviction_policy is EvictionPolicy.REF_ZERO:
+        return RefZeroSlotPolicy()
+    return SLOT_POLICIES[config.slot_policy or "adaptive"]()
 
 
 def slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:

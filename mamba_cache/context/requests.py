@@ -351,6 +351,7 @@ class ActiveRequest:
         checkpoint_positions: Positions beside the placement's at which to save a state.
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
+        prompt_seen: What stands for its prompt where the slots' policy knows prompts.
 
     Args:
         request: The caller's request.
@@ -363,7 +364,8 @@ class ActiveRequest:
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_shared_blocks", "prompt", "request", "request_id", "row", "state_position",
+        "num_shared_blocks", "prompt", "prompt_seen", "request", "request_id", "row",
+        "state_position",
     )  # fmt: skip
 
     def __init__(
@@ -391,6 +393,7 @@ class ActiveRequest:
         self.checkpoint_positions = tuple(request.checkpoint_positions)
         self.admission: Admission | None = None
         self.decode_lease: SlotLease | None = None
+        self.prompt_seen: object = None
 
     @property
     def status(self) -> RequestStatus:
@@ -578,6 +581,7 @@ class ActiveRequest:
             fork._generated = array("i", [*generated, token])
             fork.checkpoint_positions = self.checkpoint_positions
             fork.state_position = self.state_position
+            fork.prompt_seen = self.prompt_seen
             fork.num_published = self.num_published
             fork.num_shared_blocks = self.num_computed // self._rows.block_size_tokens
             forks.append(fork)

@@ -33,6 +33,7 @@ class CacheStats:
         computed_tokens: Tokens computed in committed steps, prefill and decode, with the drafts
             that were not accepted; those of a decoding request once its step is collected.
         saved_states: States that became findable.
+        refused_states: States not computed because the slots' policy held others worth more.
         skipped_checkpoints: States not saved because no slot or no room in the step was left.
         unwritten_states: States not published because a layer of the model did not hand over its
             part: 0, unless there is a bug in the model's layers.
@@ -63,6 +64,7 @@ class CacheStats:
     skipped_tokens: int
     computed_tokens: int
     saved_states: int
+    refused_states: int
     skipped_checkpoints: int
     unwritten_states: int
     evicted_blocks: int
@@ -134,6 +136,7 @@ def collect_stats(
     own["misses"] = {reason.value: n for reason in MissReason if (n := own["misses"][reason])}
     return CacheStats(
         **own,
+        refused_states=slots.refused_states_total,
         skipped_checkpoints=slots.skipped_checkpoints_total,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,

@@ -1,8 +1,10 @@
 """Slots for saved states: the pool, eviction policies, checkpoint placement, the allocator."""
 
+from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
 from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
 from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+from mamba_cache.slots.named_policies import SLOT_POLICIES
 from mamba_cache.slots.placement import (
     BranchPoint,
     CheckpointPlacement,
@@ -14,14 +16,20 @@ from mamba_cache.slots.placement import (
 from mamba_cache.slots.policies import (
     ConsumedSlotPolicy,
     LruSlotPolicy,
+    PrefixSlotPolicy,
+    PromptFacts,
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
     SlotEvictionPolicy,
+    SlotPlan,
+    StateProposal,
 )
 from mamba_cache.slots.pool import SlotLease, SlotPool
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
+    "SLOT_POLICIES",
+    "AdaptiveSlotPolicy",
     "BranchPoint",
     "CheckpointPlacement",
     "ConsumedSlotPolicy",
@@ -31,13 +39,17 @@ __all__ = [
     "MambaSlotAllocator",
     "MegatronPlacement",
     "PlacementFacts",
+    "PrefixSlotPolicy",
+    "PromptFacts",
     "RefZeroSlotPolicy",
     "ScoreSlotPolicy",
     "SlotEvictionPolicy",
     "SlotLease",
+    "SlotPlan",
     "SlotPool",
     "StateEvent",
     "StateObserver",
+    "StateProposal",
     "StatesRemoved",
     "StatesStored",
     "scrub_free_slots",

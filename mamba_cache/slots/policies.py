@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,13 @@ from mamba_cache.protocols import KVBlockView
 __all__ = [
     "ConsumedSlotPolicy",
     "LruSlotPolicy",
+    "PrefixSlotPolicy",
+    "PromptFacts",
     "RefZeroSlotPolicy",
     "ScoreSlotPolicy",
     "SlotEvictionPolicy",
+    "SlotPlan",
+    "StateProposal",
     "as_host_array",
     "check_policy",
     "hand_over",
@@ -81,6 +86,129 @@ class SlotEvictionPolicy(Protocol):
 
     def reset(self, max_slots: int) -> None:
         """Forget everything, before first use and whenever the pool of that size is emptied."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What a policy that knows prompts is told of each request.
+
+    Attributes:
+        hash_ids: The hash id of each complete block of its prompt.
+        block_size_tokens: Tokens of a block.
+        num_matched_blocks: Blocks found cached.
+        num_usable_blocks: Blocks that could be skipped at most, were all of them cached.
+        will_continue: Whether its sender says that a longer prompt will follow; None: nothing said.
+        source: Who says so; equal ones are trusted alike.
+    """
+
+    hash_ids: Sequence[int]
+    block_size_tokens: int
+    num_matched_blocks: int
+    num_usable_blocks: int
+    will_continue: bool | None = None
+    source: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateProposal:
+    """A state that could be saved.
+
+    Attributes:
+        prompt: What ``on_request`` returned for the request.
+        num_blocks: Blocks before the state's position.
+        kind: Why it is proposed: at the "end" of a prompt or answer, where prompts "branch", or
+            "inside" a prompt.
+        is_asked: Whether the caller asked for it by its position, so that it is not refused.
+        hash_ids: While a request decodes, the hash id of each block before the position but for
+            the last one, which is not known yet; None: they are the prompt's.
+    """
+
+    prompt: Any
+    num_blocks: int
+    kind: Literal["end", "branch", "inside"] = "end"
+    is_asked: bool = False
+    hash_ids: Sequence[int] | None = None
+
+
+class SlotPlan(NamedTuple):
+    """What a policy that knows prompts decides on proposals.
+
+    Attributes:
+        accepted: For each proposal whether its state is worth a slot.
+        victims: The slots to evict for those.
+    """
+
+    accepted: list[bool]
+    victims: list[int]
+
+
+@runtime_checkable
+class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
+    """An eviction policy that also knows the prompts, and may refuse states before they are saved.
+
+    For policies that need it; of others the methods of ``SlotEvictionPolicy`` are called alone.
+    """
+
+    def on_request(self, facts: PromptFacts) -> Any:
+        """Record a request that is about to run.
+
+        Returns:
+            What stands for its prompt in ``StateProposal``.
+        """
+        ...
+
+    def admit(
+        self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
+    ) -> SlotPlan:
+        """Choose which of some states are saved, and which saved ones go for them.
+
+        ``on_reserved`` or ``withdraw`` follows, before any other call but ``on_removed``.
+
+        Args:
+            proposals: One state or more.
+            num_free: Free slots.
+            slots: [evictable] int64, ascending: the slots that may be evicted.
+        """
+        ...
+
+    def on_reserved(self, slots: Sequence[int | None]) -> None:
+        """Record the slot of each accepted state, None for those that got none."""
+        ...
+
+    def withdraw(self) -> None:
+        """Take back what the last ``admit`` decided: the call that asked for it broke off."""
+        ...
+
+    def on_published(
+        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
+    ) -> None:
+        """Record that states became findable, in place of ``on_stored``.
+
+        Args:
+            slots: The slots.
+            hash_ids: The hash id of the block of each; one that is not positive stands for none.
+            saved_tokens: As in ``on_stored``.
+        """
+        ...
+
+    def on_removed(self, slots: Sequence[int]) -> None:
+        """Record that slots hold or await no state any more, for whatever reason."""
+        ...
+
+    def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
+        """Return the place, in [n] cached slots, of the state whose loss frees KV most cheaply.
+
+        That is the one of the lowest worth for each KV block that nothing but it needs.
+        """
+        ...
+
+    def check_invariants(self, slots_taken: Sequence[int]) -> None:
+        """Check the bookkeeping against itself, and against the slots that hold or await states.
+
+        Raises:
+            InvariantError: Something contradicts something else.
+        """
         ...
 
 

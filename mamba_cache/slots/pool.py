@@ -29,7 +29,10 @@ from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, S
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.policies import (
     LruSlotPolicy,
+    PrefixSlotPolicy,
+    PromptFacts,
     SlotEvictionPolicy,
+    StateProposal,
     as_host_array,
     check_policy,
     hand_over,
@@ -95,6 +98,7 @@ class SlotPool:
         reserved: Block for which each reserved slot was taken.
         hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
+        refused_states_total: States not saved because the policy held others worth more.
         skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
             adds those that did not fit into a step.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
@@ -118,6 +122,7 @@ class SlotPool:
         self.num_blocks = _num_kv_blocks(kv_blocks)
         self.kv_blocks = kv_blocks
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
+        self._prefix_policy = _as_prefix_policy(self.policy)
         self.before_reset: Callable[[], object] | None = None
         self._evicts_held = evicts_held
         self._guard = CallGuard(self.check_invariants, proves_changes=False)
@@ -161,6 +166,7 @@ class SlotPool:
         self.hash_to_block_id.clear()
         self._hash_of.clear()
         self.evicted_slots_total = 0
+        self.refused_states_total = 0
         self.skipped_checkpoints_total = 0
         self.policy.reset(self.max_slots)
 
@@ -214,6 +220,20 @@ class SlotPool:
             UnknownBlockError: The id is outside the KV pool.
         """
         return self.get_slot(block_id) >= 0
+
+    def have_states(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Say of each block of [n] whether its state is cached; for ``StatesOfBlocks``."""
+        have: npt.NDArray[np.bool_] = self._block_to_slot.take(blocks) >= 0
+        return have
+
+    def first_to_go(self, blocks: npt.NDArray[np.intp]) -> int:
+        """Return which of [n] blocks with cached states the policy would give up first.
+
+        For ``StatesOfBlocks``; the policy is one that knows prompts.
+        """
+        assert self._prefix_policy is not None
+        slots = self._block_to_slot.take(blocks).astype(np.int64)
+        return blocks.item(self._prefix_policy.least_loss(slots))
 
     @query
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
@@ -285,11 +305,21 @@ class SlotPool:
         return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
-    def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
+    def reserve_slots(
+        self,
+        block_ids: Iterable[int],
+        proposals: Sequence[StateProposal] | None = None,
+    ) -> list[int | None]:
         """Reserve a slot for each block, to be written and then committed or cancelled.
 
         Blocks are served in order while there are free or evictable slots; those left over are
         counted in ``skipped_checkpoints_total``.
+
+        Args:
+            block_ids: The blocks.
+            proposals: What the state of each is, for a policy that knows prompts: it may refuse
+                some, which are counted in ``refused_states_total``. None, or with another policy:
+                none is refused.
 
         Returns:
             For each block its reserved slot, or None: it has a slot or a reservation already, or
@@ -297,20 +327,57 @@ class SlotPool:
 
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was reserved.
+            InvalidArgumentError: There are not as many proposals as blocks.
         """
         ids = self._block_ids(block_ids)
+        if proposals is not None and len(proposals) != len(ids):
+            raise InvalidArgumentError(
+                f"give one proposal for each of {len(ids)} blocks, got {len(proposals)}"
+            )
         own = dict(zip(ids, self._slots_of(ids), strict=True))
         new = [b for b, slot in own.items() if slot < 0 and b not in self._awaited]
         if not new:
             return [None] * len(ids)
-        victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+        policy = self._prefix_policy if proposals is not None else None
+        if policy is None:
+            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+        else:
+            assert proposals is not None
+            of_block = dict(zip(ids, proposals, strict=True))
+            new, victims = self._admit(policy, new, [of_block[b] for b in new], ids)
         kept = new[: self.free_count + len(victims)]
-        taken = self._take(len(kept), victims)
+        try:
+            taken = self._take(len(kept), victims)
+        except BaseException:
+            if policy is not None:
+                policy.withdraw()
+            raise
         self.skipped_checkpoints_total += len(new) - len(kept)
         slots = dict(zip(kept, taken, strict=True))
         self._awaited.update(kept)
         self.reserved.update(zip(taken, kept, strict=True))
+        if policy is not None:
+            policy.on_reserved([slots.get(block_id) for block_id in new])
         return [slots.pop(block_id, None) for block_id in ids]
+
+    def _admit(
+        self,
+        policy: PrefixSlotPolicy,
+        blocks: list[int],
+        proposals: list[StateProposal],
+        protected: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """Ask a policy which blocks get a slot, and which slots are evicted for them."""
+        self._guard.is_changing = True
+        is_short = len(blocks) > self.free_count
+        evictable = self._evictable(protected) if is_short else np.empty(0, np.intp)
+        accepted, victims = policy.admit(proposals, self.free_count, evictable)
+        admitted = [block for block, is_in in zip(blocks, accepted, strict=True) if is_in]
+        if is_short and not len(evictable):
+            self.skipped_checkpoints_total += len(blocks) - len(admitted)
+        else:
+            self.refused_states_total += len(blocks) - len(admitted)
+        return admitted, victims
 
     @guarded(nests=True)
     def commit_reserved(
@@ -373,6 +440,7 @@ class SlotPool:
         for slot in taken:
             self._awaited.discard(self.reserved.pop(slot))
         self._push(taken)
+        self._release_from_policy(taken)
 
     @guarded(nests=True)
     def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
@@ -520,6 +588,11 @@ class SlotPool:
             self._awaited.difference_update(copy.block_ids)
             self._push(self._copies.end(copy))
 
+    def _release_from_policy(self, slots: Sequence[int]) -> None:
+        """Tell a policy that knows prompts of slots that hold or await no state any more."""
+        if self._prefix_policy is not None:
+            self._prefix_policy.on_removed(slots)
+
     def add_observer(self, observer: StateObserver) -> None:
         """Have ``observer(event)`` called for all states that become findable, and cease to be.
 
@@ -586,6 +659,17 @@ class SlotPool:
         self.policy.on_consumed(as_ids("slots", slots, self.max_slots))
 
     @guarded(nests=True)
+    def begin_request(self, facts: PromptFacts) -> Any:
+        """Tell a policy that knows prompts of a request; return what stands for its prompt."""
+        self._guard.is_changing = True
+        return None if self._prefix_policy is None else self._prefix_policy.on_request(facts)
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether the policy is one that must be told of requests."""
+        return self._prefix_policy is not None
+
+    @guarded(nests=True)
     def change_policy(self, policy: SlotEvictionPolicy) -> None:
         """Have another policy choose which slots are evicted from now on; no slot changes hands.
 
@@ -602,6 +686,7 @@ class SlotPool:
             raise InvalidArgumentError("the new slot policy must be another than the present one")
         hand_over(self.policy, policy, self._slot_to_block, self.kv_blocks)
         self.policy = policy
+        self._prefix_policy = _as_prefix_policy(policy)
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
@@ -741,6 +826,9 @@ class SlotPool:
         self._check_hashes()
         if self._unsent:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
+        if self._prefix_policy is not None:
+            cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
+            self._prefix_policy.check_invariants([*cached, *self.reserved])
 
     def _check_conservation(self) -> None:
         _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
@@ -809,6 +897,14 @@ class SlotPool:
         if num_slots <= 0:
             return []
         blocks = self._slot_to_block
+        slots = self._evictable(protected)
+        if candidates is not None:
+            slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
+        return self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
+
+    def _evictable(self, protected: Sequence[int]) -> npt.NDArray[np.intp]:
+        """Return the slots that are cached, not pinned, and of no protected block, ascending."""
+        blocks = self._slot_to_block
         evictable = blocks >= 0
         evictable &= self.pin_counts == 0
         if not self._evicts_held:
@@ -818,10 +914,7 @@ class SlotPool:
             if slot >= 0:
                 # unnoticed: numpy stores None as False in an array of bools
                 evictable[slot] = False
-        slots = evictable.nonzero()[0]
-        if candidates is not None:
-            slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
-        return self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
+        return evictable.nonzero()[0]
 
     def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
@@ -883,6 +976,7 @@ class SlotPool:
             self.pin_counts[slot] = 0
             self._last_generation += 1
             self.generations[slot] = self._last_generation
+        self._release_from_policy(slots)
 
     def _free_blocks(self, block_ids: Iterable[int]) -> None:
         """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
@@ -900,15 +994,21 @@ class SlotPool:
         self, slots: list[int], block_ids: list[int], hash_ids: list[int], saved_tokens: list[int]
     ) -> list[int]:
         """Make written slots findable; return the slot that caches each block now."""
-        stored = {}
-        for slot, block_id, tokens in zip(slots, block_ids, saved_tokens, strict=True):
+        stored, hash_of = {}, {}
+        for slot, block_id, hash_id, tokens in zip(
+            slots, block_ids, hash_ids, saved_tokens, strict=True
+        ):
             if self._block_to_slot[block_id] >= 0:
                 self._push([slot])
+                self._release_from_policy([slot])
             else:
                 self._assign(slot, block_id)
-                stored[slot] = tokens
+                stored[slot], hash_of[slot] = tokens, hash_id
         self._register(block_ids, hash_ids)
-        if stored:
+        if stored and self._prefix_policy is not None:
+            named = list(hash_of.values())
+            self._prefix_policy.on_published(list(stored), named, list(stored.values()))
+        elif stored:
             self.policy.on_stored(list(stored), list(stored.values()))
         self._notify()
         return self._slots_of(block_ids)
@@ -970,6 +1070,10 @@ class SlotPool:
         self._unsent = []
         if failure is not None:
             raise failure
+
+
+def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:
+    return policy if isinstance(policy, PrefixSlotPolicy) else None
 
 
 def check_same_length(**lists: list[int]) -> None:

@@ -77,7 +77,7 @@ class BatchQueues:
         """Returns the rows below ``bound`` of prompts that no chunk of is computed in the step."""
         if not self._prefilling:
             return []
-        scheduled = self._context.request_rows
+        scheduled = self._context.request_table
         in_use = set(scheduled.decoding)
         in_use |= set(scheduled.scheduled)
         return sorted(
@@ -186,7 +186,7 @@ class BatchQueues:
         Returns:
             Those that go on as forks.
         """
-        config, rows = self._context.config, self._context.request_rows
+        config, rows = self._context.config, self._context.request_table
         room = min(rows.num_free_rows, config.max_requests - len(self.running))
         children = [child for child in request.children if child.key in self._waiting][:room]
         while children:

@@ -1,0 +1,600 @@
+"""Candidates: positions of prompts at which a state is, was or could be kept, as a tree."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import InvariantError
+from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, OLDEST, ReturnRates
+
+__all__ = ["NO_CANDIDATE", "ROOT", "CandidateKind", "CandidateTree", "PromptPath"]
+
+Int64Array: TypeAlias = "npt.NDArray[np.int64]"
+
+ROOT: Final = 0
+"""The candidate of no tokens: always kept, so that every other has one above it."""
+
+NO_CANDIDATE: Final = -1
+
+REQUESTS_PER_REFIT: Final = 256
+REQUESTS_PER_SWEEP: Final = 16
+
+_SWEPT_PER_REQUEST: Final = 256
+_FIRST_SIZE: Final = 256
+_NUM_FIELDS: Final = 10
+_MOST_WALKED: Final = 64
+"""Candidates that are looked at one by one; if there are more, whole arrays are."""
+
+_NEW_BLOCKS: Final = (3, 8, 30)
+_TURN_CLASSES: Final = (0, 1, 2, 3, 3, 3, 4)
+_NUM_KINDS: Final = 3
+_NUM_USES: Final = 5
+_NUM_TURNS: Final = 5
+_NUM_NEW: Final = 4
+_NUM_HINTS: Final = 3
+_PER_GROUP: Final = _NUM_TURNS * _NUM_NEW * _NUM_HINTS
+_PER_USE: Final = 2 * _PER_GROUP
+_PER_KIND: Final = _NUM_USES * _PER_USE
+_NUM_CLASSES: Final = _NUM_KINDS * _PER_KIND
+
+
+class CandidateKind(IntEnum):
+    """Why a position is a candidate."""
+
+    END_OF_PROMPT = 0
+    """The last complete block of a prompt, or of an answer, ends there."""
+
+    BRANCH = 1
+    """Prompts part there, or are expected to."""
+
+    INSIDE = 2
+    """It lies inside a prompt, as where each chunk or every n-th block of it ends."""
+
+
+class PromptPath:
+    """A prompt as candidates see it: made by ``CandidateTree.begin_request``.
+
+    Attributes:
+        hash_ids: Of its complete blocks.
+        nodes: The candidates on its path, from the root on, as of ``version``.
+        version: Of the tree.
+        turn: How many prompts went on from each other before it.
+        traits: What its candidates have in common, as a part of their class.
+    """
+
+    __slots__ = ("hash_ids", "nodes", "traits", "turn", "version")
+
+    def __init__(self, hash_ids: list[int]) -> None:
+        self.hash_ids = hash_ids
+        self.nodes = [ROOT]
+        self.version = -1
+        self.turn = 0
+        self.traits = 0
+
+    def with_hash_ids(self, hash_ids: list[int]) -> PromptPath:
+        """Return the same prompt with what came after it."""
+        longer = PromptPath(hash_ids)
+        longer.turn, longer.traits = self.turn, self.traits
+        return longer
+
+
+class CandidateTree:
+    """What is known of each candidate, and what a state at each is worth.
+
+    A candidate with a state is *kept*, one without is a *ghost*. A ghost is *served* by the kept
+    candidate nearest above it: a prompt that would have resumed from the ghost resumes from there.
+    So the value of a state is its *gain*, the blocks between the kept candidate above it and
+    itself, times the sum of the indices of itself and of those that it serves.
+
+    Time is counted in requests. The index of a ghost is looked up when something happens to it and
+    at every sweep over all of them; that of a kept one whenever it is compared.
+
+    Args:
+        max_ghosts: Ghosts that are remembered. The oldest are forgotten, but for those where
+            others part.
+
+    Attributes:
+        clock: Requests so far.
+    """
+
+    def __init__(self, max_ghosts: int) -> None:
+        self._rates = ReturnRates(np.arange(_NUM_CLASSES) // _PER_GROUP)
+        self._index, self._index_at = self._rates.index, self._rates.index.data
+        self._bin_at = BIN_OF_AGE.data
+        self.reset(max_ghosts)
+
+    def reset(self, max_ghosts: int) -> None:
+        """Forget everything; ``max_ghosts`` as above."""
+        self._max_ghosts = max_ghosts
+        self._rates.reset()
+        self.clock = 0
+        self._arrays: Int64Array = np.zeros((_NUM_FIELDS, 0), np.int64)
+        self._children: list[dict[int, int]] = []  # by the first hash of the edge to each
+        self._edges: list[array[int]] = []  # the hashes from the parent's depth to its own
+        self._turns: list[int] = []
+        self._births: list[int] = []
+        self._hashes: list[int] = []
+        self._free: list[int] = []
+        self._num_ids = 0
+        self._grow(_FIRST_SIZE)
+        self._num_made = 0
+        self._version = 0
+        self._ghosts: OrderedDict[int, None] = OrderedDict()  # the oldest first
+        self._by_hash: dict[int, int] = {}
+        self._take_id(0, 0, 0)
+        self._num_kept_at[ROOT] = 1
+
+    def _grow(self, size: int) -> None:
+        old = self._arrays.shape[1]
+        arrays = np.zeros((_NUM_FIELDS, size), np.int64)
+        arrays[:, :old] = self._arrays
+        self._arrays = arrays
+        (
+            self._parents, self._depths, self._classes, self._last_uses, self._num_kept,
+            self._weights, self._served, self._gains, self._are_ghosts,
+            self._num_children,
+        ) = arrays  # fmt: skip
+        # Single elements are read and written several times faster through memoryviews.
+        (
+            self._parent_at, self._depth_at, self._class_at, self._last_use_at, self._num_kept_at,
+            self._weight_at, self._served_at, self._gain_at, self._is_ghost_at,
+            self._num_children_at,
+        ) = (row.data for row in arrays)  # fmt: skip
+        more = size - old
+        self._children += [{} for _ in range(more)]
+        self._edges += [array("q")] * more
+        self._turns += [0] * more
+        self._births += [0] * more
+        self._hashes += [0] * more
+        self._free += range(size - 1, old - 1, -1)
+
+    # What requests ask for.
+
+    def begin_request(
+        self,
+        hash_ids: Sequence[int],
+        num_matched_blocks: int,
+        num_usable_blocks: int,
+        hint: int = 0,
+    ) -> PromptPath:
+        """Count a request; the deepest candidate that it could have resumed from is used by it.
+
+        Args:
+            hash_ids: Of each complete block of its prompt.
+            num_matched_blocks: How many of them were found.
+            num_usable_blocks: How many of them may be skipped at most.
+            hint: 0, or which of two kinds of hints came with it.
+
+        Returns:
+            What ``propose`` takes.
+        """
+        self.clock += 1
+        self._forget_oldest()
+        self._work()
+        prompt = PromptPath(list(hash_ids))
+        self._walk(prompt)
+        used = self._last_before(prompt, num_usable_blocks)
+        if used != ROOT:
+            prompt.turn = self._turns[used] + (self._class_at[used] < _PER_KIND)
+            self._use(used)
+        num_new = len(prompt.hash_ids) - num_matched_blocks
+        new_class = sum(num_new >= limit for limit in _NEW_BLOCKS)
+        turn_class = _TURN_CLASSES[min(prompt.turn, len(_TURN_CLASSES) - 1)]
+        prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS + hint
+        return prompt
+
+    def _walk(self, prompt: PromptPath) -> None:
+        """Find the candidates on the path of a prompt, from the root on."""
+        path, node, depth = prompt.hash_ids, ROOT, 0
+        length = len(path)
+        nodes = [ROOT]
+        while depth < length:
+            child = self._children[node].get(path[depth])
+            if child is None:
+                break
+            depth = self._depth_at[child]
+            # A hash names all that is before it, so the last one of an edge does for all.
+            if depth > length or self._hashes[child] != path[depth - 1]:
+                break
+            node = child
+            nodes.append(node)
+        prompt.nodes, prompt.version = nodes, self._version
+
+    def _last_before(self, prompt: PromptPath, depth: int) -> int:
+        """Return the deepest candidate on a path that is not below a depth."""
+        for node in reversed(prompt.nodes):
+            if self._depth_at[node] <= depth:
+                return node
+        raise AssertionError("the root is on every path")
+
+    def _use(self, node: int) -> None:
+        klass = self._class_at[node]
+        self._rates.end_spell(klass, self.clock - self._last_use_at[node], is_event=True)
+        if klass // _PER_USE % _NUM_USES < _NUM_USES - 1:
+            klass += _PER_USE
+            self._class_at[node] = klass
+        self._last_use_at[node] = self.clock
+        self._rates.begin_spell(klass, 0)
+        if self._is_ghost_at[node]:
+            self._ghosts.move_to_end(node)
+            self._weigh(node)
+
+    def _weigh(self, ghost: int) -> None:
+        """Look up the index of a ghost anew."""
+        weight = self.index_of(ghost)
+        self._served_at[self._server_of(ghost)] += weight - self._weight_at[ghost]
+        self._weight_at[ghost] = weight
+
+    def propose(self, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
+        """Return the candidate at a block boundary of a prompt.
+
+        Args:
+            prompt: The prompt.
+            depth: Blocks before the boundary, from 1 to those that the prompt has.
+            kind: Why it is a candidate, if it is a new one.
+        """
+        if prompt.version != self._version:
+            self._walk(prompt)
+        node = self._last_before(prompt, depth)
+        while self._depth_at[node] < depth:
+            node = self._add_below(node, prompt, depth, kind)
+            self._walk(prompt)
+        return node
+
+    def _add_below(self, node: int, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
+        """Add a candidate on a path: at a depth, or before it, where an older prompt parts."""
+        path, start = prompt.hash_ids, self._depth_at[node]
+        below = self._children[node].get(path[start])
+        if below is not None:
+            end = start + _common_length(self._edges[below], path, start)
+            if end < depth:
+                depth, kind = end, CandidateKind.BRANCH
+        # Of a prompt that goes on the end will be a candidate, too.
+        is_extended = depth < len(path) or below is not None
+        klass = kind * _PER_KIND + is_extended * _PER_GROUP + prompt.traits
+        new = self._take_id(path[depth - 1], depth, klass)
+        self._turns[new] = prompt.turn
+        self._edges[new] = array("q", path[start:depth])
+        self._children[node][path[start]] = new
+        self._parent_at[new] = node
+        if below is not None:
+            edge = self._edges[below] = self._edges[below][depth - start :]
+            self._children[new][edge[0]] = below
+            self._parent_at[below] = new
+            self._num_children_at[new] = 1
+        else:
+            self._num_children_at[node] += 1
+        self._extend(node)
+        self._begin_ghost(new)
+        return new
+
+    def _take_id(self, hash_id: int, depth: int, klass: int) -> int:
+        if not self._free:
+            self._grow(2 * self._arrays.shape[1])
+        node = self._free.pop()
+        self._num_ids = max(self._num_ids, node + 1)
+        self._hashes[node], self._depth_at[node], self._class_at[node] = hash_id, depth, klass
+        self._last_use_at[node] = self.clock
+        self._births[node] = self._num_made
+        self._num_made += 1
+        self._version += 1
+        self._by_hash[hash_id] = node
+        return node
+
+    def _begin_ghost(self, node: int) -> None:
+        """Begin the first spell of a candidate without a state."""
+        self._ghosts[node] = None
+        self._is_ghost_at[node] = 1
+        self._rates.begin_spell(self._class_at[node], 0)
+        self._weigh(node)
+
+    def _extend(self, node: int) -> None:
+        """Say that another candidate extends this one."""
+        klass = self._class_at[node]
+        if node == ROOT or klass // _PER_GROUP % 2:
+            return
+        age = self.clock - self._last_use_at[node]
+        self._rates.end_spell(klass, age, is_event=False)
+        self._rates.begin_spell(klass + _PER_GROUP, age)
+        self._class_at[node] = klass + _PER_GROUP
+        if self._is_ghost_at[node]:
+            self._weigh(node)
+
+    def add_alone(self, hash_id: int, depth: int) -> int:
+        """Add a candidate whose prompt nobody has shown.
+
+        Args:
+            hash_id: Of its block; one that is not positive stands for none.
+            depth: The blocks that its state saves.
+        """
+        if hash_id <= 0:
+            hash_id = -1 - 2 * self._num_made
+        node = self._take_id(hash_id, depth, CandidateKind.INSIDE * _PER_KIND)
+        self._edges[node] = array("q", [1 - 2 * self._num_made])  # of no path
+        self._children[ROOT][self._edges[node][0]] = node
+        self._num_children_at[ROOT] += 1
+        self._begin_ghost(node)
+        return node
+
+    def find(self, hash_id: int) -> int:
+        """Return the candidate at the block of a hash id, or ``NO_CANDIDATE``."""
+        return self._by_hash.get(hash_id, NO_CANDIDATE)
+
+    def complete(self, node: int, hash_id: int) -> int:
+        """Give a candidate the hash id of its last block, which was not known when it was made.
+
+        Args:
+            node: A ghost that no other candidate extends; it is forgotten.
+            hash_id: Of its last block.
+
+        Returns:
+            The candidate of that block: it may have been one before.
+        """
+        path: list[int] = []
+        above = node
+        while above != ROOT:
+            path[:0] = self._edges[above]
+            above = self._parent_at[above]
+        prompt = PromptPath([*path[:-1], hash_id])
+        prompt.turn = self._turns[node]
+        prompt.traits = self._class_at[node] % _PER_GROUP
+        self.forget(node)
+        return self.propose(prompt, len(path), CandidateKind.END_OF_PROMPT)
+
+    # What is kept.
+
+    @property
+    def num_ghosts(self) -> int:
+        """Candidates without a state."""
+        return len(self._ghosts)
+
+    def is_kept(self, node: int) -> bool:
+        """Say whether a slot holds or awaits a candidate's state."""
+        return self._num_kept_at[node] > 0
+
+    def keep(self, node: int) -> None:
+        """Count a slot that holds or awaits a candidate's state."""
+        self._num_kept_at[node] += 1
+        if self._num_kept_at[node] > 1:
+            return
+        del self._ghosts[node]
+        self._is_ghost_at[node] = 0
+        weight = self._weight_at[node]
+        self._weight_at[node] = 0
+        server = self._server_of(self._parent_at[node])
+        self._gain_at[node] = self._depth_at[node] - self._depth_at[server]
+        served = self._take_over(node, node)
+        if served >= 0:
+            self._served_at[node] = served
+            self._served_at[server] -= served + weight
+
+    def drop(self, node: int) -> None:
+        """Count a slot less; without any the candidate is a ghost."""
+        self._num_kept_at[node] -= 1
+        if self._num_kept_at[node]:
+            return
+        weight, served = self.index_of(node), self._served_at[node]
+        server = self._server_of(self._parent_at[node])
+        self._ghosts[node] = None
+        self._is_ghost_at[node] = 1
+        self._weight_at[node] = weight
+        self._served_at[node] = 0
+        if self._take_over(server, node) >= 0:
+            self._served_at[server] += served + weight
+
+    def _take_over(self, server: int, node: int) -> int:
+        """Have what lies below a candidate served by one that is kept from now on.
+
+        Returns:
+            The sum of the weights of the ghosts between the candidate and the kept ones below it;
+            -1 if there are so many that all sums were made anew.
+        """
+        total, depth = 0, self._depth_at[server]
+        found = [*self._children[node].values()]
+        for below in found:  # it grows
+            if self._num_kept_at[below]:
+                self._gain_at[below] = self._depth_at[below] - depth
+            else:
+                total += self._weight_at[below]
+                found += self._children[below].values()
+            # unnoticed: the other way finds the same
+            if len(found) > _MOST_WALKED:
+                self._resolve()
+                return -1
+        return total
+
+    def _server_of(self, node: int) -> int:
+        """Return the nearest kept candidate from one on upwards, itself included."""
+        while not self._num_kept_at[node]:
+            node = self._parent_at[node]
+        return node
+
+    def _resolve(self) -> None:
+        """Find anew what each kept candidate gains and serves."""
+        size = self._num_ids
+        servers = np.where(self._num_kept[:size] > 0, np.arange(size), self._parents[:size])
+        while True:
+            above = servers.take(servers)
+            if np.array_equal(above, servers):
+                break
+            servers = above
+        # Sums of integers below 2**53: float64 adds them up exactly, in any order.
+        self._served[:size] = np.bincount(servers, self._weights[:size], minlength=size)
+        depths = self._depths[:size]
+        self._gains[:size] = depths - depths.take(servers.take(self._parents[:size]))
+
+    def forget(self, node: int) -> None:
+        """Forget a ghost that at most one other candidate extends."""
+        del self._ghosts[node]
+        self._forget(node)
+
+    def counts_of_kept(self) -> dict[int, int]:
+        """Return for each kept candidate, but for ``ROOT``, the slots that hold or await it."""
+        kept = self._num_kept.nonzero()[0].tolist()
+        return {node: self._num_kept_at[node] for node in kept if node != ROOT}
+
+    def _forget_oldest(self) -> None:
+        ghosts = self._ghosts
+        num_tried = 0
+        # So many are in between only if all others are where others part.
+        while len(ghosts) > self._max_ghosts and num_tried <= len(ghosts):
+            node, _ = ghosts.popitem(last=False)
+            num_tried += 1
+            if self._num_children_at[node] > 1:
+                ghosts[node] = None
+            else:
+                self._forget(node)
+                num_tried = 0
+
+    def _forget(self, node: int) -> None:
+        """Forget a ghost with one candidate directly below it, or none."""
+        age = self.clock - self._last_use_at[node]
+        self._rates.end_spell(self._class_at[node], age, is_event=False)
+        parent, edge = self._parent_at[node], self._edges[node]
+        self._served_at[self._server_of(parent)] -= self._weight_at[node]
+        siblings, children = self._children[parent], self._children[node]
+        del siblings[edge[0]]
+        for below in children.values():
+            siblings[edge[0]] = below
+            self._edges[below] = edge + self._edges[below]
+            self._parent_at[below] = parent
+        if not children:
+            self._num_children_at[parent] -= 1
+        children.clear()
+        if self._by_hash[self._hashes[node]] == node:
+            del self._by_hash[self._hashes[node]]
+        self._edges[node] = array("q")
+        self._arrays[:, node] = 0
+        self._free.append(node)
+        self._version += 1
+
+    # What a state is worth.
+
+    def index_of(self, node: int) -> int:
+        """Return the index of a candidate at its age."""
+        age = self.clock - self._last_use_at[node]
+        bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
+        return self._index_at[self._class_at[node] * NUM_BINS + bin_]
+
+    def indices_of(self, nodes: npt.NDArray[np.intp]) -> Int64Array:
+        """Return the index of each of many candidates at its age."""
+        ages = self._last_uses.take(nodes)
+        np.subtract(self.clock - 1, ages, out=ages)
+        places = self._classes.take(nodes)
+        places *= NUM_BINS
+        places += BIN_OF_AGE.take(ages, mode="clip")
+        return self._index.take(places)
+
+    def values_of(self, nodes: npt.NDArray[np.intp], indices: Int64Array) -> Int64Array:
+        """Return what a state at each of many kept candidates is worth, given their indices."""
+        values = self._served.take(nodes)
+        values += indices
+        values *= self._gains.take(nodes)
+        return values
+
+    def first_of(self, nodes: npt.NDArray[np.intp], places: Sequence[int]) -> int:
+        """Return which of some places in ``nodes`` goes first where all are worth the same."""
+        depth_at, births = self._depth_at, self._births
+        return min(places, key=lambda p: (depth_at[nodes.item(p)], births[nodes.item(p)], p))
+
+    def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> Int64Array:
+        """Return the blocks that only the state of each of many kept candidates needs.
+
+        They reach up to the kept candidate above it, or to where other prompts part from its own.
+        """
+        above = self._parents.take(nodes)
+        while True:
+            is_end = self._num_kept.take(above) > 0
+            is_end |= self._num_children.take(above) > 1
+            if is_end.all():
+                break
+            above = np.where(is_end, above, self._parents.take(above))
+        return self._depths.take(nodes) - self._depths.take(above)
+
+    def _work(self) -> None:
+        """Do the share of refits and sweeps that is due."""
+        self._rates.work()
+        size = self._num_ids
+        if self.clock % REQUESTS_PER_REFIT == 0:
+            known = (self._are_ghosts[:size] | self._num_kept[:size]).nonzero()[0][1:]
+            self._rates.refit(self._classes.take(known), self.clock - self._last_uses.take(known))
+        elif self.clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
+            weights = self.indices_of(np.arange(size))
+            weights *= self._are_ghosts[:size]
+            self._weights[:size] = weights
+            self._resolve()
+
+    # What it is proved by.
+
+    def state(self) -> Int64Array:
+        """Return all that later decisions depend on, as int64."""
+        known = [*self._ghosts, *self._num_kept.nonzero()[0].tolist()]
+        ids = np.array(known, np.intp)
+        own = np.array(
+            [(self._births[n], self._turns[n], self._hashes[n]) for n in known], np.int64
+        )
+        head = np.array([self.clock, self._num_made, len(known)], np.int64)
+        parts = (head, own.reshape(-1), self._arrays[:, ids].reshape(-1), self._rates.state())
+        return np.concatenate(parts)
+
+    def check_invariants(self) -> None:
+        """Check the bookkeeping against itself.
+
+        Raises:
+            InvariantError: Something contradicts something else.
+        """
+        kept = set(self._num_kept.nonzero()[0].tolist())
+        known = kept | set(self._ghosts)
+        statements = {
+            "ROOT is kept": ROOT in kept,
+            "no ghost is kept": len(known) == len(kept) + len(self._ghosts),
+            "known and free ids are all": (
+                sorted([*known, *self._free]) == list(range(len(self._births)))
+            ),
+            "children are counted": all(
+                self._num_children_at[n] == len(self._children[n]) for n in known
+            ),
+            "ghosts are marked": set(self._are_ghosts.nonzero()[0].tolist()) == set(self._ghosts),
+            "hashes find candidates": all(
+                node in known and self._hashes[node] == h for h, node in self._by_hash.items()
+            ),
+        }
+        served, gains = dict.fromkeys(kept, 0), dict.fromkeys(kept, 0)
+        for node in known - {ROOT}:
+            parent = self._parent_at[node]
+            edge, depth = self._edges[node], self._depth_at[node]
+            server = self._server_of(parent)
+            is_alone = edge[0] < 0 and len(edge) == 1
+            statements[f"candidate {node} hangs on its parent"] = (
+                self._children[parent].get(edge[0]) == node
+                and (is_alone or self._depth_at[parent] + len(edge) == depth)
+                and (is_alone or edge[-1] == self._hashes[node])
+            )
+            if node in kept:
+                gains[node] = depth - self._depth_at[server]
+            else:
+                served[server] += self._weight_at[node]
+        for node in kept:
+            is_right = self._served_at[node] == served[node]
+            is_right &= node == ROOT or self._gain_at[node] == gains[node]
+            statements[f"candidate {node} gains and serves what it should"] = is_right
+        breaches = [statement for statement, holds in statements.items() if not holds]
+        if breaches:
+            raise InvariantError(f"does not hold: {'; '.join(breaches[:8])}")
+
+
+def _common_length(edge: array[int], path: Sequence[int], start: int) -> int:
+    """Return how many blocks of an edge a path has from its place ``start`` on."""
+    length = 0
+    for own, other in zip(edge, path[start : start + len(edge)], strict=False):
+        if own != other:
+            break
+        length += 1
+    return length

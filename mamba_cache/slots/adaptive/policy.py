@@ -1,0 +1,249 @@
+"""The adaptive policy: it learns which states come back, and keeps those."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import InvariantError
+from mamba_cache.protocols import KVBlockView
+from mamba_cache.slots.adaptive.candidates import (
+    NO_CANDIDATE,
+    CandidateKind,
+    CandidateTree,
+    PromptPath,
+)
+from mamba_cache.slots.policies import PromptFacts, SlotPlan, StateProposal
+
+__all__ = ["AdaptiveSlotPolicy"]
+
+_FEWEST_GHOSTS: Final = 4096
+_GHOSTS_PER_SLOT: Final = 16
+_GONE: Final = np.iinfo(np.int64).max
+_WORTHLESS: Final = -1
+
+_KINDS: Final = {
+    "end": CandidateKind.END_OF_PROMPT,
+    "branch": CandidateKind.BRANCH,
+    "inside": CandidateKind.INSIDE,
+}
+
+
+class AdaptiveSlotPolicy:
+    """Keeps the states that save the most blocks in the least time, by what it saw of their kind.
+
+    For each position of a prompt where a state is, was or could be kept it knows how deep it lies,
+    how often and when it was last asked for, in which turn, and whether a longer prompt goes on
+    from it. From how positions of a kind fared it learns how soon they are asked for again. What
+    would be the first to go is refused before it is computed. docs/explanation/eviction.md has the
+    algorithm and its figures.
+
+    It counts requests and reads no clock, so that processes that are called alike decide alike. It
+    is the default of ``CacheConfig``; where nobody says what prompts there are (``on_request``),
+    it knows no more than the age of each state.
+    """
+
+    def __init__(self) -> None:
+        self._tree = CandidateTree(_FEWEST_GHOSTS)
+        self.reset(0)
+
+    def reset(self, max_slots: int) -> None:
+        """Forget everything."""
+        self._tree.reset(max(_FEWEST_GHOSTS, _GHOSTS_PER_SLOT * max_slots))
+        self._candidates: npt.NDArray[np.int64] = np.full(max_slots, NO_CANDIDATE, np.int64)
+        self._block_size = 1
+        # Candidates whose last block is not computed, so that nobody knows its hash.
+        self._incomplete: set[int] = set()
+        self._num_incomplete = 0
+        # What ``admit`` has changed already, until the caller says that it came to be.
+        self._granted: list[int] = []
+        self._given_up: list[int] = []
+
+    def on_request(self, facts: PromptFacts) -> PromptPath:
+        """Count a request, and learn from what it could have resumed from."""
+        self._block_size = facts.block_size_tokens
+        return self._tree.begin_request(
+            facts.hash_ids, facts.num_matched_blocks, facts.num_usable_blocks
+        )
+
+    def choose(
+        self,
+        num_slots: int,
+        slots: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+        kv_blocks: KVBlockView,
+    ) -> list[int]:
+        """Return the slots whose states are worth the least."""
+        nodes = self._candidates.take(slots)
+        values = self._values(nodes)
+        order: list[int] = []
+        for _ in range(min(num_slots, len(slots))):
+            place = self._lowest(nodes, values)
+            values[place] = _GONE
+            order.append(slots.item(place))
+        return order
+
+    def admit(
+        self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
+    ) -> SlotPlan:
+        """Choose among the states that are kept and those that could be."""
+        tree = self._tree
+        nodes = [self._candidate_of(proposal) for proposal in proposals]
+        # What another request of the same step is about to save needs no second slot.
+        accepted = [
+            p.is_asked or not tree.is_kept(n) for p, n in zip(proposals, nodes, strict=True)
+        ]
+        new = [place for place, is_accepted in enumerate(accepted) if is_accepted]
+        for place in new:
+            tree.keep(nodes[place])
+        victims: list[int] = []
+        if len(new) > num_free:
+            # States asked for come last, and cannot be chosen.
+            refusable = [place for place in new if not proposals[place].is_asked]
+            rivals = np.concatenate(
+                (self._candidates.take(slots), np.array([nodes[p] for p in refusable], np.int64))
+            )
+            indices = tree.indices_of(rivals)
+            gone: list[int] = []
+            for _ in range(min(len(new) - num_free, len(rivals))):
+                values = self._values(rivals, indices)
+                values[gone] = _GONE
+                place = self._lowest(rivals, values)
+                gone.append(place)
+                if rivals[place] >= 0:
+                    tree.drop(rivals.item(place))
+                if place < len(slots):
+                    victims.append(slots.item(place))
+                else:
+                    accepted[refusable[place - len(slots)]] = False
+        for place in new:
+            if not accepted[place]:
+                self._forget_incomplete(nodes[place])
+        self._granted = [nodes[place] for place in new if accepted[place]]
+        self._given_up = victims.copy()
+        return SlotPlan(accepted, victims)
+
+    def on_reserved(self, slots: Sequence[int | None]) -> None:
+        """Record which slots the accepted states got."""
+        self._given_up = []
+        granted, self._granted = self._granted, []
+        for slot, node in zip(slots, granted, strict=True):
+            if slot is None:
+                self._release(node)
+            else:
+                self._candidates[slot] = node
+
+    def withdraw(self) -> None:
+        """Take back what the last ``admit`` decided."""
+        given_up, self._given_up = self._given_up, []
+        for slot in given_up:
+            if self._candidates[slot] >= 0:
+                self._tree.keep(self._candidates.item(slot))
+        granted, self._granted = self._granted, []
+        for node in granted:
+            self._release(node)
+
+    def on_published(
+        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
+    ) -> None:
+        """Record that the states of blocks with these hashes were put into slots."""
+        for slot, hash_id, tokens in zip(slots, hash_ids, saved_tokens, strict=True):
+            node = self._candidates.item(slot)
+            if node in self._incomplete:
+                self._incomplete.discard(node)
+                self._tree.drop(node)
+                node = self._tree.complete(node, hash_id) if hash_id > 0 else node
+                self._tree.keep(node)
+            elif node < 0:
+                node = self._tree.find(hash_id)
+                if node < 0:
+                    node = self._tree.add_alone(hash_id, max(1, tokens // self._block_size))
+                self._tree.keep(node)
+            self._candidates[slot] = node
+
+    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
+        """Record states of blocks that nobody has named."""
+        self.on_removed(slots)
+        self.on_published(slots, [0] * len(slots), saved_tokens)
+
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Ignore it: ``on_request`` has said it."""
+
+    def on_removed(self, slots: Sequence[int]) -> None:
+        """Record that slots hold or await no state any more."""
+        for slot in slots:
+            node = self._candidates.item(slot)
+            self._candidates[slot] = NO_CANDIDATE
+            if slot in self._given_up:
+                self._given_up.remove(slot)
+            elif node >= 0:
+                self._release(node)
+
+    def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
+        """Return the place of the slot whose state is worth the least for each of its blocks."""
+        nodes = self._candidates.take(slots)
+        return self._lowest(
+            nodes, self._values(nodes) / np.maximum(self._tree.blocks_freed_by(nodes), 1)
+        )
+
+    def state(self) -> npt.NDArray[np.int64]:
+        """Return all that later choices depend on, int64."""
+        incomplete = np.array(sorted(self._incomplete), np.int64)
+        return np.concatenate((self._candidates, incomplete, self._tree.state()))
+
+    def check_invariants(self, slots_taken: Sequence[int]) -> None:
+        """Check the bookkeeping against itself, and against the slots that hold or await states.
+
+        Raises:
+            InvariantError: Something contradicts something else.
+        """
+        self._tree.check_invariants()
+        named = Counter(node for node in self._candidates.tolist() if node >= 0)
+        stray = set(np.flatnonzero(self._candidates >= 0).tolist()) - set(slots_taken)
+        if stray or named != self._tree.counts_of_kept():
+            raise InvariantError(
+                f"candidates {dict(named)} have slots, but {self._tree.counts_of_kept()} are kept, "
+                f"and slots {sorted(stray)} have candidates but no states"
+            )
+        if self._granted or self._given_up:
+            raise InvariantError("what was admitted was neither reserved nor withdrawn")
+
+    def _release(self, node: int) -> None:
+        self._tree.drop(node)
+        self._forget_incomplete(node)
+
+    def _forget_incomplete(self, node: int) -> None:
+        """Forget a candidate that no prompt can ever name, once it has no slot."""
+        if node in self._incomplete and not self._tree.is_kept(node):
+            self._incomplete.discard(node)
+            self._tree.forget(node)
+
+    def _candidate_of(self, proposal: StateProposal) -> int:
+        prompt = proposal.prompt
+        if proposal.hash_ids is None:
+            return self._tree.propose(prompt, proposal.num_blocks, _KINDS[proposal.kind])
+        # Of the last block nobody knows the hash, so it gets one that no other block has.
+        self._num_incomplete += 1
+        path = prompt.with_hash_ids([*proposal.hash_ids, -(self._num_incomplete << 1)])
+        node = self._tree.propose(path, len(path.hash_ids), _KINDS[proposal.kind])
+        self._incomplete.add(node)
+        return node
+
+    def _values(
+        self, nodes: npt.NDArray[np.int64], indices: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
+        if indices is None:
+            indices = self._tree.indices_of(nodes)
+        values = self._tree.values_of(nodes, indices)
+        values[nodes < 0] = _WORTHLESS
+        return values
+
+    def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> int:
+        """Return the place of the lowest value; of equal ones of the shallowest, then oldest."""
+        lowest = int(values.argmin())
+        ties = (values == values[lowest]).nonzero()[0]
+        return lowest if len(ties) == 1 else self._tree.first_of(nodes, ties.tolist())

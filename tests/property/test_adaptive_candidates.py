@@ -1,0 +1,80 @@
+"""The tree of candidates against its rules in plain Python, request by request."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_cache.slots.adaptive.candidates import CandidateKind, CandidateTree
+from tests.support.adaptive_model import ModelTree
+
+
+class _Prompts:
+    """Prompts of few blocks that share beginnings: a block's hash names all before it."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._ids: dict[tuple[int, ...], int] = {}
+        self._past: list[tuple[int, ...]] = [()]
+
+    def draw(self) -> list[int]:
+        start = self._past[int(self._rng.integers(max(0, len(self._past) - 12), len(self._past)))]
+        start = start[: int(self._rng.integers(0, len(start) + 1))]
+        more = self._rng.integers(0, 3, int(self._rng.integers(1, 6))).tolist()
+        content = (*start, *more)[:40]
+        self._past.append(content)
+        return [
+            self._ids.setdefault(content[: n + 1], 1 + len(self._ids)) for n in range(len(content))
+        ]
+
+
+def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = _Prompts(rng)
+    tree, model = CandidateTree(max_ghosts), ModelTree(max_ghosts)
+    kept: dict[int, tuple[int, ...]] = {}
+    for number in range(num_requests):
+        path = prompts.draw()
+        matched = int(rng.integers(0, len(path) + 1))
+        usable, hint = int(rng.integers(0, len(path) + 1)), int(rng.integers(3))
+        prompt = tree.begin_request(path, matched, usable, hint)
+        expected = model.begin_request(path, matched, usable, hint)
+        for depth in sorted({int(rng.integers(1, len(path) + 1)), len(path)}):
+            kind = CandidateKind(int(rng.integers(3)))
+            node = tree.propose(prompt, depth, kind)
+            twin = model.propose(expected, depth, kind)
+            if rng.random() < 0.6 and node not in kept:
+                tree.keep(node)
+                model.keep(twin)
+                kept[node] = twin
+        while len(kept) > max_kept:
+            nodes = np.array(list(kept), np.intp)
+            values = tree.values_of(nodes, tree.indices_of(nodes))
+            assert values.tolist() == [model.value_of(p) for p in kept.values()]
+            freed = tree.blocks_freed_by(nodes).tolist()
+            assert freed == [model.blocks_freed_by(p) for p in kept.values()]
+            place = tree.first_of(nodes, (values == values.min()).nonzero()[0].tolist())
+            by_rule = min(
+                kept.values(), key=lambda p: (model.value_of(p), len(p), model.known[p].born)
+            )
+            assert kept[nodes.item(place)] == by_rule
+            tree.drop(nodes.item(place))
+            model.drop(kept.pop(nodes.item(place)))
+        if number % 16 == 0:
+            tree.check_invariants()
+    assert tree.num_ghosts == len(model.ghosts)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 20), st.integers(1, 6))
+def test_the_tree_decides_as_its_rules_say(seed: int, max_ghosts: int, max_kept: int) -> None:
+    _run(seed, num_requests=40, max_ghosts=max_ghosts, max_kept=max_kept)
+
+
+def test_the_tree_decides_as_its_rules_say_through_refits() -> None:
+    _run(1, num_requests=300, max_ghosts=12, max_kept=4)
+
+
+def test_many_candidates_below_one_are_summed_by_whole_arrays() -> None:
+    _run(2, num_requests=90, max_ghosts=300, max_kept=3)
