@@ -150,15 +150,17 @@ class Checkpoints:
         if first >= end:  # unnoticed: a shortcut, the longer way gives the same
             return []
         parent_hash = hashes[first - 1] if first else None
-        blocks = active.blocks_between(first, end)
+        blocks, tokens = active.blocks_between(first, end), None
+        if self._kv_blocks.is_observed and active.is_told_by_tokens:
+            tokens = active.tokens(first * self._block_size, end * self._block_size)
         if len(blocks) == 1:  # while decoding; without the arrays that many of them are worth
             ids, digests = [hashes[first]], [hashes.digest(first)]
             holders = self._kv_blocks.register_kv_block_hashes(
-                blocks, ids, digests=digests, parent_hash=parent_hash
+                blocks, ids, digests=digests, parent_hash=parent_hash, tokens=tokens
             )
         else:
             holders = self._kv_blocks.register_kv_block_hashes(
-                blocks, hashes[first:end], parent_hash=parent_hash
+                blocks, hashes[first:end], parent_hash=parent_hash, tokens=tokens
             )
         active.num_published = end
         return holders
