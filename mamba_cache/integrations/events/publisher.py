@@ -41,9 +41,13 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.01
 _LINGER_MS = 500
 _JOIN_SECONDS = 5.0
+_BIND_TRIES = 100
 
-_MOST_REPLAYED = 256
+_LOG_BATCHES = 256
 """Batches that a replay sends one by one; who lacks more gets all that is held, in one batch."""
+
+_SNAPSHOT_SECONDS = 1.0
+"""So long at least lies between two batches with all that is held, however many ask for one."""
 
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
@@ -78,7 +82,7 @@ class PublisherStats:
         batches: Batches sent, the empty ones included.
         events: Events in them.
         replays: Requests for a replay that were answered.
-        snapshots: How many of these with all that is held, since the log did not reach back so far.
+        snapshots: Batches with all that is held, for subscribers who lacked more than the log has.
         told_blocks: KV blocks that subscribers know of now.
         told_states: States that they know of.
         untold_blocks: Registered blocks of which nobody is told because their tokens are not known:
@@ -260,11 +264,14 @@ class _Sender:
         self._topic = topic
         self._rank = rank
         self._heartbeat = heartbeat_seconds
-        self._view: EventView | None = None
-        self._log: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_REPLAYED)
+        self._view = EventView(1, "resident")  # of nothing, until ``begin``
+        self._log: deque[tuple[bytes, bytes]] = deque(maxlen=_LOG_BATCHES)
+        self._snapshot_seq = b""
+        self._snapshot_at = -_SNAPSHOT_SECONDS
+        self._owes_snapshot = False
         # Not 0: routers that knew an earlier process at this address would take for old whatever
         # comes before the number where that one stood. Like this they see a gap, and ask.
-        self._next_seq = time.time_ns() // 1000
+        self._next_seq = int(time.time() * 1e6)
         self._sent_at = 0.0
         self._counts = Counter(batches=0, events=0, replays=0, snapshots=0)
         self._stopping = threading.Event()
@@ -284,13 +291,18 @@ class _Sender:
         socket = zmq.Context.instance().socket(kind)
         self._sockets.append(socket)
         socket.linger = _LINGER_MS
-        try:
-            (socket.bind if binds else socket.connect)(endpoint)
-        except zmq.ZMQError as error:
-            way = "bound" if binds else "connected"
-            raise InvalidArgumentError(
-                f"the endpoint {endpoint!r} cannot be {way}: {error}"
-            ) from error
+        for tries_left in reversed(range(_BIND_TRIES if binds else 1)):
+            try:
+                (socket.bind if binds else socket.connect)(endpoint)
+                break
+            except zmq.ZMQError as error:
+                # The address of a publisher that was just closed is free a moment later.
+                if error.errno != zmq.EADDRINUSE or not tries_left:
+                    way = "bound" if binds else "connected"
+                    raise InvalidArgumentError(
+                        f"the endpoint {endpoint!r} cannot be {way}: {error}"
+                    ) from error
+                self._stopping.wait(_POLL_SECONDS)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close_sockets(self) -> None:
@@ -307,23 +319,19 @@ class _Sender:
         view = self._view
         return PublisherStats(
             **self._counts,
-            told_blocks=view.num_told_blocks if view else 0,
-            told_states=view.num_told_states if view else 0,
-            untold_blocks=view.num_untold if view else 0,
+            told_blocks=view.num_told_blocks,
+            told_states=view.num_told_states,
+            untold_blocks=view.num_untold,
             waiting_events=len(self._waiting),
         )
 
     def run(self, view: EventView) -> None:
         """Send what happens until ``stop``; whatever fails here ends it, and nothing else."""
-        self._view = view
         try:
-            self._send([encode_cleared()])
+            self.begin(view)
             while not self._stopping.is_set():
-                self._wait()
-                self._drain(view)
-                if time.monotonic() - self._sent_at >= self._heartbeat:
-                    self._send([])
-            self._drain(view)
+                self.step()
+            self._drain()
             self._send([encode_cleared()])
         except Exception:
             _log.exception("KV events are not published any more; the cache goes on")
@@ -332,20 +340,31 @@ class _Sender:
             self._waiting.clear()
             self.close_sockets()
 
-    def _wait(self) -> None:
-        """Let some time pass, and answer who asks for a replay meanwhile."""
+    def begin(self, view: EventView) -> None:
+        """Tell subscribers to forget what another process may have told them at this address."""
+        self._view = view
+        self._send([encode_cleared()])
+        self._snapshot_seq = self._log[0][0]
+
+    def step(self) -> None:
+        """Send what has happened, after some time, in which replays are answered."""
         # Asked at times and not woken: waking a thread would cost the cache more than an append.
         if self._replay is None:
             self._stopping.wait(_POLL_SECONDS)
         elif self._replay.poll(int(_POLL_SECONDS * 1000)):
             self._answer(self._replay.recv_multipart())
+        self._drain()
+        if self._owes_snapshot and time.monotonic() - self._snapshot_at >= _SNAPSHOT_SECONDS:
+            self._send_snapshot()
+        if time.monotonic() - self._sent_at >= self._heartbeat:
+            self._send([])
 
-    def _drain(self, view: EventView) -> None:
+    def _drain(self) -> None:
         while self._waiting:
-            view.apply(self._waiting.popleft())
-        events = view.take_events()
+            self._view.apply(self._waiting.popleft())
+        events = self._view.take_events()
         if events:
-            self._send(_encode_all(events, view.block_size_tokens))
+            self._send(_encode_all(events, self._view.block_size_tokens))
 
     def _send(self, events: Sequence[bytes]) -> None:
         payload = encode_batch(time.time(), events, self._rank)
@@ -357,23 +376,33 @@ class _Sender:
         self._counts["batches"] += 1
         self._counts["events"] += len(events)
 
+    def _send_snapshot(self) -> None:
+        """Send all that is held to everybody; the log begins with it."""
+        self._log.clear()
+        held = _encode_all(self._view.snapshot(), self._view.block_size_tokens)
+        self._send([encode_cleared(), *held])
+        self._snapshot_seq = self._log[0][0]
+        self._snapshot_at = self._sent_at
+        self._owes_snapshot = False
+        self._counts["snapshots"] += 1
+
     def _answer(self, request: Sequence[bytes]) -> None:
-        """Send a subscriber all that it lacks: batches of the log, or what is held now."""
+        """Send a subscriber the batches that it lacks, or one with all that is held."""
         if len(request) != 3 or len(request[2]) != 8:
             _log.warning("a replay is asked for with 8 bytes, got frames %s", request)
             return
         client, _, start = request
-        assert self._view is not None, "replays are answered while something is told"
         if start < self._log[0][0]:
-            events = _encode_all(self._view.snapshot(), self._view.block_size_tokens)
-            payload = encode_batch(time.time(), [encode_cleared(), *events], self._rank)
-            # With the number of the newest batch, after which nothing has happened.
-            batches = [(self._log[-1][0], payload)]
-            self._counts["snapshots"] += 1
-        else:
-            batches = [batch for batch in self._log if batch[0] >= start]
-        for seq, payload in [*batches, (_END_SEQ, b"")]:
-            self._replay.send_multipart((client, b"", self._topic, seq, payload))
+            # To everybody: routers refuse a replay that does not begin where they asked, but take
+            # what is published. Not at once for each who asks.
+            is_recent = time.monotonic() - self._snapshot_at < _SNAPSHOT_SECONDS
+            if is_recent and self._log[0][0] == self._snapshot_seq:
+                self._owes_snapshot = True
+            else:
+                self._send_snapshot()
+        for seq, payload in [*self._log, (_END_SEQ, b"")]:
+            if seq >= start or not payload:
+                self._replay.send_multipart((client, b"", self._topic, seq, payload))
         self._counts["replays"] += 1
 
 
