@@ -204,8 +204,8 @@ def plain_answers(folders):
 def server(plain_answers):
     made = installing.ServedModels
 
-    def remembered(settings):
-        SERVED.append(made(settings))
+    def remembered(*given):
+        SERVED.append(made(*given))
         return SERVED[-1]
 
     installing.ServedModels = remembered
@@ -862,6 +862,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"measure_costs": "no"}, "measure_costs"),
         ({"on_unresumable": "no"}, "on_unresumable must be one of"),
         ({"weights_check": "some"}, "weights_check must be one of"),
+        ({"events_mode": "all"}, "events_mode must be one of"),
+        ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),
     ],
 )
 def test_settings_that_no_model_could_have(uninstalled, setting, said):

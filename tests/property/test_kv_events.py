@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
 
-from events_rig import BLOCK, Books, Known, Subscriber, by_hand, observe  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from events_rig import BLOCK, Books, Known, Subscriber, by_hand, observe
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mamba_cache.integrations.events import EventPublisher  # noqa: E402
-from mamba_cache.integrations.events.view import (  # noqa: E402
+from mamba_cache.integrations.events import EventPublisher
+from mamba_cache.integrations.events.view import (
     Cleared,
     EventView,
     Removed,

@@ -261,7 +261,9 @@ class Subscriber:
 
 
 @contextmanager
-def by_hand(mode: str = "reachable") -> Iterator[tuple[EventPublisher, _Sender]]:
+def by_hand(
+    mode: str = "reachable", *, block_size: int = BLOCK
+) -> Iterator[tuple[EventPublisher, _Sender]]:
     """A publisher and its sender without a thread: the test has it step when it wants.
 
     Each step sends a batch, be it an empty one.
@@ -272,7 +274,7 @@ def by_hand(mode: str = "reachable") -> Iterator[tuple[EventPublisher, _Sender]]
         mode=mode,
         heartbeat_seconds=0,
     )
-    publisher._sender.begin(EventView(BLOCK, publisher.mode))
+    publisher._sender.begin(EventView(block_size, publisher.mode))
     try:
         yield publisher, publisher._sender
     finally:

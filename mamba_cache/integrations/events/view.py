@@ -295,4 +295,3 @@ def _stored_state(hash_id: int, block: _Block) -> Stored:
 def _token_ids(block: _Block) -> list[int]:
     assert block.tokens, "nobody is told of a block without tokens"
     return memoryview(block.tokens).cast("i").tolist()
-

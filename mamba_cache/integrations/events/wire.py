@@ -59,9 +59,7 @@ def encode_stored(
     return _bytes(event)
 
 
-def encode_removed(
-    block_hashes: Sequence[int], *, medium: Medium = "GPU", group: int = 0
-) -> bytes:
+def encode_removed(block_hashes: Sequence[int], *, medium: Medium = "GPU", group: int = 0) -> bytes:
     """Encode that blocks are not held any more.
 
     Args:
