@@ -10,7 +10,7 @@ import typer
 __all__ = ["serve"]
 
 
-def serve(
+def serve(  # noqa: PLR0917 - typer passes them by name
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder or hub id of the model; it is preloaded.")],
     mamba_cache_gb: Annotated[float, typer.Option(help="Budget for saved states in GiB.")] = 2.0,

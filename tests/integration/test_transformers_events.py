@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra trans
 
 import torch  # noqa: E402
 import typer  # noqa: E402
-from events_rig import Subscriber, by_hand, observe  # noqa: E402
+from events_rig import Subscriber, by_hand, catch_up, observe  # noqa: E402
 from transformers_rig import BLOCK, GREEDY, cached, join, make_cache, make_model, text  # noqa: E402
 
 from mamba_cache.cli.app import app  # noqa: E402
@@ -41,8 +41,7 @@ def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generato
         observe(cache, publisher)
         ids, right = text(generator, 21), 0
         for turn in range(6):
-            sender.step()
-            subscriber.receive(sender.step)
+            catch_up(sender, subscriber)
             credit, before = predicted(subscriber.known, ids), cache.stats().skipped_tokens
             output = cached(cache, ids)
             skipped = cache.stats().skipped_tokens - before
@@ -51,8 +50,7 @@ def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generato
             ids = join(output.sequences, text(generator, 7))
         assert right == 6
         cache.reset()
-        sender.step()
-        subscriber.receive(sender.step)
+        catch_up(sender, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
         cache.close()
 

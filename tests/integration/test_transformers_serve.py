@@ -614,7 +614,8 @@ def test_a_model_that_cannot_be_cached_is_served_with_one_warning(
 
 def test_a_budget_that_is_too_small_is_named(folders, references, words, caplog, server):
     served = server.served(folders["main"])
-    poor = type(served)(served.model, {**SETTINGS, "mamba_cache_gb": 1e-7})
+    settings = {**SETTINGS, "mamba_cache_gb": 1e-7}
+    poor = type(served)(served.model, settings, lambda *_: pytest.fail("there is no cache"))
     assert poor.prepare() is None
     assert poor.prepare() is None
     [warning] = warnings_in(caplog)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 import zmq
 
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlocksStored, KVBlockAllocator
@@ -83,8 +84,22 @@ class Books:
             elif hash_id in self.states:
                 told.update(dict.fromkeys(path))
         # The part of a block is no block, but its state makes those before it of use.
-        told = {h: self.blocks[h] for h in told if len(self.blocks[h][1]) == BLOCK}
-        return {0: told, 1: {h: value for h, value in told.items() if h in self.states}}
+        told = [h for h in told if len(self.blocks[h][1]) == BLOCK]
+        wire = {h: self._wire_hash(h) for h in told}
+        entries = {h: (wire.get(self.blocks[h][0]), self.blocks[h][1]) for h in told}
+        return {
+            0: {wire[h]: entries[h] for h in told},
+            1: {wire[h]: entries[h] for h in told if h in self.states},
+        }
+
+    def _wire_hash(self, hash_id: int) -> int:
+        """What subscribers know a block by: its prefix, whatever the cache's own secret."""
+        before = 0
+        for index, each in enumerate(self._path(hash_id) or []):
+            data = np.array(self.blocks[each][1], "<i4").tobytes()
+            start = before.to_bytes(8, "little") if index else b""
+            before = xxhash.xxh3_64_intdigest(start + data)
+        return before
 
     def _path(self, hash_id: int | None) -> list[int] | None:
         """The blocks from a sequence's start to this one; None if not all are there and told."""
@@ -285,3 +300,15 @@ def observe(books: Books, publisher: EventPublisher) -> None:
     """Let the publisher hear of the books, as ``watch`` does, without starting its thread."""
     books.kv_block_allocator.add_observer(publisher._take)
     books.slot_allocator.add_observer(publisher._take)
+
+
+def catch_up(sender: _Sender, subscriber: Subscriber) -> None:
+    """Step until the subscriber knows of the newest batch; a connection takes a moment."""
+    sender.step()
+    newest = sender._next_seq - 1
+    for _ in range(1000):
+        subscriber.receive(sender.step)
+        if subscriber.last >= newest:
+            return
+        sender.step()
+    raise AssertionError("nothing arrives")

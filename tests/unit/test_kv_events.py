@@ -12,9 +12,10 @@ zmq = pytest.importorskip("zmq", reason="needs the extra events")
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 
 from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
-from events_rig import GOLDEN, Books, Subscriber, by_hand, observe  # noqa: E402
+from events_rig import GOLDEN, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
 from work import lines_executed  # noqa: E402
 
+from mamba_cache.blocks import BlockHasher  # noqa: E402
 from mamba_cache.context import DynamicInferenceContext, Request  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
@@ -157,8 +158,7 @@ def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
                 told = subscriber.known.groups[0]
                 assert done.skipped_tokens == len(told) * BLOCK
                 history += done.tokens
-                sender.step()
-                subscriber.receive(sender.step)
+                catch_up(sender, subscriber)
             blocks = sorted(subscriber.known.groups[0].values(), key=lambda block: block[1])
             in_order = [history[i : i + BLOCK] for i in range(0, len(blocks) * BLOCK, BLOCK)]
             assert [tokens for _, tokens in blocks] == sorted(in_order)
@@ -187,14 +187,12 @@ def test_a_reset_is_told_as_one_event():
     with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
         observe(books, publisher)
         books.run([1] * 16, [4])
-        sender.step()
-        subscriber.receive(sender.step)
+        catch_up(sender, subscriber)
         assert len(subscriber.known.groups[0]) == 4
         books.slot_allocator.reset()
         books.kv_block_allocator.reset()
         events = publisher.stats().events
-        sender.step()
-        subscriber.receive(sender.step)
+        catch_up(sender, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
         assert publisher.stats().events == events + 1
 
@@ -329,3 +327,18 @@ def test_a_context_and_its_engine_are_what_can_be_watched():
     with EventPublisher(**ANY) as publisher:
         publisher.watch(engine.context)
         engine.context.match(Request(request_id=0, prompt_tokens=[1] * 9))
+
+
+def test_one_prefix_has_one_hash_in_all_replicas_whatever_their_secrets():
+    told = []
+    for secret in (b"one", b"two"):
+        books = Books()
+        books.hasher = BlockHasher(secret=secret)
+        with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
+            observe(books, publisher)
+            books.run([1] * 16 + [2] * 16, [8])
+            catch_up(sender, subscriber)
+            told.append(subscriber.known.groups)
+        assert len(books.blocks) == 8
+    assert told[0] == told[1]
+    assert len(told[0][0]) == 8

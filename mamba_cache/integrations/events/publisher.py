@@ -417,7 +417,7 @@ def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
         if isinstance(event, Stored):
             encoded.append(
                 encode_stored(
-                    event.hash_ids,
+                    event.hashes,
                     event.parent,
                     event.token_ids,
                     block_size=block_size,
@@ -426,7 +426,7 @@ def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
             )
             time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
         elif isinstance(event, Removed):
-            encoded.append(encode_removed(event.hash_ids, group=event.group))
+            encoded.append(encode_removed(event.hashes, group=event.group))
         else:
             encoded.append(encode_cleared())
     return encoded

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
+import xxhash
+
 from mamba_cache.blocks import BlockEvent, BlocksStored
 from mamba_cache.slots import StateEvent, StatesRemoved, StatesStored
 
@@ -20,13 +22,13 @@ class Stored(NamedTuple):
 
     Attributes:
         group: 0 for KV blocks, 1 for states.
-        hash_ids: Of the blocks, each the parent of the next.
+        hashes: Of the blocks, each the parent of the next.
         parent: The hash of the block before the first; None at a sequence's start.
         token_ids: What they hold, as many in each.
     """
 
     group: int
-    hash_ids: list[int]
+    hashes: list[int]
     parent: int | None
     token_ids: list[int]
 
@@ -36,11 +38,11 @@ class Removed(NamedTuple):
 
     Attributes:
         group: As in ``Stored``.
-        hash_ids: Of the blocks, children before their parents.
+        hashes: Of the blocks, children before their parents.
     """
 
     group: int
-    hash_ids: list[int]
+    hashes: list[int]
 
 
 class Cleared(NamedTuple):
@@ -61,15 +63,29 @@ class _Block:
         uses: What makes it worth announcing: the state at its end, each child that is itself worth
             it, and, in mode "resident", that it is there.
         is_told: Subscribers know of it.
+        hash: What they know it by: of the tokens up to its end and nothing else, since a router
+            takes one prefix in several replicas for the same only if its hash is. That of the
+            cache is keyed with a secret, which each process draws anew by default.
+        parent_hash: That of its parent; None at a sequence's start.
     """
 
-    __slots__ = ("is_told", "parent", "tokens", "uses")
+    __slots__ = ("hash", "is_told", "parent", "parent_hash", "tokens", "uses")
 
     def __init__(self, parent: int | None, tokens: bytes | None, uses: int) -> None:
         self.parent = parent
         self.tokens = tokens
         self.uses = uses
         self.is_told = False
+        self.hash = 0
+        self.parent_hash: int | None = None
+
+    def tell(self, parent: _Block | None) -> None:
+        """Have subscribers know of it, as they do of its parent."""
+        assert self.tokens, "nobody is told of a block without tokens"
+        self.parent_hash = None if parent is None else parent.hash
+        before = b"" if parent is None else parent.hash.to_bytes(8, "little")
+        self.hash = xxhash.xxh3_64_intdigest(before + self.tokens)
+        self.is_told = True
 
 
 class EventView:
@@ -136,11 +152,6 @@ class EventView:
                 pending += self._children.get(hash_id, ())
         return [event for event in events if isinstance(event, Stored)]
 
-    def told(self) -> tuple[set[int], set[int]]:
-        """Return the hashes of the blocks that subscribers are told of, and of the states."""
-        blocks = {hash_id for hash_id, block in self._blocks.items() if block.is_told}
-        return blocks, self._states & blocks
-
     def _store_blocks(self, event: BlocksStored) -> None:
         size, parent = self._block_bytes, event.parent_hash
         data = None if event.tokens is None else event.tokens.tobytes()
@@ -193,7 +204,7 @@ class EventView:
         if block is None:
             return
         if block.is_told:
-            self._events.append(_stored_state(hash_id, block))
+            self._events.append(_stored_state(block))
             self.num_told_states += 1
         block.uses += 1
         if block.uses == 1:
@@ -205,14 +216,14 @@ class EventView:
             return
         block = self._blocks.get(hash_id)
         if block is not None and block.is_told:
-            self._add_removed(1, hash_id)
+            self._add_removed(1, block)
             self.num_told_states -= 1
         self._states.discard(hash_id)
         if block is not None:
             self._drop_use(hash_id)
 
     def _add_use(self, hash_id: int | None) -> None:
-        """Count one more use of a block, and tell of it and of those before it if it is the first."""
+        """Count one more use of a block; the first makes it known, with those before it."""
         top = None
         while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
             block.uses += 1
@@ -224,33 +235,35 @@ class EventView:
             self._tell_from(*top)
 
     def _drop_use(self, hash_id: int | None) -> None:
-        """Count one use of a block less, and take it back with those before it if it was the last."""
+        """Count one use of a block less; with the last it is taken back, and those before it."""
         while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
             block.uses -= 1
             if block.uses:
                 break
             if block.is_told:
                 block.is_told = False
-                self._add_removed(0, hash_id)
+                self._add_removed(0, block)
                 self.num_told_blocks -= 1
             hash_id = block.parent
 
     def _tell_from(self, hash_id: int, block: _Block) -> None:
         """Tell of a block, if its parent is told, and of all after it that are worth it."""
+        parent = None
         if block.parent is not None:
             parent = self._blocks.get(block.parent)
             if parent is None or not parent.is_told:
                 return
-        pending = [(hash_id, block)]
+        pending = [(hash_id, block, parent)]
         while pending:
-            hash_id, block = pending.pop()
+            hash_id, block, parent = pending.pop()
             if block.is_told or not block.uses or not block.tokens:
                 continue
-            block.is_told = True
+            block.tell(parent)
             self._add_stored(self._events, hash_id, block)
             self.num_told_blocks += 1
             self.num_told_states += hash_id in self._states
-            pending += [(child, self._blocks[child]) for child in self._children.get(hash_id, ())]
+            children = self._children.get(hash_id, ())
+            pending += [(child, self._blocks[child], block) for child in children]
 
     def _take_back(self, hash_id: int) -> None:
         """Take back a block and all after it."""
@@ -260,36 +273,36 @@ class EventView:
             block = self._blocks[hash_id]
             if block.is_told:
                 block.is_told = False
-                order.append(hash_id)
+                order.append((hash_id, block))
                 pending += self._children.get(hash_id, ())
-        for hash_id in reversed(order):
+        for hash_id, block in reversed(order):
             if hash_id in self._states:
-                self._add_removed(1, hash_id)
+                self._add_removed(1, block)
                 self.num_told_states -= 1
-            self._add_removed(0, hash_id)
+            self._add_removed(0, block)
         self.num_told_blocks -= len(order)
 
     def _add_stored(self, events: list[ViewEvent], hash_id: int, block: _Block) -> None:
         """Add to ``events`` that a block is held, and its state if it has one."""
         last = events[-1] if events else None
-        if isinstance(last, Stored) and last.group == 0 and last.hash_ids[-1] == block.parent:
-            last.hash_ids.append(hash_id)
+        if isinstance(last, Stored) and last.group == 0 and last.hashes[-1] == block.parent_hash:
+            last.hashes.append(block.hash)
             last.token_ids.extend(_token_ids(block))
         else:
-            events.append(Stored(0, [hash_id], block.parent, _token_ids(block)))
+            events.append(Stored(0, [block.hash], block.parent_hash, _token_ids(block)))
         if hash_id in self._states:
-            events.append(_stored_state(hash_id, block))
+            events.append(_stored_state(block))
 
-    def _add_removed(self, group: int, hash_id: int) -> None:
+    def _add_removed(self, group: int, block: _Block) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(last, Removed) and last.group == group:
-            last.hash_ids.append(hash_id)
+            last.hashes.append(block.hash)
         else:
-            self._events.append(Removed(group, [hash_id]))
+            self._events.append(Removed(group, [block.hash]))
 
 
-def _stored_state(hash_id: int, block: _Block) -> Stored:
-    return Stored(1, [hash_id], block.parent, _token_ids(block))
+def _stored_state(block: _Block) -> Stored:
+    return Stored(1, [block.hash], block.parent_hash, _token_ids(block))
 
 
 def _token_ids(block: _Block) -> list[int]:

@@ -106,7 +106,8 @@ def install(
             raise InvalidArgumentError(f"{name} must be one of {allowed}, got {value!r}")
     if events_replay_endpoint is not None and events_endpoint is None:
         raise InvalidArgumentError(
-            f"events_replay_endpoint goes with events_endpoint, got {events_replay_endpoint!r} alone"
+            "events_replay_endpoint goes with events_endpoint, "
+            f"got {events_replay_endpoint!r} alone"
         )
     if _originals:
         raise StepOrderError("prefix caches are installed already: call uninstall() first")
