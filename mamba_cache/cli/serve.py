@@ -10,7 +10,7 @@ import typer
 __all__ = ["serve"]
 
 
-def serve(
+def serve(  # noqa: PLR0917 - typer passes them by name
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder or hub id of the model; it is preloaded.")],
     mamba_cache_gb: Annotated[float, typer.Option(help="Budget for saved states in GiB.")] = 2.0,
@@ -18,6 +18,16 @@ def serve(
     block_size_tokens: Annotated[
         int, typer.Option(help="Tokens of a block; a multiple of the model's SSM chunk.")
     ] = 256,
+    events_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Where routers hear what is cached: tcp://127.0.0.1:5557 (ZMQ PUB)."),
+    ] = None,
+    events_replay_endpoint: Annotated[
+        str | None, typer.Option(help="Where routers ask for what they missed (ZMQ ROUTER).")
+    ] = None,
+    events_mode: Annotated[
+        str, typer.Option(help="reachable: what prompts can use; resident: every KV block.")
+    ] = "reachable",
 ) -> None:
     """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
 
@@ -31,6 +41,8 @@ def serve(
     )
 
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
+    settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
+    settings["events_replay_endpoint"] = events_replay_endpoint
     with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)

@@ -84,7 +84,7 @@ class Checkpoints:
 
     def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint | None:
         """Reserve a slot for a state that is loaded; None if no slot can be had."""
-        kept = self._reserve(active, [position])
+        kept = self._reserve(active, [position], self._propose)
         return replace(kept[0], is_loaded=True) if kept else None
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
@@ -163,9 +163,11 @@ class Checkpoints:
         if first >= end:  # unnoticed: a shortcut, the longer way gives the same
             return []
         parent_hash = hashes[first - 1] if first else None
-        blocks = active.blocks_between(first, end)
+        blocks, tokens = active.blocks_between(first, end), None
+        if self._kv_blocks.is_observed and active.is_told_by_tokens:
+            tokens = active.tokens(first * self._block_size, end * self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
-            blocks, hashes[first:end], parent_hash=parent_hash
+            blocks, hashes[first:end], parent_hash=parent_hash, tokens=tokens
         )
         active.num_published = end
         if self._tiering is not None:

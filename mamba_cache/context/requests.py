@@ -517,6 +517,13 @@ class ActiveRequest:
         return self.admission
 
     @property
+    def is_told_by_tokens(self) -> bool:
+        """Whether its tokens say all that its block hashes are made of: no salt, adapter or key."""
+        request = self.request
+        keys = request.cache_salt, request.lora_id
+        return keys == (None, None) and not len(request.multimodal_keys)
+
+    @property
     def samples(self) -> bool:
         """Whether the chunk ends at the last known token, so that the next one is sampled."""
         return self.current_chunk.end == self.num_tokens

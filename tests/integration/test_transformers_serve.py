@@ -204,8 +204,8 @@ def plain_answers(folders):
 def server(plain_answers):
     made = installing.ServedModels
 
-    def remembered(settings):
-        SERVED.append(made(settings))
+    def remembered(*given):
+        SERVED.append(made(*given))
         return SERVED[-1]
 
     installing.ServedModels = remembered
@@ -614,7 +614,8 @@ def test_a_model_that_cannot_be_cached_is_served_with_one_warning(
 
 def test_a_budget_that_is_too_small_is_named(folders, references, words, caplog, server):
     served = server.served(folders["main"])
-    poor = type(served)(served.model, {**SETTINGS, "mamba_cache_gb": 1e-7})
+    settings = {**SETTINGS, "mamba_cache_gb": 1e-7}
+    poor = type(served)(served.model, settings, lambda *_: pytest.fail("there is no cache"))
     assert poor.prepare() is None
     assert poor.prepare() is None
     [warning] = warnings_in(caplog)
@@ -862,6 +863,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"measure_costs": "no"}, "measure_costs"),
         ({"on_unresumable": "no"}, "on_unresumable must be one of"),
         ({"weights_check": "some"}, "weights_check must be one of"),
+        ({"events_mode": "all"}, "events_mode must be one of"),
+        ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),
     ],
 )
 def test_settings_that_no_model_could_have(uninstalled, setting, said):

@@ -13,7 +13,7 @@ import torch
 
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.blocks import ExtraKey
+from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -43,7 +43,12 @@ from mamba_cache.integrations.transformers.prompts import check_prompts, pad_pro
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
-from mamba_cache.slots import CheckpointPlacement, ConsumedSlotPolicy, SlotEvictionPolicy
+from mamba_cache.slots import (
+    CheckpointPlacement,
+    ConsumedSlotPolicy,
+    SlotEvictionPolicy,
+    SlotPool,
+)
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
 
@@ -431,6 +436,21 @@ class PrefixCache:
         finally:
             prefill.record.close()
         return past
+
+    @property
+    def kv_block_allocator(self) -> KVBlockAllocator:
+        """The books of KV blocks, to be observed; they belong to the cache."""
+        return self._store.kv_blocks
+
+    @property
+    def slot_allocator(self) -> SlotPool:
+        """The books of slots, likewise."""
+        return self._store.slots
+
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self._store.layout.block_size_tokens
 
     def stats(self) -> PrefixCacheStats:
         """Returns what the cache did so far, what that took and saved, and what it holds now."""

@@ -77,6 +77,7 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
+        self._told_lora_id: ExtraKey = None
 
     @property
     def is_empty(self) -> bool:
@@ -181,16 +182,31 @@ class PrefixStore:
         return self.kv_blocks.find_block(part[0], part.digest(0))
 
     def register_part(
-        self, block: int, chain: BlockHashChain, depth: int, tokens: npt.NDArray[np.int32]
+        self,
+        block: int,
+        chain: BlockHashChain,
+        depth: int,
+        tokens: npt.NDArray[np.int32],
+        *,
+        told: npt.NDArray[np.int32] | None,
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
+
+        Args:
+            block: The block.
+            chain: What it ends.
+            depth: Whole blocks of the chain before it.
+            tokens: What it holds.
+            told: What observers are told that it holds.
 
         Returns:
             As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
         """
         part, hashes = chain.part_hash(depth, tokens), chain.hashes
         parent = hashes[depth - 1] if depth else None
-        [holder] = self.kv_blocks.register_kv_block_hashes([block], part, parent_hash=parent)
+        [holder] = self.kv_blocks.register_kv_block_hashes(
+            [block], part, parent_hash=parent, tokens=told
+        )
         if holder == block:
             self._parts.add(block, chain.parent_digest(depth), len(tokens))
         return holder
@@ -220,7 +236,12 @@ class PrefixStore:
         chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
         chain.append(tokens)
         hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
-        return SequenceRecord(self, chain, tokens, hit, lora_id)
+        is_told = self.kv_blocks.is_observed and cache_salt is None
+        if is_told:
+            # Observers know prefixes by their tokens alone, so it must be one key's.
+            self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
+            is_told = self._told_lora_id == lora_id
+        return SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -235,6 +256,7 @@ class PrefixStore:
         self._with_logits.clear()
         self.counters.reset()
         self.live_dtypes.clear()
+        self._told_lora_id = None
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -314,6 +336,7 @@ class SequenceRecord:
         tokens: Its token ids so far.
         hit: What of them was found.
         lora_id: The key that it was matched under.
+        is_told: Whether observers are told the tokens of what it makes findable.
 
     Attributes:
         match: What of its whole blocks was found.
@@ -328,8 +351,11 @@ class SequenceRecord:
         tokens: npt.NDArray[np.int32],
         hit: PrefixHit,
         lora_id: ExtraKey,
+        *,
+        is_told: bool = False,
     ) -> None:
         self._store = store
+        self._is_told = is_told
         self._lora_id = lora_id
         self._chain = chain
         self._tokens = tokens
@@ -348,7 +374,12 @@ class SequenceRecord:
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         other = SequenceRecord(
-            self._store, self._chain.copy(), self._tokens, self._hit, self._lora_id
+            self._store,
+            self._chain.copy(),
+            self._tokens,
+            self._hit,
+            self._lora_id,
+            is_told=self._is_told,
         )
         other.num_published = self.num_published
         other._tokens_to_state = self._tokens_to_state
@@ -482,6 +513,7 @@ class SequenceRecord:
             blocks,
             hashes[first : first + len(blocks)],
             parent_hash=hashes[first - 1] if first else None,
+            tokens=self._tokens[first * size : end] if self._is_told else None,
         )
         # A block whose hash id belongs to another content stays private, and nothing after it can
         # be found.
@@ -539,7 +571,8 @@ class SequenceRecord:
         self._held += taken
         for block in taken:
             self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
-            return self._store.register_part(block, self._chain, depth, part)
+            told = part if self._is_told else None
+            return self._store.register_part(block, self._chain, depth, part, told=told)
         return None
 
     def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:

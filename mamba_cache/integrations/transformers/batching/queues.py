@@ -78,8 +78,8 @@ class BatchQueues:
         if not self._prefilling:
             return []
         scheduled = self._context.request_table
-        in_use = set(scheduled.decoding)
-        in_use |= set(scheduled.scheduled)
+        in_use = set(scheduled.decoding_rows)
+        in_use |= set(scheduled.scheduled_rows)
         return sorted(
             row for row in range(bound) if row not in in_use and scheduled.num_blocks.item(row)
         )

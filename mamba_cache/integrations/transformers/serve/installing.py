@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 from mamba_cache._checks import check_int, check_kind
@@ -40,6 +40,9 @@ _Call = Callable[..., Awaitable[None]]
 _originals: list[tuple[Any, str, Any]] = []
 """What is replaced now: whose it is, its name, and what was there."""
 
+_installed: list[ServedModels] = []
+"""The models that are served so now."""
+
 
 def install(
     *,
@@ -51,6 +54,9 @@ def install(
     reuse_answers: bool = True,
     weights_check: WeightsCheck = "sample",
     measure_costs: bool = True,
+    events_endpoint: str | None = None,
+    events_replay_endpoint: str | None = None,
+    events_mode: Literal["resident", "reachable"] = "reachable",
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
@@ -70,9 +76,14 @@ def install(
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
         measure_costs: Pass over what is known not to pay.
+        events_endpoint: Where routers are told what the first loaded model has cached, as for
+            ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: they are not.
+        events_replay_endpoint: Where they ask for what they missed.
+        events_mode: Which KV blocks they are told of.
 
     Raises:
-        InvalidArgumentError: A setting is out of range, whatever the model.
+        InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
+            be used.
         StepOrderError: It is installed already; ``uninstall`` first.
         MissingExtraError: Something that the extra ``serve`` brings is not installed.
         UnsupportedVersionError: This version of transformers has no such server; the message says
@@ -89,12 +100,20 @@ def install(
     for name, value, allowed in (
         ("on_unresumable", on_unresumable, ("error", "step")),
         ("weights_check", weights_check, ("full", "sample", "off")),
+        ("events_mode", events_mode, ("resident", "reachable")),
     ):
         if value not in allowed:
             raise InvalidArgumentError(f"{name} must be one of {allowed}, got {value!r}")
+    if events_replay_endpoint is not None and events_endpoint is None:
+        raise InvalidArgumentError(
+            "events_replay_endpoint goes with events_endpoint, "
+            f"got {events_replay_endpoint!r} alone"
+        )
     if _originals:
         raise StepOrderError("prefix caches are installed already: call uninstall() first")
     _check_extra()
+    found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
+    events = {"replay_endpoint": events_replay_endpoint, "mode": events_mode}
     served = ServedModels(
         {
             "mamba_cache_gb": mamba_cache_gb,
@@ -105,9 +124,10 @@ def install(
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
             "measure_costs": measure_costs,
-        }
+        },
+        None if events_endpoint is None else _publishers(events_endpoint, events),
     )
-    found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
+    _installed.append(served)
     made = [(owner, name, make(served, vars(owner)[name])) for owner, name, make in found]
     for owner, name, substitute in made:
         _originals.append((owner, name, vars(owner)[name]))
@@ -122,6 +142,8 @@ def uninstall() -> None:
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
+    while _installed:
+        _installed.pop().close()
 
 
 @contextmanager
@@ -142,6 +164,15 @@ def installed(**settings: Any) -> Iterator[None]:
         yield
     finally:
         uninstall()
+
+
+def _publishers(endpoint: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """Return what makes a publisher of KV events."""
+    from mamba_cache.integrations.events import (  # noqa: PLC0415 - an extra
+        EventPublisher,
+    )
+
+    return partial(EventPublisher, endpoint, **options)
 
 
 def _check_extra() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError, PoisonedError
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
+
+if TYPE_CHECKING:
+    from mamba_cache.integrations.events import EventPublisher  # an extra
 
 __all__ = ["ServedModel", "ServedModels"]
 
@@ -27,20 +30,53 @@ class ServedModels:
 
     Args:
         settings: What each one's ``PrefixCache`` is made with.
+        make_publisher: Makes what tells routers of a cache: of the first that is made, and when its
+            model is unloaded, of the next. None: nobody is told.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        make_publisher: Callable[[], EventPublisher] | None = None,
+    ) -> None:
         self._settings = settings
+        self._make_publisher = make_publisher
+        self._publisher = make_publisher() if make_publisher else None
+        self._told_model: Any = None
         # Each entry holds its model, so that no other object has its id.
         self._by_id: dict[int, ServedModel] = {}
 
     def add(self, model: Any) -> None:
         """Take in a model that was loaded."""
-        self._by_id[id(model)] = ServedModel(model, self._settings)
+        self._by_id[id(model)] = ServedModel(model, self._settings, self._tell)
 
     def drop(self, model: Any) -> None:
         """Let go of a model that is unloaded; a call that still runs keeps it until it ends."""
         self._by_id.pop(id(model), None)
+        if self._told_model is model and self._publisher is not None and self._make_publisher:
+            self._told_model = None
+            self._publisher.close()
+            self._publisher = self._make_publisher()
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self._make_publisher = None
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _tell(self, model: Any, cache: PrefixCache) -> None:
+        """Tell routers of a cache that was made, unless they are told of another."""
+        if self._publisher is None:
+            return
+        if self._told_model is not None:
+            _log.warning(
+                "routers are told what %s has cached, and nothing of %s: give each model a server",
+                _name_of(self._told_model),
+                _name_of(model),
+            )
+            return
+        self._told_model = model
+        self._publisher.watch(cache)
 
     def find(self, model: Any) -> ServedModel | None:
         """Return the entry of a model, None if it was not loaded by the server, or is no more."""
@@ -73,14 +109,21 @@ class ServedModel:
     Args:
         model: The model.
         settings: What its ``PrefixCache`` is made with.
+        tell: Called with the model and its cache when that is made.
 
     Attributes:
         model: As given.
         cache: Its cache; None before it is made, and where the model can have none.
     """
 
-    def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: Mapping[str, Any],
+        tell: Callable[[Any, PrefixCache], object],
+    ) -> None:
         self.model = model
+        self._tell_routers = tell
         self.cache: PrefixCache | None = None
         self._settings = settings
         self._is_tried = False
@@ -98,6 +141,8 @@ class ServedModel:
                 self.cache = PrefixCache(self.model, **self._settings)
             except Exception as error:  # whatever a model raises that was not made for it
                 self._give_up(error)
+            else:
+                self._tell_routers(self.model, self.cache)
         return self.cache
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
@@ -163,6 +208,9 @@ class ServedModel:
             self._give_up(reason)
 
     def _give_up(self, error: Exception) -> None:
+        if self.cache is not None:
+            with suppress(Exception):
+                self.cache.close()  # so that routers hear of it as well
         self.cache = None
         _log.warning(
             "%s is served without a prefix cache: %s", self._name, str(error) or repr(error)
@@ -178,7 +226,11 @@ class ServedModel:
 
     @property
     def _name(self) -> str:
-        return f"{type(self.model).__name__} ({getattr(self.model, 'name_or_path', '')})"
+        return _name_of(self.model)
+
+
+def _name_of(model: Any) -> str:
+    return f"{type(model).__name__} ({getattr(model, 'name_or_path', '')})"
 
 
 class _Asked:

@@ -1,0 +1,529 @@
+"""Two servers with a prefix cache each, and a router that knows what they have cached.
+
+Starts two server processes with the reference engine (a small hybrid model with random weights, on
+the CPU) and a router that reads their KV events: vllm-router if it is installed, else Dynamo's
+SelectionService, which runs in this process. Clients hold conversations that begin with one of a few
+system prompts; each prompt is all that was said before and a new question. Printed are, for each
+prompt, which replica got it, how many tokens the router said it would skip, and how many it did;
+then the same conversations by round robin. Needs the extras `events` and `routers`; without the
+latter it shows round robin alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from inspect import isawaitable
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+BLOCK_SIZE_TOKENS = 16
+VOCABULARY = 256
+SYSTEM_TOKENS = 96
+NEW_TOKENS = 24
+MODEL = "tiny-hybrid"
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients ask.
+
+    Attributes:
+        conversations: How many are held.
+        turns: Prompts of each.
+        system_prompts: Beginnings that they share.
+        question_tokens: Tokens of a question, at most.
+        at_once: Prompts that are out at the same time.
+    """
+
+    conversations: int = 12
+    turns: int = 4
+    system_prompts: int = 3
+    question_tokens: int = 40
+    at_once: int = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a prompt.
+
+    Attributes:
+        conversation: Whose it was.
+        turn: Its number there, from 0.
+        replica: Who answered.
+        prompt_tokens: Its length.
+        predicted_tokens: What the router thought would be skipped; None if it does not say.
+        skipped_tokens: What was.
+        tokens: The answer.
+    """
+
+    conversation: int
+    turn: int
+    replica: str
+    prompt_tokens: int
+    predicted_tokens: int | None
+    skipped_tokens: int
+    tokens: list[int]
+
+
+# One replica: the reference engine behind HTTP, in a process of its own.
+
+
+def serve_replica(name: str, num_blocks: int, num_slots: int, mode: str) -> None:
+    """Serve until standard input ends; the first line of output says where."""
+    import torch  # noqa: PLC0415 - the process of the clients needs none of it
+
+    from mamba_cache import CacheConfig  # noqa: PLC0415
+    from mamba_cache.integrations.events import EventPublisher  # noqa: PLC0415
+    from mamba_cache.reference import (  # noqa: PLC0415
+        Engine,
+        HybridModel,
+        HybridModelConfig,
+        SamplingParams,
+    )
+
+    torch.set_num_threads(1)
+    shape = HybridModelConfig(
+        layer_pattern="M*M",
+        hidden_size=16,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        attention_head_dim=8,
+        mamba_num_heads=2,
+        mamba_head_dim=8,
+        ssm_state_size=4,
+        num_groups=1,
+        ssm_chunk_size=BLOCK_SIZE_TOKENS,
+    )
+    config = CacheConfig(
+        block_size_tokens=BLOCK_SIZE_TOKENS,
+        ssm_chunk_size=BLOCK_SIZE_TOKENS,
+        num_kv_blocks=num_blocks,
+        max_slots=num_slots,
+        max_requests=16,
+        max_sequence_length=2048,
+        vocab_size=VOCABULARY,
+    )
+    engine = Engine(HybridModel(shape), config)
+    lock, waiting = threading.Condition(), dict[Any, Future[Any]]()
+
+    def run_engine() -> None:
+        while True:
+            with lock:
+                while not engine.num_requests:
+                    lock.wait()
+                events = engine.step()
+            for event in events:
+                if event.completion is not None:
+                    waiting.pop(event.request_id).set_result(event.completion)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:  # noqa: N802 - the name is the library's
+            self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+        def do_POST(self) -> None:  # noqa: N802 - likewise
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            done: Future[Any] = Future()
+            with lock:
+                waiting[
+                    engine.submit(
+                        body["prompt"],
+                        SamplingParams(max_new_tokens=body["max_tokens"]),
+                        checkpoint_positions=[SYSTEM_TOKENS],  # where others branch off
+                    )
+                ] = done
+                lock.notify()
+            completion = done.result()
+            self._reply(
+                {
+                    "id": "cmpl",
+                    "object": "text_completion",
+                    "model": MODEL,
+                    "system_fingerprint": name,
+                    "choices": [
+                        {
+                            "index": 0,
+                            "text": "",
+                            "token_ids": list(completion.tokens),
+                            "finish_reason": "length",
+                        }
+                    ],
+                    "usage": {
+                        "prompt_tokens": len(body["prompt"]),
+                        "completion_tokens": len(completion.tokens),
+                        "total_tokens": len(body["prompt"]) + len(completion.tokens),
+                        "prompt_tokens_details": {"cached_tokens": completion.skipped_tokens},
+                    },
+                }
+            )
+
+        def _reply(self, answer: Mapping[str, Any]) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with EventPublisher(ANY_PORT, replay_endpoint=ANY_PORT, mode=mode) as publisher:  # type: ignore[arg-type]
+        publisher.watch(engine.context)
+        threading.Thread(target=run_engine, daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = {
+            "name": name,
+            "url": f"http://127.0.0.1:{server.server_port}",
+            "events": publisher.endpoint,
+            "replay": publisher.replay_endpoint,
+        }
+        print(json.dumps(where), flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def replicas(
+    number: int, *, num_blocks: int = 256, num_slots: int = 64, mode: str = "reachable"
+) -> Iterator[list[dict[str, str]]]:
+    """Start replicas, and end them with the ``with`` block.
+
+    Args:
+        number: How many.
+        num_blocks: KV blocks of each.
+        num_slots: Slots of each.
+        mode: Which KV blocks they announce.
+
+    Yields:
+        Name, url, and endpoints for events and replays of each.
+    """
+    sizes = [str(num_blocks), str(num_slots), mode]
+    with ExitStack() as stack:
+        running = []
+        for index in range(number):
+            command = [sys.executable, __file__, "--replica", "ABCDEFGH"[index], *sizes]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            stack.callback(_end, process)
+            running.append(process)
+        yield [json.loads(_output(process).readline()) for process in running]
+
+
+def _output(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, and wait for it."""
+    process.terminate()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def post(url: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """Send a prompt to a server, and return what it answers."""
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": NEW_TOKENS, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+# Routers.
+
+
+class Router(Protocol):
+    """What chooses the replica of a prompt."""
+
+    name: str
+
+    def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        """Have a prompt answered; return the answer and the tokens that were to be skipped."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class RoundRobin:
+    """Each replica in turn, whatever it has cached."""
+
+    name = "round robin"
+
+    def __init__(self, running: Sequence[Mapping[str, str]]) -> None:
+        self._urls = [one["url"] for one in running]
+        self._numbers = count()
+
+    def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        """Send a prompt to the next one."""
+        return post(self._urls[next(self._numbers) % len(self._urls)], prompt), None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class VllmRouter:
+    """vllm-router with the policy ``kv_aware``: a process that forwards requests.
+
+    What it predicts stands in its log, by the length of the prompt: no two prompts that are out at
+    the same time may be equally long.
+    """
+
+    name = "vllm-router"
+
+    def __init__(self, running: Sequence[Mapping[str, str]]) -> None:
+        port, metrics = _free_ports(2)
+        self._url = f"http://127.0.0.1:{port}"
+        urls = [one["url"] for one in running]
+        command = [str(find_vllm_router()), "--policy", "kv_aware", "--port", str(port)]
+        command += ["--worker-urls", *urls, "--prometheus-port", str(metrics)]
+        command += ["--kv-event-model", MODEL, "--log-level", "debug"]
+        command += ["--kv-event-block-size", str(BLOCK_SIZE_TOKENS)]
+        for one in running:
+            command += ["--kv-event-source", f"{one['url']}={one['events']}"]
+            command += ["--kv-event-replay-source", f"{one['url']}={one['replay']}"]
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        for _ in range(300):
+            try:
+                with urllib.request.urlopen(f"{self._url}/health", timeout=5):
+                    break
+            except OSError:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"vllm-router ended: {self._log.read_text()[-2000:]}") from None
+                time.sleep(0.1)
+        time.sleep(1.5)  # an empty batch a second has it see what it lacks
+
+    def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        """Send a prompt to the router; what it decided is read from its log."""
+        start = self._log.stat().st_size
+        answer = post(self._url, prompt)
+        with self._log.open("rb") as log:
+            log.seek(max(0, start - 2**16))
+            text = re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode())
+        decision = rf"input_tokens={len(prompt)} .*credited_prefix_tokens=(\d+)"
+        found = re.findall(decision, text)
+        return answer, int(found[-1]) if found else None
+
+    def close(self) -> None:
+        """End the process."""
+        _end(self._process)
+        self._folder.cleanup()
+
+
+class DynamoRouter:
+    """Dynamo's SelectionService in this process, which chooses; the request goes there directly."""
+
+    name = "Dynamo's SelectionService"
+
+    def __init__(self, running: Sequence[Mapping[str, str]]) -> None:
+        os.environ.setdefault("DYN_LOG", "error")
+        from dynamo._core import SelectionService  # noqa: PLC0415 - an extra
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._urls = {number: one["url"] for number, one in enumerate(running, 1)}
+        self._service = self._call(SelectionService)
+        for number, one in enumerate(running, 1):
+            worker = {
+                "worker_id": number,
+                "model_name": MODEL,
+                "block_size": BLOCK_SIZE_TOKENS,
+                "endpoint": one["url"],
+                "kv_events_endpoints": {0: one["events"]},
+                "replay_endpoint": one["replay"],
+            }
+            self._call(self._service.upsert_worker, worker)
+        time.sleep(1.5)  # an empty batch a second has it see what it lacks
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call it where its event loop runs, and wait for what it returns."""
+
+        async def run() -> Any:
+            result = function(*arguments)
+            return await result if isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+
+    def send(self, prompt: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        """Ask for the best replica, count the prompt as its load meanwhile, and send it there."""
+        asked = {"model_name": MODEL, "token_ids": list(prompt)}
+        chosen = self._call(self._service.select_and_reserve, asked)
+        try:
+            answer = post(self._urls[chosen["worker_id"]], prompt)
+        finally:
+            self._call(self._service.free_reservation, chosen["selection_id"])
+        return answer, chosen["overlap"]["longest_matched"]
+
+    def close(self) -> None:
+        """Shut the service down."""
+        self._service.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def find_vllm_router() -> Path | None:
+    """Return the command of vllm-router; None if it is not installed."""
+    beside = Path(sys.executable).with_name("vllm-router")
+    found = str(beside) if beside.exists() else shutil.which("vllm-router")
+    return Path(found) if found else None
+
+
+def has_dynamo() -> bool:
+    """Say whether Dynamo's SelectionService is installed."""
+    return importlib.util.find_spec("dynamo") is not None
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+# Clients.
+
+
+def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
+    """Hold conversations, a turn of all of them after the other; return every answer in order.
+
+    Args:
+        router: Who answers.
+        load: What is asked.
+        seed: Decides what is asked; what is answered depends on nothing else.
+    """
+    rng = random.Random(seed)
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(number)]
+
+    system = [tokens(SYSTEM_TOKENS) for _ in range(load.system_prompts)]
+    said = [list(system[i % len(system)]) for i in range(load.conversations)]
+    answers = []
+    with ThreadPoolExecutor(load.at_once) as pool:
+        for turn in range(load.turns):
+            for number, history in enumerate(said):
+                history += tokens(load.question_tokens // 2 + number % (load.question_tokens // 2))
+            order = rng.sample(range(len(said)), len(said))
+            replies = dict(zip(order, pool.map(router.send, [said[i] for i in order]), strict=True))
+            for number, history in enumerate(said):
+                reply, predicted = replies[number]
+                new = reply["choices"][0]["token_ids"]
+                skipped = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+                replica, length = reply["system_fingerprint"], len(history)
+                answers.append(Answer(number, turn, replica, length, predicted, skipped, new))
+                history += new
+            time.sleep(0.2)  # people read: by the next question the router has heard of it
+    return answers
+
+
+def hit_rate(answers: Sequence[Answer]) -> float:
+    """Return how many of all prompt tokens were skipped, from 0 to 1."""
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    return sum(answer.skipped_tokens for answer in answers) / prompt_tokens
+
+
+def right_predictions(answers: Sequence[Answer]) -> float:
+    """Return for how many continued prompts the prediction was right, from 0 to 1."""
+    continued = [answer for answer in answers if answer.turn]
+    right = sum(answer.predicted_tokens == answer.skipped_tokens for answer in continued)
+    return right / len(continued)
+
+
+def _print_all(answers: Sequence[Answer]) -> None:
+    print("turn  conversation  replica  prompt  predicted  skipped")
+    for one in answers:
+        predicted = "-" if one.predicted_tokens is None else one.predicted_tokens
+        print(
+            f"{one.turn:4}  {one.conversation:12}  {one.replica:>7}  {one.prompt_tokens:6}  "
+            f"{predicted:>9}  {one.skipped_tokens:7}"
+        )
+
+
+def _choose(name: str) -> type[RoundRobin | VllmRouter | DynamoRouter]:
+    if name in ("auto", "vllm-router") and find_vllm_router() is not None:
+        return VllmRouter
+    if name in ("auto", "dynamo") and has_dynamo():
+        return DynamoRouter
+    if name in ("auto", "round-robin"):
+        return RoundRobin
+    raise SystemExit(f"{name} is not installed: pip install -e '.[events,routers]'")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; return 1 if answers depend on the router, or predictions are wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    choices = ["auto", "vllm-router", "dynamo", "round-robin"]
+    parser.add_argument("--router", choices=choices, default="auto")
+    parser.add_argument("--conversations", type=int, default=Load.conversations)
+    parser.add_argument("--turns", type=int, default=Load.turns)
+    parser.add_argument("--replica", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.replica:
+        name, num_blocks, num_slots, mode = options.replica
+        serve_replica(name, int(num_blocks), int(num_slots), mode)
+        return 0
+    load = Load(conversations=options.conversations, turns=options.turns)
+    chosen = _choose(options.router)
+    if chosen is RoundRobin:
+        print("No router that reads KV events is installed: pip install -e '.[events,routers]'")
+    runs = {}
+    for kind in dict.fromkeys((chosen, RoundRobin)):
+        with replicas(2) as running:
+            router = kind(running)
+            try:
+                runs[kind] = converse(router, load)
+            finally:
+                router.close()
+        if kind is chosen:
+            print(f"{kind.name}, two replicas, {load.conversations} conversations:\n")
+            _print_all(runs[kind])
+            print()
+    for kind, answers in runs.items():
+        print(f"{kind.name}: {hit_rate(answers):.1%} of all prompt tokens were skipped", end="")
+        if kind is RoundRobin:
+            print()
+        else:
+            print(f"; of continued prompts {right_predictions(answers):.1%} as predicted")
+    texts = [[answer.tokens for answer in answers] for answers in runs.values()]
+    is_right = chosen is RoundRobin or right_predictions(runs[chosen]) >= 0.9  # noqa: PLR2004
+    return 0 if texts[0] == texts[-1] and is_right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,310 @@
+"""What subscribers are told of: those of the held blocks that a prompt can use."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import xxhash
+
+from mamba_cache.blocks import BlockEvent, BlocksStored
+from mamba_cache.slots import StateEvent, StatesRemoved, StatesStored
+
+__all__ = ["Cleared", "EventMode", "EventView", "Removed", "Stored", "ViewEvent"]
+
+EventMode = Literal["resident", "reachable"]
+"""Which KV blocks are announced: all, or those before a state that is held."""
+
+_TOKEN_BYTES = 4
+
+
+class Stored(NamedTuple):
+    """Consecutive blocks of one sequence are held.
+
+    Attributes:
+        group: 0 for KV blocks, 1 for states.
+        hashes: Of the blocks, each the parent of the next.
+        parent: The hash of the block before the first; None at a sequence's start.
+        token_ids: What they hold, as many in each.
+    """
+
+    group: int
+    hashes: list[int]
+    parent: int | None
+    token_ids: list[int]
+
+
+class Removed(NamedTuple):
+    """Blocks are not held any more.
+
+    Attributes:
+        group: As in ``Stored``.
+        hashes: Of the blocks, children before their parents.
+    """
+
+    group: int
+    hashes: list[int]
+
+
+class Cleared(NamedTuple):
+    """Nothing is held any more."""
+
+
+ViewEvent: TypeAlias = "Stored | Removed | Cleared"
+"""What subscribers are told."""
+
+
+class _Block:
+    """A KV block that is registered.
+
+    Attributes:
+        parent: Hash of the block before it; None at a sequence's start.
+        tokens: What it holds, int32; None if whoever registered it did not tell, empty if it is but
+            the part of a block: it is not announced then, and neither is what comes after it.
+        uses: What makes it worth announcing: the state at its end, each child that is itself worth
+            it, and, in mode "resident", that it is there.
+        is_told: Subscribers know of it.
+        hash: What they know it by: of the tokens up to its end and nothing else, since a router
+            takes one prefix in several replicas for the same only if its hash is. That of the
+            cache is keyed with a secret, which each process draws anew by default.
+        parent_hash: That of its parent; None at a sequence's start.
+    """
+
+    __slots__ = ("hash", "is_told", "parent", "parent_hash", "tokens", "uses")
+
+    def __init__(self, parent: int | None, tokens: bytes | None, uses: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.uses = uses
+        self.is_told = False
+        self.hash = 0
+        self.parent_hash: int | None = None
+
+    def tell(self, parent: _Block | None) -> None:
+        """Have subscribers know of it, as they do of its parent."""
+        assert self.tokens, "nobody is told of a block without tokens"
+        self.parent_hash = None if parent is None else parent.hash
+        before = b"" if parent is None else parent.hash.to_bytes(8, "little")
+        self.hash = xxhash.xxh3_64_intdigest(before + self.tokens)
+        self.is_told = True
+
+
+class EventView:
+    """The blocks and states that are held, and which of them subscribers are told of.
+
+    A block is told of if its parent is, so that every one that is told can be matched; in mode
+    "reachable" only if it, or one after it, has a state. A state is told of if its block is. Each
+    call costs as much as the blocks that it names, those that it makes known or takes back, and
+    their children.
+
+    Args:
+        block_size_tokens: Tokens of a block. What holds fewer is the part of one: its state makes
+            the blocks before it worth announcing, but routers know whole blocks only.
+        mode: Which KV blocks are announced.
+
+    Attributes:
+        block_size_tokens: As given.
+        num_told_blocks: KV blocks that subscribers are told of.
+        num_told_states: States likewise.
+        num_untold: Registered blocks whose tokens whoever registered them did not tell.
+    """
+
+    def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
+        self.block_size_tokens = block_size_tokens
+        self._block_bytes = block_size_tokens * _TOKEN_BYTES
+        self._uses_of_all = 1 if mode == "resident" else 0
+        self._blocks: dict[int, _Block] = {}
+        self._states: set[int] = set()
+        # Also of parents that are not registered: one that is again finds its children here.
+        self._children: dict[int | None, dict[int, None]] = {}
+        self._events: list[ViewEvent] = []
+        self.num_told_blocks = self.num_told_states = self.num_untold = 0
+
+    def apply(self, event: BlockEvent | StateEvent) -> None:
+        """Take over what happened in a cache."""
+        if isinstance(event, BlocksStored):
+            self._store_blocks(event)
+        elif isinstance(event, StatesStored):
+            for hash_id in event.hash_ids:
+                self._store_state(hash_id)
+        elif isinstance(event, StatesRemoved):
+            for hash_id in event.hash_ids:
+                self._remove_state(hash_id)
+        elif event.is_reset:
+            self._clear_blocks()
+        else:
+            for hash_id in event.hash_ids:
+                self._remove_block(hash_id)
+
+    def take_events(self) -> list[ViewEvent]:
+        """Return what subscribers are to be told since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[Stored]:
+        """Return all that subscribers are told of, parents before children."""
+        events: list[ViewEvent] = []
+        pending = list(self._children.get(None, ()))
+        while pending:
+            hash_id = pending.pop()
+            block = self._blocks[hash_id]
+            if block.is_told:
+                self._add_stored(events, hash_id, block)
+                pending += self._children.get(hash_id, ())
+        return [event for event in events if isinstance(event, Stored)]
+
+    def _store_blocks(self, event: BlocksStored) -> None:
+        size, parent = self._block_bytes, event.parent_hash
+        data = None if event.tokens is None else event.tokens.tobytes()
+        if data is None:
+            self.num_untold += len(event.hash_ids)
+        elif len(data) != size * len(event.hash_ids):
+            data = b""  # the part of a block
+        for index, hash_id in enumerate(event.hash_ids):
+            tokens = data and data[index * size : (index + 1) * size]
+            self._store_block(hash_id, parent, tokens)
+            parent = hash_id
+
+    def _store_block(self, hash_id: int, parent: int | None, tokens: bytes | None) -> None:
+        self._remove_block(hash_id)
+        uses = self._uses_of_all + (hash_id in self._states)
+        for child in self._children.get(hash_id, ()):
+            uses += self._blocks[child].uses > 0
+        block = self._blocks[hash_id] = _Block(parent, tokens, uses)
+        self._children.setdefault(parent, {})[hash_id] = None
+        if uses:
+            self._add_use(parent)
+            self._tell_from(hash_id, block)
+
+    def _remove_block(self, hash_id: int) -> None:
+        block = self._blocks.get(hash_id)
+        if block is None:
+            return
+        if block.is_told:
+            self._take_back(hash_id)
+        del self._blocks[hash_id]
+        self.num_untold -= block.tokens is None
+        siblings = self._children[block.parent]
+        del siblings[hash_id]
+        if not siblings:
+            del self._children[block.parent]
+        if block.uses:
+            self._drop_use(block.parent)
+
+    def _clear_blocks(self) -> None:
+        self._blocks.clear()
+        self._children.clear()
+        self.num_told_blocks = self.num_told_states = self.num_untold = 0
+        self._events = [Cleared()]  # whatever came before is over as well
+
+    def _store_state(self, hash_id: int) -> None:
+        if hash_id in self._states:
+            return
+        self._states.add(hash_id)
+        block = self._blocks.get(hash_id)
+        if block is None:
+            return
+        if block.is_told:
+            self._events.append(_stored_state(block))
+            self.num_told_states += 1
+        block.uses += 1
+        if block.uses == 1:
+            self._add_use(block.parent)
+            self._tell_from(hash_id, block)
+
+    def _remove_state(self, hash_id: int) -> None:
+        if hash_id not in self._states:
+            return
+        block = self._blocks.get(hash_id)
+        if block is not None and block.is_told:
+            self._add_removed(1, block)
+            self.num_told_states -= 1
+        self._states.discard(hash_id)
+        if block is not None:
+            self._drop_use(hash_id)
+
+    def _add_use(self, hash_id: int | None) -> None:
+        """Count one more use of a block; the first makes it known, with those before it."""
+        top = None
+        while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
+            block.uses += 1
+            if block.uses > 1:
+                break
+            top = hash_id, block
+            hash_id = block.parent
+        if top is not None:
+            self._tell_from(*top)
+
+    def _drop_use(self, hash_id: int | None) -> None:
+        """Count one use of a block less; with the last it is taken back, and those before it."""
+        while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
+            block.uses -= 1
+            if block.uses:
+                break
+            if block.is_told:
+                block.is_told = False
+                self._add_removed(0, block)
+                self.num_told_blocks -= 1
+            hash_id = block.parent
+
+    def _tell_from(self, hash_id: int, block: _Block) -> None:
+        """Tell of a block, if its parent is told, and of all after it that are worth it."""
+        parent = None
+        if block.parent is not None:
+            parent = self._blocks.get(block.parent)
+            if parent is None or not parent.is_told:
+                return
+        pending = [(hash_id, block, parent)]
+        while pending:
+            hash_id, block, parent = pending.pop()
+            if block.is_told or not block.uses or not block.tokens:
+                continue
+            block.tell(parent)
+            self._add_stored(self._events, hash_id, block)
+            self.num_told_blocks += 1
+            self.num_told_states += hash_id in self._states
+            children = self._children.get(hash_id, ())
+            pending += [(child, self._blocks[child], block) for child in children]
+
+    def _take_back(self, hash_id: int) -> None:
+        """Take back a block and all after it."""
+        order, pending = [], [hash_id]
+        while pending:
+            hash_id = pending.pop()
+            block = self._blocks[hash_id]
+            if block.is_told:
+                block.is_told = False
+                order.append((hash_id, block))
+                pending += self._children.get(hash_id, ())
+        for hash_id, block in reversed(order):
+            if hash_id in self._states:
+                self._add_removed(1, block)
+                self.num_told_states -= 1
+            self._add_removed(0, block)
+        self.num_told_blocks -= len(order)
+
+    def _add_stored(self, events: list[ViewEvent], hash_id: int, block: _Block) -> None:
+        """Add to ``events`` that a block is held, and its state if it has one."""
+        last = events[-1] if events else None
+        if isinstance(last, Stored) and last.group == 0 and last.hashes[-1] == block.parent_hash:
+            last.hashes.append(block.hash)
+            last.token_ids.extend(_token_ids(block))
+        else:
+            events.append(Stored(0, [block.hash], block.parent_hash, _token_ids(block)))
+        if hash_id in self._states:
+            events.append(_stored_state(block))
+
+    def _add_removed(self, group: int, block: _Block) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Removed) and last.group == group:
+            last.hashes.append(block.hash)
+        else:
+            self._events.append(Removed(group, [block.hash]))
+
+
+def _stored_state(block: _Block) -> Stored:
+    return Stored(1, [block.hash], block.parent_hash, _token_ids(block))
+
+
+def _token_ids(block: _Block) -> list[int]:
+    assert block.tokens, "nobody is told of a block without tokens"
+    return memoryview(block.tokens).cast("i").tolist()

@@ -1,0 +1,156 @@
+"""What prefix caches of transformers tell routers, and the server's option for it."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs the extra events")
+pytest.importorskip("msgspec", reason="needs the extra events")
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch  # noqa: E402
+import typer  # noqa: E402
+from events_rig import Subscriber, by_hand, catch_up, observe  # noqa: E402
+from transformers_rig import BLOCK, GREEDY, cached, join, make_cache, make_model, text  # noqa: E402
+
+from mamba_cache.cli.app import app  # noqa: E402
+from mamba_cache.integrations.events import EventPublisher  # noqa: E402
+from mamba_cache.integrations.transformers import serve  # noqa: E402
+from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402
+
+ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+
+
+def predicted(known, ids):
+    """Tokens that a router credits: it walks whole blocks from the prompt's start."""
+    tokens, parent, count = ids[0].tolist(), None, 0
+    by_content = {(p, tuple(t)): h for h, (p, t) in known.groups[0].items()}
+    while True:
+        block = tuple(tokens[count : count + BLOCK])
+        parent = by_content.get((parent, block))
+        if parent is None:
+            return count
+        count += BLOCK
+
+
+def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generator):
+    cache = make_cache(make_model("granite 4"), measure_costs=False)
+    with by_hand(block_size=BLOCK) as (publisher, sender), Subscriber(publisher) as subscriber:
+        observe(cache, publisher)
+        ids, right = text(generator, 21), 0
+        for turn in range(6):
+            catch_up(sender, subscriber)
+            credit, before = predicted(subscriber.known, ids), cache.stats().skipped_tokens
+            output = cached(cache, ids)
+            skipped = cache.stats().skipped_tokens - before
+            right += credit == skipped // BLOCK * BLOCK
+            assert bool(skipped) == bool(turn)
+            ids = join(output.sequences, text(generator, 7))
+        assert right == 6
+        cache.reset()
+        catch_up(sender, subscriber)
+        assert subscriber.known.groups == {0: {}, 1: {}}
+        cache.close()
+
+
+def test_salted_prompts_and_those_of_other_settings_are_not_told(generator):
+    model = make_model("granite 4")
+    cache = make_cache(model, measure_costs=False)
+    with by_hand("resident", block_size=BLOCK) as (publisher, sender):
+        observe(cache, publisher)
+        ids = text(generator, 3 * BLOCK)
+        cache.generate(ids, cache_salt="a", **GREEDY)
+        sender.step()
+        assert publisher.stats().told_blocks == 0
+        cached(cache, ids)
+        sender.step()
+        told = publisher.stats().told_blocks
+        assert told >= 3
+        model.config.attention_multiplier = 0.5  # other prefixes for the same tokens
+        cached(cache, ids)
+        sender.step()
+        assert publisher.stats().told_blocks == told
+        assert publisher.stats().untold_blocks >= 3
+        cache.close()
+
+
+@pytest.fixture
+def endpoints():
+    """Endpoints that are free now."""
+    with EventPublisher(**ANY) as publisher:
+        return {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+
+
+def test_a_server_tells_of_its_first_model_and_after_that_of_the_next(endpoints, caplog):
+    made = []
+
+    def make_publisher():
+        made.append(EventPublisher(**endpoints, heartbeat_seconds=0.05))
+        return made[-1]
+
+    settings = {"mamba_cache_gb": 0.02, "kv_cache_gb": 0.02, "block_size_tokens": 2 * BLOCK}
+    served = ServedModels(settings, make_publisher)
+    first, second = make_model("granite 4"), make_model("nemotron_h")
+    for model in (first, second):
+        served.add(model)
+    with caplog.at_level(logging.WARNING):
+        cache = served.find(first).prepare()
+        assert not caplog.text
+        served.find(second).prepare()
+    assert "give each model a server" in caplog.text
+    assert len(made) == 1
+    assert made[0]._thread.is_alive()
+    assert cache.kv_block_allocator.is_observed
+    served.drop(first)
+    assert len(made) == 2
+    assert not made[0]._thread.is_alive()
+    gone = weakref.ref(first)
+    del first, cache, model
+    gc.collect()
+    assert gone() is None
+    served.add(third := make_model("granite 4"))
+    served.find(third).prepare()
+    assert made[1]._thread.is_alive()
+    served.close()
+    assert not made[1]._thread.is_alive()
+
+
+def test_a_cache_that_is_given_up_is_told_of_no_more(endpoints):
+    served = ServedModels(
+        {"mamba_cache_gb": 0.02, "kv_cache_gb": 0.02, "block_size_tokens": 2 * BLOCK},
+        lambda: EventPublisher(**endpoints, mode="resident", heartbeat_seconds=0.05),
+    )
+    served.add(model := make_model("granite 4"))
+    cache = served.find(model).prepare()
+    publisher = served._publisher
+    cache.generate(torch.arange(3, 60)[None], **GREEDY)
+    for _ in range(1000):
+        if publisher.stats().told_blocks:
+            break
+        publisher._sender._stopping.wait(0.01)
+    assert publisher.stats().told_blocks
+    served.find(model)._give_up(RuntimeError("broken"))
+    for _ in range(1000):
+        if not publisher.stats().told_blocks:
+            break
+        publisher._sender._stopping.wait(0.01)
+    assert not publisher.stats().told_blocks
+    served.close()
+
+
+def test_the_commands_options_reach_the_publisher(monkeypatch):
+    given = {}
+
+    def installed(**settings):
+        given.update(settings)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(serve, "installed", installed)
+    options = ["--events-endpoint", "tcp://127.0.0.1:5557", "--events-mode", "resident"]
+    options += ["--events-replay-endpoint", "tcp://127.0.0.1:5558"]
+    app(["serve", "model", *options], standalone_mode=False)
+    assert given["events_endpoint"] == "tcp://127.0.0.1:5557"
+    assert given["events_replay_endpoint"] == "tcp://127.0.0.1:5558"
+    assert given["events_mode"] == "resident"

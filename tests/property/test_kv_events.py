@@ -1,0 +1,138 @@
+"""Subscribers know what prompts can use, whatever happens to the cache and on the way."""
+
+import random
+import time
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs the extra events")
+pytest.importorskip("msgspec", reason="needs the extra events")
+
+from events_rig import BLOCK, Books, Known, Subscriber, by_hand, observe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_cache.integrations.events import EventPublisher
+from mamba_cache.integrations.events.view import (
+    Cleared,
+    EventView,
+    Removed,
+    Stored,
+)
+
+MODES = ("resident", "reachable")
+
+
+def take_over(known, events):
+    """Have a router hear of events that are not encoded."""
+    for event in events:
+        if isinstance(event, Cleared):
+            known.apply({"type": "AllBlocksCleared"})
+        elif isinstance(event, Removed):
+            fields = {"block_hashes": event.hashes, "group_idx": event.group}
+            known.apply({"type": "BlockRemoved", **fields})
+        else:
+            fields = {"block_hashes": event.hashes, "parent_block_hash": event.parent}
+            fields |= {"token_ids": event.token_ids, "block_size": BLOCK}
+            known.apply({"type": "BlockStored", "group_idx": event.group, **fields})
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False), st.sampled_from(MODES))
+def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
+    books, view, known = Books(), EventView(BLOCK, mode), Known()
+    books.kv_block_allocator.add_observer(view.apply)
+    books.slot_allocator.add_observer(view.apply)
+    for _ in range(40):
+        books.load(rng, 1)
+        take_over(known, view.take_events())
+        expected = books.expected(mode)
+        assert known.groups == expected
+        assert (view.num_told_blocks, view.num_told_states) == tuple(map(len, expected.values()))
+        untold = sum(tokens is None for _, tokens in books.blocks.values())
+        assert view.num_untold == untold
+        anew = Known()
+        take_over(anew, view.snapshot())
+        assert anew.groups == expected
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32), st.sampled_from(MODES), st.sampled_from([1, 30, 300]))
+def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_same(
+    seed, mode, num_silent
+):
+    # Not Hypothesis's own: what is drawn for losses depends on when messages arrive.
+    rng, fate, books = random.Random(seed), random.Random(seed), Books()
+    with by_hand(mode) as (publisher, sender), ExitStack() as connected:
+        observe(books, publisher)
+        subscribers = [
+            connected.enter_context(Subscriber(publisher)),
+            connected.enter_context(Subscriber(publisher, loses=lambda: fate.random() < 0.4)),
+            connected.enter_context(Subscriber(publisher)),
+        ]
+        always, lossy, away = subscribers
+        for number in range(12):
+            books.load(rng, rng.randrange(4))
+            sender.step()
+            for one in (always, lossy, *([away] if number < 4 else [])):
+                one.receive(sender.step)
+        away.disconnect()
+        for _ in range(num_silent):  # more than the log has, or fewer
+            sender._send([])
+        books.load(rng, 3)
+        away.connect()
+        subscribers.append(connected.enter_context(Subscriber(publisher)))  # late
+        lossy.loses = lambda: False
+        expected = books.expected(mode)
+        for _ in range(100):
+            sender.step()
+            for one in subscribers:
+                one.receive(sender.step)
+            if all(one.known.groups == expected for one in subscribers):
+                break
+        assert [one.known.groups for one in subscribers] == [expected] * 4
+        assert subscribers[-1].num_replays
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
+    draw, fate, books = random.Random(int(rng.integers(2**32))), random.Random(0), Books()
+    endpoints = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+    with (
+        EventPublisher(**endpoints, mode=mode, heartbeat_seconds=0.05) as publisher,
+        ExitStack() as connected,
+    ):
+        publisher.watch(books)
+        subscribers = [
+            connected.enter_context(Subscriber(publisher)),
+            connected.enter_context(Subscriber(publisher, loses=lambda: fate.random() < 0.3)),
+        ]
+        for _ in range(60):
+            books.load(draw, 5)
+            time.sleep(0.002)
+            for one in subscribers:
+                one.receive()
+        subscribers.append(connected.enter_context(Subscriber(publisher)))
+        subscribers[1].loses = lambda: False
+        expected = books.expected(mode)
+        for _ in range(500):
+            for one in subscribers:
+                one.receive()
+            if all(one.known.groups == expected for one in subscribers):
+                break
+            time.sleep(0.01)
+        assert [one.known.groups for one in subscribers] == [expected] * 3
+        stats = publisher.stats()
+        assert (stats.told_blocks, stats.told_states) == tuple(map(len, expected.values()))
+        assert stats.replays >= 1
+
+
+def test_a_run_of_blocks_is_one_event():
+    books, view = Books(), EventView(BLOCK, "resident")
+    books.kv_block_allocator.add_observer(view.apply)
+    books.run([5] * 6 * BLOCK, [])
+    [event] = view.take_events()
+    assert isinstance(event, Stored)
+    assert len(event.hashes) == 6
+    assert event.token_ids == [5] * 6 * BLOCK

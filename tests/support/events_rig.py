@@ -1,0 +1,314 @@
+"""KV events: a cache without tensors, what its subscribers should know, and one that listens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+import zmq
+
+from mamba_cache.blocks import BlockHashChain, BlockHasher, BlocksStored, KVBlockAllocator
+from mamba_cache.integrations.events import EventPublisher
+from mamba_cache.integrations.events.publisher import _Sender
+from mamba_cache.integrations.events.view import EventView
+from mamba_cache.slots import LruSlotPolicy, SlotPool, StatesRemoved, StatesStored
+
+BLOCK = 4
+END_SEQ = b"\xff" * 8
+
+GOLDEN = bytes.fromhex(
+    "93cb3ff8000000000000938aa474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf01020304"
+    "05060708b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a"
+    "6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0a967726f75705f69647800b26b765f"
+    "63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e84a474797065ac426c6f636b52656d6f7665"
+    "64ac626c6f636b5f6861736865739107a66d656469756da3435055a967726f75705f6964780181a474797065b0416c6c"
+    "426c6f636b73436c656172656400"
+)
+"""A batch of each kind of event that vLLM 0.33's own classes encode so, and decode."""
+
+
+class Books:
+    """Both allocators, used as an engine does, and a plain record of what they announced.
+
+    Attributes:
+        blocks: By hash of each registered block: its parent and its tokens, None if not told.
+        states: Hashes that have a state.
+    """
+
+    def __init__(self, num_blocks: int = 24, num_slots: int = 6) -> None:
+        self.block_size_tokens = BLOCK
+        self.kv_block_allocator = KVBlockAllocator(num_blocks + 1)
+        self.slot_allocator = SlotPool(
+            num_slots, self.kv_block_allocator, policy=LruSlotPolicy(), evicts_held=True
+        )
+        self.kv_block_allocator.on_blocks_deregistered = (
+            self.slot_allocator.on_kv_blocks_deregistered
+        )
+        self.hasher = BlockHasher(secret=b"key")
+        self.blocks: dict[int, tuple[int | None, list[int] | None]] = {}
+        self.states: set[int] = set()
+        self.kv_block_allocator.add_observer(self._record)
+        self.slot_allocator.add_observer(self._record)
+
+    def _record(self, event: Any) -> None:
+        if isinstance(event, BlocksStored):
+            parent, size = event.parent_hash, event.block_size_tokens
+            for index, hash_id in enumerate(event.hash_ids):
+                tokens = None
+                if event.tokens is not None:
+                    tokens = event.tokens[index * size : (index + 1) * size].tolist()
+                self.blocks[hash_id] = parent, tokens
+                parent = hash_id
+        elif isinstance(event, StatesStored):
+            self.states |= {*event.hash_ids}
+        elif isinstance(event, StatesRemoved):
+            self.states -= {*event.hash_ids}
+        else:
+            for hash_id in event.hash_ids:
+                self.blocks.pop(hash_id)
+
+    def expected(self, mode: str) -> dict[int, dict[int, tuple[int | None, list[int]]]]:
+        """What subscribers should know, straight from the definition: by group, then by hash."""
+        told = {}
+        for hash_id in self.blocks:
+            path = self._path(hash_id)
+            if path is None:
+                continue
+            if mode == "resident":
+                told.update(dict.fromkeys(path[-1:]))
+            elif hash_id in self.states:
+                told.update(dict.fromkeys(path))
+        # The part of a block is no block, but its state makes those before it of use.
+        told = [h for h in told if len(self.blocks[h][1]) == BLOCK]
+        wire = {h: self._wire_hash(h) for h in told}
+        entries = {h: (wire.get(self.blocks[h][0]), self.blocks[h][1]) for h in told}
+        return {
+            0: {wire[h]: entries[h] for h in told},
+            1: {wire[h]: entries[h] for h in told if h in self.states},
+        }
+
+    def _wire_hash(self, hash_id: int) -> int:
+        """What subscribers know a block by: its prefix, whatever the cache's own secret."""
+        before = 0
+        for index, each in enumerate(self._path(hash_id) or []):
+            data = np.array(self.blocks[each][1], "<i4").tobytes()
+            start = before.to_bytes(8, "little") if index else b""
+            before = xxhash.xxh3_64_intdigest(start + data)
+        return before
+
+    def _path(self, hash_id: int | None) -> list[int] | None:
+        """The blocks from a sequence's start to this one; None if not all are there and told."""
+        path: list[int] = []
+        while hash_id is not None:
+            if hash_id not in self.blocks or self.blocks[hash_id][1] is None:
+                return None
+            path.insert(0, hash_id)
+            hash_id = self.blocks[hash_id][0]
+        return path
+
+    def run(self, tokens: list[int], states: list[int], *, salt: str | None = None) -> None:
+        """Compute a sequence: match it, fill the rest, save states after some of its blocks.
+
+        Args:
+            tokens: The sequence; what is left after its whole blocks is kept as a part.
+            states: After how many blocks a state is saved; one beyond them is that of the part.
+            salt: If given, observers are not told the tokens.
+        """
+        kv_blocks, slots = self.kv_block_allocator, self.slot_allocator
+        chain = BlockHashChain(BLOCK, hasher=self.hasher, cache_salt=salt)
+        chain.append(tokens)
+        hashes, array = chain.hashes, np.array(tokens, np.int32)
+        held = kv_blocks.match_prefix(hashes)
+        kv_blocks.retain_memory_blocks(held)
+        first, rest = len(held), len(tokens) % BLOCK
+        held += kv_blocks.allocate_memory_blocks(len(hashes) - first + bool(rest))
+        whole, told = len(hashes), salt is None
+        registered = kv_blocks.register_kv_block_hashes(
+            held[first:whole],
+            hashes[first:],
+            parent_hash=hashes[first - 1] if first else None,
+            tokens=array[first * BLOCK : whole * BLOCK] if told else None,
+        )
+        finders, ids = [*held[:first], *registered], list(hashes)
+        if rest:
+            part = chain.part_hash(whole, tokens[-rest:])
+            parent = hashes[-1] if whole else None
+            finders += kv_blocks.register_kv_block_hashes(
+                held[whole:], part, parent_hash=parent, tokens=array[-rest:] if told else None
+            )
+            ids += part
+        for number in states:
+            if number <= len(finders) and finders[number - 1] is not None:
+                [slot] = slots.reserve_slots([finders[number - 1]])
+                if slot is not None:
+                    slots.commit_reserved([slot], [finders[number - 1]], [ids[number - 1]])
+        kv_blocks.release_memory_blocks(held)
+
+    def load(self, rng: random.Random, num_calls: int) -> None:
+        """Do this and that: mostly sequences with common beginnings, now and then something odd."""
+        for _ in range(num_calls):
+            kind = rng.random()
+            cached = [b for b in range(24) if self.kv_block_allocator.block_hashes[b] >= 0]
+            if kind < 0.8 or not cached:
+                length = rng.randrange(1, 9 * BLOCK)
+                tokens = [rng.randrange(2) for _ in range(2)] + [7] * (length - 2)
+                cut = rng.randrange(length)
+                tokens = tokens[:cut] + [rng.randrange(3)] * (length - cut)
+                states = rng.sample(range(1, 10), rng.randrange(4))
+                self.run(tokens[:length], states, salt=rng.choice([None, None, None, "salt"]))
+            elif kind < 0.9:
+                self.slot_allocator.invalidate_block(rng.choice(cached))
+            elif kind < 0.98:  # a parent may go before its children, who are found no more
+                self.kv_block_allocator.deregister_blocks([rng.choice(cached)])
+            elif kind < 0.99:
+                self.slot_allocator.reset()
+            else:
+                self.slot_allocator.reset()
+                self.kv_block_allocator.reset()
+
+
+class Known:
+    """What a strict router knows: it refuses a block whose parent it does not know.
+
+    Attributes:
+        groups: By group and hash: the parent and the tokens.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[int, dict[int, tuple[int | None, list[int]]]] = {0: {}, 1: {}}
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take over an event, decoded."""
+        if event["type"] == "AllBlocksCleared":
+            self.groups = {0: {}, 1: {}}
+        elif event["type"] == "BlockRemoved":
+            for hash_id in event["block_hashes"]:
+                self.groups[event["group_idx"]].pop(hash_id, None)
+        else:
+            parent, size = event["parent_block_hash"], event["block_size"]
+            assert len(event["token_ids"]) == size * len(event["block_hashes"])
+            for index, hash_id in enumerate(event["block_hashes"]):
+                assert parent is None or parent in self.groups[0], "an unknown parent"
+                tokens = event["token_ids"][index * size : (index + 1) * size]
+                self.groups[event["group_idx"]][hash_id] = parent, tokens
+                parent = hash_id
+
+
+class Subscriber:
+    """Listens as routers do: asks for a replay where a number is missing, and skips what is old.
+
+    Args:
+        publisher: Whom to listen to.
+        loses: Says of each message whether it is lost on its way.
+    """
+
+    def __init__(
+        self, publisher: EventPublisher, loses: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._publisher = publisher
+        self.loses = loses
+        self.known = Known()
+        self.last = -1
+        self.num_replays = 0
+        self.connect()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.disconnect()
+
+    def connect(self) -> None:
+        """Connect anew, with what is known."""
+        context = zmq.Context.instance()
+        self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._sub.linger = self._dealer.linger = 0
+        self._sub.subscribe(b"")
+        self._sub.connect(self._publisher.endpoint)
+        self._dealer.connect(self._publisher.replay_endpoint)
+
+    def disconnect(self) -> None:
+        self._sub.close()
+        self._dealer.close()
+
+    def receive(self, answer: Callable[[], object] = lambda: None) -> bool:
+        """Take over what has arrived; return whether anything had.
+
+        Args:
+            answer: Has the publisher answer, where no thread of its own does.
+        """
+        is_any = False
+        while self._sub.poll(2):
+            _, seq, payload = self._sub.recv_multipart()
+            is_any = True
+            if not self.loses():
+                self._take(int.from_bytes(seq, "big"), payload, answer)
+        return is_any
+
+    def _take(self, seq: int, payload: bytes, answer: Callable[[], object]) -> None:
+        if seq > self.last + 1:
+            self.num_replays += 1
+            self._dealer.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
+            while True:
+                if not self._dealer.poll(5):
+                    answer()
+                    continue
+                empty, topic, number, old = self._dealer.recv_multipart()
+                assert (empty, topic) == (b"", b"")
+                if number == END_SEQ:
+                    assert old == b""
+                    break
+                self._apply(int.from_bytes(number, "big"), old)
+        if seq > self.last:
+            self._apply(seq, payload)
+
+    def _apply(self, seq: int, payload: bytes) -> None:
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
+        for event in events:
+            self.known.apply(event)
+        self.last = seq
+
+
+@contextmanager
+def by_hand(
+    mode: str = "reachable", *, block_size: int = BLOCK
+) -> Iterator[tuple[EventPublisher, _Sender]]:
+    """A publisher and its sender without a thread: the test has it step when it wants.
+
+    Each step sends a batch, be it an empty one.
+    """
+    publisher = EventPublisher(
+        "tcp://127.0.0.1:*",
+        replay_endpoint="tcp://127.0.0.1:*",
+        mode=mode,
+        heartbeat_seconds=0,
+    )
+    publisher._sender.begin(EventView(block_size, publisher.mode))
+    try:
+        yield publisher, publisher._sender
+    finally:
+        publisher.close()
+
+
+def observe(books: Books, publisher: EventPublisher) -> None:
+    """Let the publisher hear of the books, as ``watch`` does, without starting its thread."""
+    books.kv_block_allocator.add_observer(publisher._take)
+    books.slot_allocator.add_observer(publisher._take)
+
+
+def catch_up(sender: _Sender, subscriber: Subscriber) -> None:
+    """Step until the subscriber knows of the newest batch; a connection takes a moment."""
+    sender.step()
+    newest = sender._next_seq - 1
+    for _ in range(1000):
+        subscriber.receive(sender.step)
+        if subscriber.last >= newest:
+            return
+        sender.step()
+    raise AssertionError("nothing arrives")

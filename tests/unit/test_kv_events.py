@@ -1,0 +1,344 @@
+"""Publishers of KV events: the bytes, the endpoints, and that a cache never pays for them."""
+
+import inspect
+import logging
+import random
+import threading
+
+import numpy as np
+import pytest
+
+zmq = pytest.importorskip("zmq", reason="needs the extra events")
+msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
+
+from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
+from events_rig import GOLDEN, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
+from work import lines_executed  # noqa: E402
+
+from mamba_cache.blocks import BlockHasher  # noqa: E402
+from mamba_cache.context import DynamicInferenceContext, Request  # noqa: E402
+from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
+from mamba_cache.integrations.events import EventPublisher  # noqa: E402
+from mamba_cache.integrations.events.publisher import _is_bound  # noqa: E402
+from mamba_cache.integrations.events.wire import (  # noqa: E402
+    encode_batch,
+    encode_cleared,
+    encode_removed,
+    encode_stored,
+)
+
+ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+
+
+def wait_until(holds):
+    """Wait for another thread, at most ten seconds."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if holds():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+# The bytes.
+
+
+def test_a_batch_is_encoded_as_vllms_own_classes_encode_it():
+    stored = encode_stored([0x0102030405060708], None, [1, 2, 3, 4], block_size=4)
+    removed = encode_removed([7], medium="CPU", group=1)
+    assert encode_batch(1.5, [stored, removed, encode_cleared()], 0) == GOLDEN
+
+
+def test_the_largest_hashes_and_a_rank_are_encoded():
+    stored = encode_stored([2**64 - 1], 2**63 - 1, [2**31 - 1], block_size=1, group=1)
+    _, [event], rank = msgspec.msgpack.decode(encode_batch(0.0, [stored], 3))
+    assert (event["block_hashes"], event["parent_block_hash"]) == ([2**64 - 1], 2**63 - 1)
+    assert (event["kv_cache_spec_kind"], event["group_idx"], rank) == ("mamba", 1, 3)
+
+
+def test_frames_are_a_topic_a_number_and_a_batch():
+    with EventPublisher(**ANY, topic="kv@") as publisher:
+        sub = zmq.Context.instance().socket(zmq.SUB)
+        sub.linger = 0
+        sub.subscribe(b"kv@")
+        sub.connect(publisher.endpoint)
+        publisher.watch(Books())
+        assert sub.poll(10_000)
+        topic, first, payload = sub.recv_multipart()
+        _, second, _ = sub.recv_multipart()
+        sub.close()
+    assert (topic, len(first)) == (b"kv@", 8)
+    assert int.from_bytes(second, "big") == int.from_bytes(first, "big") + 1
+    assert len(msgspec.msgpack.decode(payload)) == 3
+
+
+# Endpoints.
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "binds"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://[::]:5557", True),
+        ("ipc:///tmp/x", True),
+        ("inproc://x", True),
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://localhost:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("tcp://10.0.0.5:5557", False),
+        ("tcp://router.example:5557", False),
+    ],
+)
+def test_what_is_bound_and_what_is_connected(endpoint, binds):
+    assert _is_bound(endpoint) is binds
+
+
+def test_by_default_nobody_on_another_machine_can_listen():
+    parameters = inspect.signature(EventPublisher).parameters
+    assert parameters["endpoint"].default == "tcp://127.0.0.1:5557"
+    assert parameters["replay_endpoint"].default is None
+
+
+def test_an_endpoint_that_is_taken_is_named_and_nothing_stays_open():
+    with EventPublisher(**ANY) as first:
+        with pytest.raises(InvalidArgumentError, match=r"127\.0\.0\.1.*cannot be bound"):
+            EventPublisher(first.endpoint)
+        with pytest.raises(InvalidArgumentError, match="cannot be bound"):
+            EventPublisher("tcp://127.0.0.1:*", replay_endpoint=first.endpoint)
+    with pytest.raises(InvalidArgumentError, match="'nowhere' cannot be connected"):
+        EventPublisher("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "all"),
+        ("endpoint", 5557),
+        ("replay_endpoint", 5558),
+        ("topic", b"x"),
+        ("data_parallel_rank", -1),
+        ("heartbeat_seconds", -1),
+    ],
+)
+def test_settings_are_checked(name, value):
+    with pytest.raises(InvalidArgumentError, match=name):
+        EventPublisher(**{**ANY, name: value})
+
+
+def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
+    full = Books()
+    full.run([1] * 8, [])
+    with EventPublisher(**ANY) as publisher:
+        with pytest.raises(InvalidArgumentError, match="kv_block_allocator"):
+            publisher.watch(object())
+        with pytest.raises(InvalidArgumentError, match="holds 2 blocks"):
+            publisher.watch(full)
+        publisher.watch(Books())
+        with pytest.raises(StepOrderError, match="already"):
+            publisher.watch(Books())
+    with pytest.raises(StepOrderError, match="closed"):
+        publisher.watch(Books())
+
+
+# What a context tells.
+
+
+def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
+    engine = make_engine()
+    with by_hand(block_size=BLOCK) as (publisher, sender):
+        books = Books()
+        for allocator in (engine.context.kv_block_allocator, engine.context.slot_allocator):
+            allocator.add_observer(publisher._take)
+            allocator.add_observer(books._record)
+        with Subscriber(publisher) as subscriber:
+            history = list(range(20))
+            for _ in range(3):
+                history += [7, 8, 9]
+                [done] = engine.generate([history], SamplingParams(max_new_tokens=11))
+                told = subscriber.known.groups[0]
+                assert done.skipped_tokens == len(told) * BLOCK
+                history += done.tokens
+                catch_up(sender, subscriber)
+            blocks = sorted(subscriber.known.groups[0].values(), key=lambda block: block[1])
+            in_order = [history[i : i + BLOCK] for i in range(0, len(blocks) * BLOCK, BLOCK)]
+            assert [tokens for _, tokens in blocks] == sorted(in_order)
+            assert len(blocks) >= 5
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"cache_salt": "a"}, {"cache_salt": ""}, {"lora_id": 0}, {"multimodal_keys": [(0, "cat")]}],
+)
+def test_what_tokens_alone_do_not_name_is_not_told(keys):
+    engine = make_engine()
+    with by_hand("resident", block_size=BLOCK) as (publisher, sender):
+        observe(engine.context, publisher)
+        engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
+        list(engine.stream())
+        sender.step()
+        assert (publisher.stats().told_blocks, publisher.stats().untold_blocks) == (0, 3)
+        engine.generate([[1] * 3 * BLOCK], SamplingParams(max_new_tokens=2))
+        sender.step()
+        assert publisher.stats().told_blocks == 3
+
+
+def test_a_reset_is_told_as_one_event():
+    books = Books()
+    with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
+        observe(books, publisher)
+        books.run([1] * 16, [4])
+        catch_up(sender, subscriber)
+        assert len(subscriber.known.groups[0]) == 4
+        books.slot_allocator.reset()
+        books.kv_block_allocator.reset()
+        events = publisher.stats().events
+        catch_up(sender, subscriber)
+        assert subscriber.known.groups == {0: {}, 1: {}}
+        assert publisher.stats().events == events + 1
+
+
+# What a cache pays.
+
+
+def test_an_event_costs_the_cache_an_append_and_nothing_else():
+    books = Books()
+    with by_hand() as (publisher, _):
+        assert lines_executed(lambda: publisher._take("event")) == 2
+        publisher._waiting.clear()
+        books.run([1] * 32, [8])
+        observe(books, publisher)
+        sent = publisher.stats().batches
+        books.load(random.Random(0), 50)
+        assert publisher.stats().batches == sent
+        assert publisher.stats().waiting_events > 50
+
+
+def test_without_an_observer_no_tokens_are_gathered(monkeypatch):
+    engine = make_engine()
+    seen = []
+    register = engine.context.kv_block_allocator.register_kv_block_hashes
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["tokens"])
+        return register(*args, **kwargs)
+
+    monkeypatch.setattr(engine.context.kv_block_allocator, "register_kv_block_hashes", spy)
+    engine.generate([[1] * 40], SamplingParams(max_new_tokens=20))
+    assert len(seen) > 2
+    assert set(map(type, seen)) == {type(None)}
+    engine.context.kv_block_allocator.add_observer(lambda event: None)
+    engine.generate([[2] * 40], SamplingParams(max_new_tokens=20))
+    assert isinstance(seen[-1], np.ndarray)
+
+
+def test_a_publisher_that_fails_leaves_the_cache_as_it_is(caplog):
+    engine = make_engine()
+    publisher = EventPublisher(**ANY)
+    publisher.watch(engine.context)
+    engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
+    wait_until(lambda: publisher.stats().told_blocks)
+    publisher._sender._pub.close()  # an interrupt of whatever kind in the thread's own calls
+    with caplog.at_level(logging.ERROR):
+        wait_until(lambda: not publisher._sender.is_running)
+    assert "not published any more" in caplog.text
+    [done] = engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
+    assert done.skipped_tokens == 32
+    engine.context.check_invariants()
+    assert publisher.stats().waiting_events == 0
+    publisher.close()
+
+
+def test_a_closed_publisher_is_forgotten_and_its_subscribers_know_nothing():
+    engine = make_engine()
+    publisher = EventPublisher(**ANY)
+    with Subscriber(publisher) as subscriber:
+        publisher.watch(engine.context)
+        engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
+        wait_until(lambda: subscriber.receive() and subscriber.known.groups[0])
+        publisher.close()
+        wait_until(lambda: subscriber.receive() or not subscriber.known.groups[0])
+        wait_until(lambda: not subscriber.known.groups[0])
+        [done] = engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
+        assert done.skipped_tokens == 32
+        assert publisher.stats().waiting_events == 0
+        publisher.close()
+
+
+def test_a_new_process_at_the_same_address_is_not_taken_for_the_old_one():
+    first, second = Books(), Books()
+    publisher = EventPublisher(**ANY)
+    with Subscriber(publisher) as subscriber:
+        publisher.watch(first)
+        first.run([1] * 32, [8])
+        wait_until(lambda: subscriber.receive() and subscriber.known.groups[0])
+        endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+        publisher._sender._send = lambda events: None  # it dies, and tells nobody
+        publisher.close()
+        with EventPublisher(**endpoints, heartbeat_seconds=0.05) as publisher:
+            publisher.watch(second)
+            second.run([2] * 32, [4])
+            wait_until(
+                lambda: (
+                    subscriber.receive() and subscriber.known.groups == second.expected("reachable")
+                )
+            )
+
+
+def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
+    with by_hand() as (publisher, sender):
+        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(publisher.replay_endpoint)
+        for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"]):
+            dealer.send_multipart(frames)
+        dealer.send_multipart([b"", bytes(8)])
+        with caplog.at_level(logging.WARNING):
+            wait_until(lambda: sender.step() or dealer.poll(0))
+        assert caplog.text.count("8 bytes") == 3
+        assert publisher.stats().replays == 1
+        dealer.close()
+
+
+def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
+    books = Books()
+    with by_hand() as (publisher, sender):
+        sender._owes_snapshot = False
+        observe(books, publisher)
+        books.run([1] * 32, [8])
+        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(publisher.replay_endpoint)
+        for _ in range(20):
+            dealer.send_multipart([b"", bytes(8)])
+        sender._snapshot_at = float("inf")  # as if one had just been sent
+        wait_until(lambda: sender.step() or publisher.stats().replays == 20)
+        dealer.close()
+        assert publisher.stats().snapshots == 0
+        assert sender._owes_snapshot
+        sender._snapshot_at = float("-inf")
+        sender.step()
+        assert publisher.stats().snapshots == 1
+        assert not sender._owes_snapshot
+
+
+def test_a_context_and_its_engine_are_what_can_be_watched():
+    engine = make_engine()
+    assert isinstance(engine.context, DynamicInferenceContext)
+    with EventPublisher(**ANY) as publisher:
+        publisher.watch(engine.context)
+        engine.context.match(Request(request_id=0, prompt_tokens=[1] * 9))
+
+
+def test_one_prefix_has_one_hash_in_all_replicas_whatever_their_secrets():
+    told = []
+    for secret in (b"one", b"two"):
+        books = Books()
+        books.hasher = BlockHasher(secret=secret)
+        with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
+            observe(books, publisher)
+            books.run([1] * 16 + [2] * 16, [8])
+            catch_up(sender, subscriber)
+            told.append(subscriber.known.groups)
+        assert len(books.blocks) == 8
+    assert told[0] == told[1]
+    assert len(told[0][0]) == 8
