@@ -225,7 +225,7 @@ def test_block_tables_at_a_stride(device, backend, seed):
     tables = [wide.clone() for _ in model.groups]
     for table, blocks in zip(tables, setup.tables, strict=False):
         table[:, 3:13] = blocks
-    setup.context.table.bind_block_tables([table[:1, 3:13] for table in tables])
+    setup.context.table.block_tables.bind([table[:1, 3:13] for table in tables])
     setup.precopy([(1, 2, 0), (5, 1, 1)])
     setup.expect(0, 1, 2, 0)
     setup.expect(1, 5, 1, 1)

@@ -1,18 +1,24 @@
-"""The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode."""
+"""The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode.
+
+As in ``from mamba_cache.integrations import vllm`` and ``vllm.install()``, or as functions that
+take an engine's own objects.
+"""
 
 from mamba_cache.integrations.vllm.align_on_gpu import (
     MambaBuffers,
     MambaSpecDecodeGPUContext,
-    stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
-    stage_postprocess_metadata_to_gpu,
 )
 from mamba_cache.integrations.vllm.align_on_host import (
     cleanup_mamba_state_idx,
-    postprocess_mamba,
     postprocess_mamba_align_gpu,
-    postprocess_mamba_all,
     preprocess_mamba,
+)
+from mamba_cache.integrations.vllm.before_0_32 import (
+    postprocess_mamba,
+    postprocess_mamba_all,
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_metadata_to_gpu,
 )
 from mamba_cache.integrations.vllm.column_moves import StateMove
 from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer, MambaCopyBuffers
@@ -21,7 +27,9 @@ from mamba_cache.integrations.vllm.copy_specs import (
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
     get_temporal_copy_spec,
+    validate_mamba_state_copy_funcs,
 )
+from mamba_cache.integrations.vllm.counters import AlignStats, stats
 from mamba_cache.integrations.vllm.hybrid_model_state import (
     MambaHybridAttnMetadata,
     MambaHybridModelState,
@@ -32,9 +40,15 @@ from mamba_cache.integrations.vllm.mamba2_attention import (
     Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,
 )
-from mamba_cache.integrations.vllm.mamba_spec import MambaSpec, get_mamba_groups
+from mamba_cache.integrations.vllm.mamba_spec import (
+    MambaSpec,
+    get_mamba_group_ids,
+    get_mamba_groups,
+)
+from mamba_cache.integrations.vllm.plugin import install, installed, replaced, uninstall
 
 __all__ = [
+    "AlignStats",
     "CommonAttentionMetadata",
     "CpuGpuBuffer",
     "Mamba2AttentionBackend",
@@ -51,13 +65,20 @@ __all__ = [
     "cleanup_mamba_state_idx",
     "get_conv_copy_spec",
     "get_conv_copy_spec_ds",
+    "get_mamba_group_ids",
     "get_mamba_groups",
     "get_temporal_copy_spec",
+    "install",
+    "installed",
     "postprocess_mamba",
     "postprocess_mamba_align_gpu",
     "postprocess_mamba_all",
     "preprocess_mamba",
+    "replaced",
     "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
     "stage_postprocess_metadata_to_gpu",
+    "stats",
+    "uninstall",
+    "validate_mamba_state_copy_funcs",
 ]

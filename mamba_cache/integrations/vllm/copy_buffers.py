@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,9 @@ import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
+from mamba_cache.integrations.vllm.copy_specs import CopyFuncs, count_states
+from mamba_cache.integrations.vllm.counters import CopyCounts
+from mamba_cache.integrations.vllm.mamba_spec import shared_schedule
 from mamba_cache.integrations.vllm.protocols import (
     HostDeviceBuffer,
     KVCacheConfig,
@@ -107,6 +109,7 @@ class MambaCopyBuffers:
         piece_bytes: Bytes that may be moved at once, or 0, int64.
         mamba_group_ids: The Mamba groups.
         mamba_spec: How their states are scheduled.
+        counts: What was copied.
         offset: Entries in use.
         backend: "torch", "triton", or "auto": the kernel on CUDA, plain Python elsewhere.
     """
@@ -119,6 +122,7 @@ class MambaCopyBuffers:
     piece_bytes: HostDeviceBuffer
     mamba_group_ids: list[int]
     mamba_spec: StateSpecView
+    counts: CopyCounts
     offset: int = 0
     backend: CopyBackend = "auto"
 
@@ -128,7 +132,7 @@ class MambaCopyBuffers:
         cls,
         max_num_reqs: int,
         kv_cache_config: KVCacheConfig,
-        copy_funcs: Sequence[Callable[..., Any]],
+        copy_funcs: CopyFuncs,
         make_buffer: MakeBuffer,
     ) -> MambaCopyBuffers:
         """Make buffers for the copies of ``max_num_reqs`` requests.
@@ -136,20 +140,20 @@ class MambaCopyBuffers:
         Args:
             max_num_reqs: The most requests of a batch.
             kv_cache_config: Names the layers of each group.
-            copy_funcs: One for each kind of state.
+            copy_funcs: One for each kind of state, by kind of layer.
             make_buffer: Called as ``make_buffer(n, dtype=...)``.
 
         Raises:
-            InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+            InvalidArgumentError: There is no Mamba group, two are scheduled differently, or a kind
+                of layer has no copy functions.
         """
-        group_ids, spec = get_mamba_groups(kv_cache_config)
-        groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in group_ids]
-        num_layers = sum(len(group.layer_names) for group in groups)
-        count = max_num_reqs * num_layers * len(copy_funcs)
+        group_ids, spec = shared_schedule(kv_cache_config)
+        num_states = count_states(kv_cache_config, group_ids, copy_funcs)
+        count = max_num_reqs * num_states
         one, two, three, four, five, six = (
             make_buffer(count, dtype=torch.int64) for _ in Region._fields
         )
-        return cls(one, two, three, four, five, six, group_ids, spec)
+        return cls(one, two, three, four, five, six, group_ids, spec, CopyCounts(num_states))
 
     @property
     def columns(self) -> tuple[HostDeviceBuffer, ...]:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm.mamba_spec import spec_of_layer
 from mamba_cache.integrations.vllm.protocols import KVCacheConfig
 
 __all__ = [
+    "CopyFuncs",
     "MambaCopySpec",
     "StateMemory",
+    "count_states",
     "describe_states",
     "get_conv_copy_spec",
     "get_conv_copy_spec_ds",
     "get_temporal_copy_spec",
+    "validate_mamba_state_copy_funcs",
 ]
+
+CopyFuncs: TypeAlias = "Mapping[Any, Sequence[Callable[..., Any]]] | Sequence[Callable[..., Any]]"
+"""Copy functions, one for each kind of state, by ``mamba_type`` of the layer's spec. Engines before
+vLLM 0.32 have one sequence for all layers."""
 
 _KINDS = ("get_conv_copy_spec", "get_conv_copy_spec_ds", "get_temporal_copy_spec")
 
@@ -142,7 +151,7 @@ def describe_states(
     kv_cache_config: KVCacheConfig,
     group_ids: Sequence[int],
     forward_context: Mapping[str, Any],
-    copy_funcs: Sequence[Callable[..., Any]],
+    copy_funcs: CopyFuncs,
 ) -> list[StateMemory]:
     """Describe every state tensor of the given groups, in the order of groups, layers, states.
 
@@ -150,25 +159,80 @@ def describe_states(
         kv_cache_config: Names the layers of each group.
         group_ids: The Mamba groups.
         forward_context: The layers by name, each with its state tensors in ``kv_cache``.
-        copy_funcs: One of this module's functions, or a foreign one of the same name, for each kind
-            of state.
+        copy_funcs: Of this module's functions, or foreign ones of the same names. A layer may have
+            more states than functions: the rest is not copied.
 
     Raises:
-        InvalidArgumentError: A copy function is unknown, a layer has fewer states than there are
-            functions, or a block is not contiguous.
+        InvalidArgumentError: A copy function is unknown, a kind of layer has none, a layer has
+            fewer states than there are functions, or a block is not contiguous.
     """
     memories = []
     for group, group_id in enumerate(group_ids):
-        for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
+        kv_cache_group = kv_cache_config.kv_cache_groups[group_id]
+        for name in kv_cache_group.layer_names:
             states = forward_context[name].kv_cache
-            if len(states) < len(copy_funcs):
+            funcs = _funcs_of(copy_funcs, spec_of_layer(kv_cache_group, name))
+            if len(states) < len(funcs):
                 raise InvalidArgumentError(
-                    f"a layer must have a state for each of {len(copy_funcs)} copy functions, "
+                    f"a layer must have a state for each of {len(funcs)} copy functions, "
                     f"got {len(states)} in {name!r}"
                 )
-            for state, copy_func in zip(states, copy_funcs, strict=False):
+            for state, copy_func in zip(states, funcs, strict=False):
                 memories.append(_describe(state, copy_func, group))
     return memories
+
+
+def count_states(
+    kv_cache_config: KVCacheConfig, group_ids: Sequence[int], copy_funcs: CopyFuncs | int
+) -> int:
+    """Return how many states are copied of one request: over all layers of the given groups.
+
+    Args:
+        kv_cache_config: Names the layers of each group.
+        group_ids: The Mamba groups.
+        copy_funcs: As in ``describe_states``, or how many each layer has.
+
+    Raises:
+        InvalidArgumentError: A kind of layer has no copy functions.
+    """
+    groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in group_ids]
+    layers = [(group, name) for group in groups for name in group.layer_names]
+    if isinstance(copy_funcs, int):
+        return len(layers) * copy_funcs
+    return sum(len(_funcs_of(copy_funcs, spec_of_layer(*layer))) for layer in layers)
+
+
+def validate_mamba_state_copy_funcs(
+    mamba_groups: Mapping[Any, Sequence[int]], copy_funcs: CopyFuncs
+) -> None:
+    """Check that every kind of layer has functions, and no more of them than states.
+
+    Args:
+        mamba_groups: As ``get_mamba_groups`` returns them.
+        copy_funcs: To be checked.
+
+    Raises:
+        InvalidArgumentError: One has none, or too many.
+    """
+    for spec in mamba_groups:
+        count = len(_funcs_of(copy_funcs, spec))
+        if not 0 < count <= len(spec.shapes):
+            raise InvalidArgumentError(
+                f"a layer with {len(spec.shapes)} states must have from 1 to as many copy "
+                f"functions, got {count}"
+            )
+
+
+def _funcs_of(copy_funcs: CopyFuncs, spec: Any) -> Sequence[Callable[..., Any]]:
+    """Return the copy functions of a layer."""
+    if not isinstance(copy_funcs, Mapping):
+        return copy_funcs
+    if spec.mamba_type not in copy_funcs:
+        raise InvalidArgumentError(
+            f"copy functions of layers of the kind {spec.mamba_type} are required, "
+            f"got those of {list(copy_funcs)}"
+        )
+    return copy_funcs[spec.mamba_type]
 
 
 def _read(
@@ -183,9 +247,7 @@ def _read(
 
 
 def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) -> StateMemory:
-    kind = getattr(copy_func, "__name__", repr(copy_func))
-    if kind not in _KINDS:
-        raise InvalidArgumentError(f"a copy function must be one of {_KINDS}, got {kind}")
+    kind = _kind(copy_func)
     is_conv = kind != "get_temporal_copy_spec"
     # The function says which axis holds the tokens, the strides say how they lie in memory.
     tokens_axis = -1 if kind == "get_conv_copy_spec_ds" else 1
@@ -205,3 +267,16 @@ def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) ->
     as_bytes = blocks.unsqueeze(-1).view(torch.uint8)
     rows = as_bytes.view(len(blocks), num_rows, tokens, token_bytes)
     return StateMemory(rows, width, state.element_size(), group)
+
+
+def _kind(copy_func: Callable[..., Any]) -> str:
+    """Return which of this module's functions a function stands for."""
+    kind = getattr(copy_func, "__name__", repr(copy_func))
+    if kind not in _KINDS:
+        raise InvalidArgumentError(f"a copy function must be one of {_KINDS}, got {kind}")
+    # vLLM has one function for both layouts, and a setting for all of its windows beside it.
+    module = sys.modules.get(copy_func.__module__)
+    is_dim_first = getattr(module, "is_conv_state_dim_first", None)
+    if kind == "get_conv_copy_spec" and is_dim_first is not None and is_dim_first():
+        return "get_conv_copy_spec_ds"
+    return kind

@@ -17,8 +17,9 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.align_on_gpu import MambaSpecDecodeGPUContext
 from mamba_cache.integrations.vllm.column_moves import previous_column
 from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer
+from mamba_cache.integrations.vllm.copy_specs import CopyFuncs, validate_mamba_state_copy_funcs
 from mamba_cache.integrations.vllm.kernels import kernels_for
-from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups
+from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups, shared_schedule
 from mamba_cache.integrations.vllm.protocols import (
     EngineConfig,
     HybridModel,
@@ -75,6 +76,9 @@ class MambaHybridModelState:
     where -1 means that the row is skipped. Nothing here waits for the device, so a step can be
     prepared before the accepted counts of the one before are known.
 
+    vLLM from 0.32 on gives ``initialize_kv_cache`` its block tables by request slot, once. Earlier
+    engines gave ``preprocess_state`` those of the batch, at each step.
+
     Args:
         vllm_config: The engine's configuration.
         model: Says what each kind of state is.
@@ -124,6 +128,24 @@ class MambaHybridModelState:
             self._mamba_src_off_gpu = self._per_slot(0)
             self._context: MambaSpecDecodeGPUContext | None = None
 
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
+        """Take block tables by request slot, to be used from now on.
+
+        Args:
+            kv_cache_config: Names the layers of each group.
+            block_tables: By KV cache group: ``block_tables[gid].gpu``, [slots, columns], and
+                ``input_block_tables[gid]``, the same in batch order. They must keep their storage.
+
+        Raises:
+            InvalidArgumentError: States or block tables do not fit.
+        """
+        if self._is_aligned:
+            _check_column_tokens(kv_cache_config, self._block_size)
+            group_ids, _ = shared_schedule(kv_cache_config)
+            by_slot = [block_tables.block_tables[group_id].gpu for group_id in group_ids]
+            by_row = [block_tables.input_block_tables[group_id] for group_id in group_ids]
+            self._context = self._make_context(by_slot, kv_cache_config, by_row)
+
     def add_request(self, req_index: int, new_req_data: NewRequest) -> None:
         """Give a request the slot ``req_index``.
 
@@ -160,7 +182,8 @@ class MambaHybridModelState:
 
         Args:
             input_batch: The batch.
-            block_tables: By KV cache group: [rows, columns] int32 in batch order.
+            block_tables: By KV cache group: [rows, columns] int32 in batch order. Not read after
+                ``initialize_kv_cache``.
             kv_cache_config: Names the layers of each group.
             num_computed_tokens: [max_num_reqs] int on the device, by slot: tokens before the step.
 
@@ -266,19 +289,26 @@ class MambaHybridModelState:
     ) -> MambaSpecDecodeGPUContext:
         if self._context is None:
             _check_column_tokens(kv_cache_config, self._block_size)
-            self._context = self._make_context(block_tables, kv_cache_config)
-        tables = [block_tables[group_id] for group_id in self._context.mamba_group_ids]
-        self._context.table.bind_block_tables(tables)
+            group_ids, _ = shared_schedule(kv_cache_config)
+            tables = [block_tables[group_id] for group_id in group_ids]
+            self._context = self._make_context(tables, kv_cache_config, tables)
+            self._context.table.is_by_slot = False
+        elif not self._context.table.is_by_slot:
+            tables = [block_tables[group_id] for group_id in self._context.mamba_group_ids]
+            self._context.table.block_tables.bind(tables)
         return self._context
 
     def _make_context(
-        self, block_tables: Sequence[torch.Tensor], kv_cache_config: KVCacheConfig
+        self,
+        block_tables: Sequence[torch.Tensor],
+        kv_cache_config: KVCacheConfig,
+        index_tables: Sequence[torch.Tensor],
     ) -> MambaSpecDecodeGPUContext:
-        copy_funcs = self._model.get_mamba_state_copy_func()
+        copy_funcs = _copy_funcs(self._model, kv_cache_config)
         context = MambaSpecDecodeGPUContext.create(
             self.max_num_reqs,
             kv_cache_config,
-            len(copy_funcs),
+            copy_funcs,
             self.device,
             lambda n, *, dtype: CpuGpuBuffer(n, dtype=dtype, device=self.device),
             backend=self._backend,
@@ -288,7 +318,8 @@ class MambaHybridModelState:
             kv_cache_config,
             self._config.compilation_config.static_forward_context,
             copy_funcs,
-            [block_tables[group_id] for group_id in context.mamba_group_ids],
+            block_tables,
+            index_tables,
         )
         return context
 
@@ -314,9 +345,21 @@ class MambaHybridModelState:
         return torch.from_numpy(by_row)
 
 
+def _copy_funcs(model: Any, kv_cache_config: KVCacheConfig) -> CopyFuncs:
+    """Ask a model for its copy functions, by kind of layer where it has more than one."""
+    by_kind = getattr(model, "get_mamba_state_copy_funcs", None)
+    if by_kind is None:
+        funcs: CopyFuncs = model.get_mamba_state_copy_func()
+        return funcs
+    groups = get_mamba_groups(kv_cache_config)
+    funcs = by_kind({spec.mamba_type for spec in groups})
+    validate_mamba_state_copy_funcs(groups, funcs)
+    return funcs
+
+
 def _column_tokens(config: EngineConfig, kv_cache_config: KVCacheConfig | None) -> int:
     if kv_cache_config is not None:
-        return get_mamba_groups(kv_cache_config)[1].block_size
+        return shared_schedule(kv_cache_config)[1].block_size
     block_size = getattr(config.cache_config, "mamba_block_size", None)
     if not isinstance(block_size, int):
         raise InvalidArgumentError(
@@ -327,7 +370,7 @@ def _column_tokens(config: EngineConfig, kv_cache_config: KVCacheConfig | None) 
 
 
 def _check_column_tokens(kv_cache_config: KVCacheConfig, block_size: int) -> None:
-    given = get_mamba_groups(kv_cache_config)[1].block_size
+    given = shared_schedule(kv_cache_config)[1].block_size
     if given != block_size:
         raise InvalidArgumentError(
             f"the Mamba groups must have columns of {block_size} tokens, by which requests were "

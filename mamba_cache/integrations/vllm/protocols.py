@@ -119,7 +119,11 @@ class HybridModel(Protocol):
     """A model with Mamba layers."""
 
     def get_mamba_state_copy_func(self) -> Sequence[Any]:
-        """Return the copy function of each kind of state."""
+        """Return the copy function of each kind of state.
+
+        Models of vLLM from 0.32 on have ``get_mamba_state_copy_funcs(mamba_types)`` instead, which
+        returns them in a dict by kind of layer.
+        """
 
 
 class EngineConfig(Protocol):

@@ -11,8 +11,9 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copy_specs import StateMemory
+from mamba_cache.integrations.vllm.counters import CopyCounts
 
-__all__ = ["CHUNK_FIELDS", "NUM_COUNTERS", "TILE_BYTES", "StateTable", "to_device"]
+__all__ = ["CHUNK_FIELDS", "NUM_COUNTERS", "TILE_BYTES", "BlockTables", "StateTable"]
 
 TILE_BYTES = 4096
 """Bytes of a state that a program of the fused kernels copies at a time. A power of two."""
@@ -39,6 +40,47 @@ _MOST_TILES_PER_CHUNK = 16
 _WIDEST_WORD_BYTES = 8
 
 
+class BlockTables:
+    """The block tables of all Mamba groups, and where kernels find them.
+
+    Args:
+        num_groups: Mamba groups.
+        device: Where the tables live.
+
+    Attributes:
+        pointers: [num_groups] int64 on the device: their addresses.
+        stride: Elements from row to row of every table.
+        tensors: [rows, columns] int32 of each group.
+    """
+
+    @outside_inference_mode
+    def __init__(self, num_groups: int, device: torch.device) -> None:
+        self.pointers = torch.zeros(num_groups, dtype=torch.int64, device=device)
+        self.stride = 0
+        self.tensors: Sequence[torch.Tensor] = ()
+
+    def bind(self, tables: Sequence[torch.Tensor]) -> None:
+        """Take the block tables to be used from now on, without waiting for the device.
+
+        Args:
+            tables: [rows, columns] int32 of each Mamba group. A table that is the first rows of a
+                larger one stands for all of it. They are read at each launch, so they must keep
+                their storage, or be bound again.
+
+        Raises:
+            InvalidArgumentError: Their number, dtype, layout or device does not fit, or their rows
+                lie at different distances. Nothing was changed.
+        """
+        device = self.pointers.device
+        _check_block_tables(tables, len(self.pointers), device)
+        whole = [_all_rows(table) for table in tables]
+        addresses = [table.data_ptr() for table in whole]
+        if addresses != [table.data_ptr() for table in self.tensors]:
+            self.pointers = _to_device(np.array(addresses, dtype=np.int64), device)
+        self.stride = whole[0].stride(0)
+        self.tensors = whole
+
+
 class StateTable:
     """Where every state of a model lies, and the block tables that say which block is meant.
 
@@ -57,11 +99,11 @@ class StateTable:
         word_bytes: The widest word, up to 8 bytes, that fits all addresses and sizes.
         counters: [NUM_COUNTERS, ...] int32 on the device. Zeros between launches, so launches that
             use one table belong on one stream.
-        block_table_ptrs: [num_groups] int64 on the device.
-        block_table_stride: Elements from row to row of every block table.
+        counts: What was copied.
+        block_tables: Those of each group.
+        is_by_slot: Whether their rows are request slots, else rows of the batch.
         block_size: Tokens of one column.
         memories: The states, for who reads them by tensor.
-        block_tables: [rows, columns] int32 of each group.
     """
 
     @outside_inference_mode
@@ -73,11 +115,11 @@ class StateTable:
         self.tiles_per_chunk = 1
         self.word_bytes = 1
         self.counters = torch.zeros((NUM_COUNTERS, _LINE_INTS), dtype=torch.int32, device=device)
-        self.block_table_ptrs = torch.zeros(num_groups, dtype=torch.int64, device=device)
-        self.block_table_stride = 0
+        self.counts = CopyCounts(num_states, device)
+        self.block_tables = BlockTables(num_groups, device)
+        self.is_by_slot = True
         self.block_size = block_size
         self.memories: Sequence[StateMemory] = ()
-        self.block_tables: Sequence[torch.Tensor] = ()
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +136,7 @@ class StateTable:
 
         Args:
             memories: Every state, in order.
-            block_tables: As in ``bind_block_tables``.
+            block_tables: As in ``BlockTables.bind``.
 
         Raises:
             InvalidArgumentError: The number of states is not that of the table, or the block tables
@@ -105,37 +147,17 @@ class StateTable:
                 f"the table has {self._num_states} states, one for each layer and kind, "
                 f"got {len(memories)}"
             )
-        self.bind_block_tables(block_tables)
+        self.block_tables.bind(block_tables)
         most_tiles = max((_num_tiles(memory) for memory in memories), default=1)
         self.tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, 1 << max(most_tiles - 1, 0).bit_length())
         rows = [row for memory in memories for row in _chunks(memory, self.tiles_per_chunk)]
         if rows:
-            self.chunks = to_device(np.array(rows, dtype=np.int64), self.device)
+            self.chunks = _to_device(np.array(rows, dtype=np.int64), self.device)
         self.word_bytes = math.gcd(_WIDEST_WORD_BYTES, *map(_alignment, memories))
         self.memories = memories
 
-    def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
-        """Take the block tables to be used from now on, without waiting for the device.
 
-        Args:
-            block_tables: [rows, columns] int32 of each Mamba group. A table that is the first rows
-                of a larger one stands for all of it. They are read at each copy, so they must keep
-                their storage, or be bound again.
-
-        Raises:
-            InvalidArgumentError: Their number, dtype, layout or device does not fit, or their rows
-                lie at different distances. Nothing was changed.
-        """
-        _check_block_tables(block_tables, len(self.block_table_ptrs), self.device)
-        whole = [_all_rows(table) for table in block_tables]
-        addresses = [table.data_ptr() for table in whole]
-        if addresses != [table.data_ptr() for table in self.block_tables]:
-            self.block_table_ptrs = to_device(np.array(addresses, dtype=np.int64), self.device)
-        self.block_table_stride = whole[0].stride(0)
-        self.block_tables = whole
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array on the device, without waiting for it."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":

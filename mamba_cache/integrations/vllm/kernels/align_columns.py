@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
+from mamba_cache.integrations.vllm.counters import AFTER, BEFORE
 from mamba_cache.integrations.vllm.kernels.copy_states import (
     NUM_TURNS,
     WORDS,
@@ -27,10 +28,11 @@ from mamba_cache.integrations.vllm.kernels.copy_states import (
     copy_moves,
     shift_rows,
 )
-from mamba_cache.integrations.vllm.state_table import TILE_BYTES, StateTable
+from mamba_cache.integrations.vllm.state_table import TILE_BYTES, BlockTables, StateTable
 
 __all__ = [
     "accept_tokens",
+    "aligned_blocks",
     "copy_regions",
     "gather_accepted",
     "postcopy_columns",
@@ -42,6 +44,7 @@ __all__ = [
 _PROGRAMS_PER_SM = 12
 _NUM_WARPS = 1
 _PROGRAMS_PER_REGION = 64
+_ROWS_OF_LOOKUP = 32
 _REGION_WARPS = 4
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 # Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
@@ -49,18 +52,24 @@ _FEWEST_ROWS = 64
 _ANY_VALUE = [
     "accepted_by_row",
     "block_tables",
+    "blocks",
+    "group_stride",
     "idx_mapping",
+    "moved",
     "num_accepted",
     "num_accepted_by_row",
     "num_accepted_out",
     "num_chunks",
     "num_computed",
     "num_drafts",
+    "num_groups",
     "num_padded",
     "num_reqs",
     "num_sampled",
     "num_scheduled",
+    "num_tokens",
     "query_start_loc",
+    "row_stride",
     "source_columns",
     "state_idx",
     "table_stride",
@@ -106,6 +115,12 @@ def _load_slots(idx_mapping, rows, num_reqs):  # type: ignore[no-untyped-def]
     return tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _table_rows(rows, slots, BY_SLOT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where each row of the batch has its blocks in the block tables."""
+    return slots.to(tl.int32) if BY_SLOT else rows
+
+
 @triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
 def _precopy_kernel(  # type: ignore[no-untyped-def]
     state_idx,
@@ -116,8 +131,10 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
+    moved,
     block_tables,
     table_stride,
+    BY_SLOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -125,18 +142,19 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     TURNS: tl.constexpr,
     IS_MAPPED: tl.constexpr,
 ) -> None:
-    slots = tl.arange(0, ROWS).to(tl.int64)
-    is_real = slots < num_reqs
+    rows = tl.arange(0, ROWS)
+    slots = rows.to(tl.int64)
+    is_real = rows < num_reqs
     if IS_MAPPED:
-        slots = _load_slots(idx_mapping, slots, num_reqs)
+        slots = _load_slots(idx_mapping, rows, num_reqs)
         is_real = slots >= 0
     sources = tl.load(source_columns + slots, mask=is_real, other=-1).to(tl.int32)
     columns = _load(state_idx, slots, is_real)
     bias = tl.maximum(_load(token_bias, slots, is_real), 0)
     moves = (sources >= 0) & (sources != columns)
     copy_moves(
-        moves, sources, columns, bias, chunks, num_chunks, counters, block_tables, table_stride,
-        WORD, ROWS, TILES_PER_CHUNK, TURNS,
+        moves, sources, columns, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
 
 
@@ -155,8 +173,10 @@ def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
+    moved,
     block_tables,
     table_stride,
+    BY_SLOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -174,8 +194,8 @@ def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     moves = is_real & (previous >= 0) & (previous != current)
     bias = tl.maximum(accepted - 1, 0)
     is_writer = copy_moves(
-        moves, previous, current, bias, chunks, num_chunks, counters, block_tables, table_stride,
-        WORD, ROWS, TILES_PER_CHUNK, TURNS,
+        moves, previous, current, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
         accepted = tl.where(moves, 1, accepted)
@@ -198,8 +218,10 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
+    moved,
     block_tables,
     table_stride,
+    BY_SLOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -215,7 +237,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     stays = crosses & (destinations == columns)
     moves = crosses & ((destinations != columns) | (bias > 0))
     is_writer = copy_moves(
-        moves, columns, destinations, bias, chunks, num_chunks, counters, block_tables,
+        moves, columns, destinations, bias, rows, moved, chunks, num_chunks, counters, block_tables,
         table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
@@ -233,26 +255,32 @@ def _postcopy_resident_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
+    moved,
     block_tables,
     table_stride,
+    BY_SLOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
     TILES_PER_CHUNK: tl.constexpr,
     TURNS: tl.constexpr,
+    IS_SAMPLED: tl.constexpr,
 ) -> None:
     rows = tl.arange(0, ROWS)
     slots = _load_slots(idx_mapping, rows, num_reqs)
     is_real = slots >= 0
-    accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
+    if IS_SAMPLED:
+        accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
+    else:
+        accepted = _load(num_accepted, slots, is_real)
     columns = _load(state_idx, slots, is_real)
     num_running = _load(num_computed, slots, is_real) - accepted + 1
     crosses, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
     stays = crosses & (destinations == columns)
     moves = crosses & ((destinations != columns) | (bias > 0))
     is_writer = copy_moves(
-        moves, columns, destinations, bias, chunks, num_chunks, counters, block_tables,
-        table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
+        moves, columns, destinations, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
         tl.store(num_accepted + slots, tl.where(stays, 1, accepted), mask=is_real)
@@ -279,6 +307,34 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
 
 
+@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+def _aligned_blocks_kernel(  # type: ignore[no-untyped-def]
+    block_tables,
+    table_stride,
+    num_tokens,
+    blocks,
+    row_stride,
+    group_stride,
+    num_reqs,
+    num_groups,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_real = rows < num_reqs
+    first = tl.maximum((_load(num_tokens, rows, is_real) - 1) // BLOCK_SIZE, 0)
+    columns = tl.arange(0, PADDED_COLUMNS)
+    mask = is_real[:, None] & (columns < COLUMNS)[None, :]
+    for group in range(num_groups):
+        table = tl.load(block_tables + group).to(tl.pointer_type(tl.int32))
+        entries = rows[:, None] * table_stride + first[:, None] + columns[None, :]
+        found = tl.load(table + entries, mask=mask)
+        written = group_stride.to(tl.int64) * group + rows[:, None] * row_stride + columns[None, :]
+        tl.store(blocks + written, found, mask=mask)
+
+
 def copy_regions(buffers: MambaCopyBuffers) -> None:
     """Copy the first ``offset`` regions of ``buffers`` in one launch."""
     count = buffers.offset
@@ -302,7 +358,7 @@ def precopy_columns(
     inputs = (state_idx, source_columns, token_bias)
     mapping = state_idx if idx_mapping is None else idx_mapping
     is_mapped = idx_mapping is not None
-    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), IS_MAPPED=is_mapped)
+    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), BEFORE, IS_MAPPED=is_mapped)
 
 
 def precopy_resident(
@@ -315,13 +371,14 @@ def precopy_resident(
     state_idx: torch.Tensor,
     source_columns: torch.Tensor,
     token_bias: torch.Tensor,
-    accepted_by_row: torch.Tensor,
+    accepted_by_row: torch.Tensor | None,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
     by_slot = (num_computed, num_accepted, state_idx, source_columns, token_bias)
-    num_padded = len(accepted_by_row)
-    inputs = (idx_mapping, query_start_loc, *by_slot, accepted_by_row, num_padded)
-    _launch(_precopy_resident_kernel, table, num_reqs, inputs, num_padded)
+    num_padded = 0 if accepted_by_row is None else len(accepted_by_row)
+    by_row = num_accepted if accepted_by_row is None else accepted_by_row
+    inputs = (idx_mapping, query_start_loc, *by_slot, by_row, num_padded)
+    _launch(_precopy_resident_kernel, table, num_reqs, inputs, BEFORE, num_padded)
 
 
 def postcopy_columns(
@@ -336,23 +393,27 @@ def postcopy_columns(
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
-    _launch(_postcopy_kernel, table, num_reqs, inputs)
+    _launch(_postcopy_kernel, table, num_reqs, inputs, AFTER)
 
 
 def postcopy_resident(
     table: StateTable,
+    num_reqs: int,
     idx_mapping: torch.Tensor,
-    num_sampled: torch.Tensor,
+    num_sampled: torch.Tensor | None,
     num_accepted: torch.Tensor,
     state_idx: torch.Tensor,
     num_computed: torch.Tensor,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
-    if num_sampled.data_ptr() == num_accepted.data_ptr():
+    is_sampled = num_sampled is not None
+    if num_sampled is None:
+        num_sampled = num_accepted
+    elif num_sampled.data_ptr() == num_accepted.data_ptr():
         # Rows are not slots: what is written for one row would be read for another.
         num_sampled = num_sampled.clone()
     inputs = (idx_mapping, num_sampled, num_accepted, state_idx, num_computed)
-    _launch(_postcopy_resident_kernel, table, len(idx_mapping), inputs)
+    _launch(_postcopy_resident_kernel, table, num_reqs, inputs, AFTER, IS_SAMPLED=is_sampled)
 
 
 def accept_tokens(
@@ -380,11 +441,34 @@ def gather_accepted(
         )
 
 
+def aligned_blocks(
+    tables: BlockTables, num_reqs: int, num_tokens: torch.Tensor, block_size: int, out: torch.Tensor
+) -> None:
+    """Look up as ``MambaSpecDecodeGPUContext.compute_aligned_state_indices`` describes."""
+    with torch.cuda.device(out.get_device()):
+        _aligned_blocks_kernel[(triton.cdiv(num_reqs, _ROWS_OF_LOOKUP),)](
+            tables.pointers,
+            tables.stride,
+            num_tokens,
+            out,
+            out.stride(1),
+            out.stride(0),
+            num_reqs,
+            len(out),
+            BLOCK_SIZE=block_size,
+            COLUMNS=out.shape[2],
+            ROWS=_ROWS_OF_LOOKUP,
+            PADDED_COLUMNS=triton.next_power_of_2(out.shape[2]),
+            num_warps=_NUM_WARPS,
+        )
+
+
 def _launch(
     kernel: Any,
     table: StateTable,
     num_reqs: int,
     inputs: tuple[torch.Tensor | int, ...],
+    when: int,
     num_rows: int = 0,
     **constants: int,
 ) -> None:
@@ -397,8 +481,10 @@ def _launch(
             table.chunks,
             len(table.chunks),
             table.counters,
-            table.block_table_ptrs,
-            table.block_table_stride,
+            table.counts.views[when],
+            table.block_tables.pointers,
+            table.block_tables.stride,
+            BY_SLOT=table.is_by_slot,
             BLOCK_SIZE=table.block_size,
             WORD=WORDS[table.word_bytes],
             ROWS=_num_rows(max(num_reqs, num_rows)),

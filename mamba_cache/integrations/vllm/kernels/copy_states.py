@@ -211,6 +211,8 @@ def copy_moves(  # type: ignore[no-untyped-def]
     sources,
     destinations,
     biases,
+    table_rows,
+    moved,
     chunks,
     num_chunks,
     counters,
@@ -225,6 +227,9 @@ def copy_moves(  # type: ignore[no-untyped-def]
 
     The first ticket is the program's number, the others are drawn; so what is in flight stays close
     together in memory. Programs take turns at ``TURNS`` counters, which divide their number.
+
+    A row of the batch has its blocks in row ``table_rows`` of the block tables. The number of moves
+    is added to ``moved``.
 
     Returns:
         Whether this program shall write what later steps decide by. Where something is copied, it
@@ -248,11 +253,12 @@ def copy_moves(  # type: ignore[no-untyped-def]
             source_column = tl.sum(tl.where(rows == row, sources, 0), 0)
             destination_column = tl.sum(tl.where(rows == row, destinations, 0), 0)
             bias = tl.sum(tl.where(rows == row, biases, 0), 0)
+            table_row = tl.sum(tl.where(rows == row, table_rows, 0), 0).to(tl.int64)
             end += num_chunks * TILES_PER_CHUNK
             while ticket < end:
                 shift = tl.where(width > 0, bias, 0)
                 block_table = tl.load(block_tables + group).to(tl.pointer_type(tl.int32))
-                block_table += row.to(tl.int64) * table_stride
+                block_table += table_row * table_stride
                 drawn = _move_tile(
                     tl.load(block_table + source_column + bias - shift).to(tl.int64),
                     tl.load(block_table + destination_column).to(tl.int64),
@@ -273,4 +279,6 @@ def copy_moves(  # type: ignore[no-untyped-def]
                 )
             row = tl.min(tl.where(moves & (rows > row), rows, ROWS), 0)
         is_writer = _is_last(counters)
+        if is_writer:
+            tl.store(moved, tl.load(moved) + tl.sum(moves.to(tl.int32), 0))
     return is_writer

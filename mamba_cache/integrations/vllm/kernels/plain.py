@@ -23,10 +23,12 @@ from mamba_cache.integrations.vllm.column_moves import (
     running_column,
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
-from mamba_cache.integrations.vllm.state_table import StateTable
+from mamba_cache.integrations.vllm.counters import AFTER, BEFORE
+from mamba_cache.integrations.vllm.state_table import BlockTables, StateTable
 
 __all__ = [
     "accept_tokens",
+    "aligned_blocks",
     "copy_regions",
     "gather_accepted",
     "postcopy_columns",
@@ -71,7 +73,7 @@ def precopy_columns(
     moves = [_RowMove(row, slot, move) for row, slot, move in planned if move]
     _check_moves(table, moves)
     if not only_checks:
-        _copy(table, moves)
+        _copy(table, moves, BEFORE)
 
 
 def precopy_resident(
@@ -84,7 +86,7 @@ def precopy_resident(
     state_idx: torch.Tensor,
     source_columns: torch.Tensor,
     token_bias: torch.Tensor,
-    accepted_by_row: torch.Tensor,
+    accepted_by_row: torch.Tensor | None,
     *,
     only_checks: bool = False,
 ) -> None:
@@ -105,8 +107,9 @@ def precopy_resident(
         state_idx[slot] = move.destination
     for _, slot, _ in moves:
         num_accepted[slot] = 1
-    gather_accepted(idx_mapping[:num_reqs], num_accepted, accepted_by_row)
-    _copy(table, moves)
+    if accepted_by_row is not None:
+        gather_accepted(idx_mapping[:num_reqs], num_accepted, accepted_by_row)
+    _copy(table, moves, BEFORE)
 
 
 def postcopy_columns(
@@ -135,13 +138,14 @@ def postcopy_columns(
         return
     num_accepted_out[:num_reqs] = num_accepted[:num_reqs]
     _accept_one_where_it_stays(num_accepted_out, moves)
-    _copy(table, moves)
+    _copy(table, moves, AFTER)
 
 
 def postcopy_resident(
     table: StateTable,
+    num_reqs: int,
     idx_mapping: torch.Tensor,
-    num_sampled: torch.Tensor,
+    num_sampled: torch.Tensor | None,
     num_accepted: torch.Tensor,
     state_idx: torch.Tensor,
     num_computed: torch.Tensor,
@@ -149,10 +153,11 @@ def postcopy_resident(
     only_checks: bool = False,
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
-    sampled, columns, computed = (t.tolist() for t in (num_sampled, state_idx, num_computed))
+    columns, computed = state_idx.tolist(), num_computed.tolist()
+    sampled = None if num_sampled is None else num_sampled.tolist()
     moves = []
-    for row, slot in _rows(len(idx_mapping), idx_mapping):
-        accepted = max(sampled[row], 1)
+    for row, slot in _rows(num_reqs, idx_mapping):
+        accepted = int(num_accepted[slot]) if sampled is None else max(sampled[row], 1)
         num_running = computed[slot] - accepted + 1
         move = plan_alignment(num_running, accepted, columns[slot], table.block_size)
         if move:
@@ -160,9 +165,10 @@ def postcopy_resident(
     _check_moves(table, moves)
     if only_checks:
         return
-    accept_tokens(idx_mapping, num_sampled, num_accepted)
+    if num_sampled is not None:
+        accept_tokens(idx_mapping[:num_reqs], num_sampled, num_accepted)
     _accept_one_where_it_stays(num_accepted, moves)
-    _copy(table, moves)
+    _copy(table, moves, AFTER)
 
 
 def accept_tokens(
@@ -183,11 +189,22 @@ def gather_accepted(
         num_accepted_by_row[row] = num_accepted[slot]
 
 
+def aligned_blocks(
+    tables: BlockTables, num_reqs: int, num_tokens: torch.Tensor, block_size: int, out: torch.Tensor
+) -> None:
+    """Look up as ``MambaSpecDecodeGPUContext.compute_aligned_state_indices`` describes."""
+    first = ((num_tokens[:num_reqs].long() - 1) // block_size).clamp(min=0)
+    columns = first[:, None] + torch.arange(out.shape[2], device=out.device)
+    for group, table in enumerate(tables.tensors):
+        out[group, :num_reqs] = table[:num_reqs].gather(1, columns)
+
+
 def _check_moves(table: StateTable, moves: Iterable[_RowMove]) -> None:
     """Check that every move stays within the block tables and the states."""
-    for row, _, move in moves:
+    for index, slot, move in moves:
+        row = slot if table.is_by_slot else index
         for memory in table.memories:
-            blocks = table.block_tables[memory.group]
+            blocks = table.block_tables.tensors[memory.group]
             for column in (memory.source_column(move.source, move.bias), move.destination):
                 if not (0 <= row < blocks.shape[0] and 0 <= column < blocks.shape[1]):
                     raise InvalidArgumentError(
@@ -216,12 +233,13 @@ def _accept_one_where_it_stays(num_accepted: torch.Tensor, moves: Iterable[_RowM
             num_accepted[slot] = 1
 
 
-def _copy(table: StateTable, moves: Iterable[_RowMove]) -> None:
-    for row, _, move in moves:
+def _copy(table: StateTable, moves: Iterable[_RowMove], when: int) -> None:
+    real = [move for move in moves if not move.move.is_empty]
+    table.counts.on_host[when] += len(real)
+    for index, slot, move in real:
+        row = slot if table.is_by_slot else index
         for memory in table.memories:
-            if move.is_empty:
-                continue
-            blocks = table.block_tables[memory.group][row]
+            blocks = table.block_tables.tensors[memory.group][row]
             source = int(blocks[memory.source_column(move.source, move.bias)])
             destination = int(blocks[move.destination])
             shift = memory.shift(move.bias)
