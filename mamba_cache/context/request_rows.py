@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -187,7 +189,9 @@ class RequestRows:
         ):  # fmt: skip
             array[row] = 0
         self.num_releases[row] += 1
-        self._free_rows.append(row)
+        # The lowest comes next, so that few requests lie in the first rows, which an embedder may
+        # compute as one batch.
+        bisect.insort(self._free_rows, row, key=operator.neg)
         self._kv_blocks.release_memory_blocks(blocks)
 
     def grow(self, row: int, num_tokens: int, name: object) -> None:

@@ -36,6 +36,8 @@ class ScheduledRequest:
         samples: Whether the last known token is computed, so that ``commit_step`` needs the next.
         drafts: Which of a decoding request's tokens are drafts; none where the device alone knows
             them.
+        checkpoints: Of a chunk, the positions inside it at which a state is saved, in tokens from
+            the sequence's start, each with its slot; for embedders that write whole states there.
     """
 
     request_id: Hashable
@@ -46,6 +48,7 @@ class ScheduledRequest:
     is_prefill: bool
     samples: bool
     drafts: tuple[int, ...] = ()
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
 
 class DecodeWork(NamedTuple):
@@ -142,6 +145,16 @@ class Step:
         return self._requests
 
     @property
+    def prefills(self) -> tuple[ScheduledRequest, ...]:
+        """The chunks of prompts, which come last in the batch."""
+        return self._prefills
+
+    @property
+    def decode_rows(self) -> Int64Array:
+        """[num decoding] int64: the rows of the requests that decode, in the same order."""
+        return self._decodes.group.rows
+
+    @property
     def request_ids(self) -> tuple[Hashable, ...]:
         """The requests' ids in the same order."""
         return (*self._decodes.group.ids, *(request.request_id for request in self._prefills))
@@ -206,6 +219,7 @@ def describe_request(active: ActiveRequest) -> ScheduledRequest:
         skip_tokens=chunk.start if chunk.is_first else 0,
         is_prefill=True,
         samples=active.samples,
+        checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -194,6 +194,11 @@ class StepBuffers:
         self._host_buffers = itertools.cycle(
             [kind(self._layout, self._device_buffer) for _ in range(count)]
         )
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of every step's metadata, by name: what a CUDA graph may read."""
+        return self._tensors
 
     def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
         """Return the tensors that say where states are saved inside prefill chunks, by name.

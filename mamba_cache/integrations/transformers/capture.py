@@ -27,12 +27,14 @@ class _Run:
     """One forward whose states are captured.
 
     Attributes:
-        num_tokens: Tokens that it computes.
+        num_rows: Sequences that it computes, all of the same length.
+        num_tokens: Tokens that it computes of each.
         cuts: Where the scans are cut, in tokens from the first computed one, ascending.
         pieces: What the last scan had as its state at each cut; None once a layer took it.
         num_written: By cut, tensors that were captured.
     """
 
+    num_rows: int
     num_tokens: int
     cuts: tuple[int, ...]
     pieces: Sequence[torch.Tensor] | None = None
@@ -44,7 +46,7 @@ _current = threading.local()
 
 
 class StateCapture:
-    """Takes the states at checkpoints out of one forward over one sequence.
+    """Takes the states at checkpoints out of one forward over sequences of one length.
 
     A model's layers call functions of their module for their scans, which take the state to begin
     with and return the one at the end. While states are captured these functions compute their
@@ -71,24 +73,31 @@ class StateCapture:
 
     @contextmanager
     def during(
-        self, cache: Any, start: int, num_tokens: int, rooms: Mapping[int, SequenceMemory]
+        self,
+        cache: Any,
+        start: int,
+        num_tokens: int,
+        rooms: Mapping[int, SequenceMemory],
+        *,
+        num_rows: int = 1,
     ) -> Iterator[set[int]]:
         """Capture the states of the forward that runs inside.
 
         Args:
             cache: The transformers cache that the forward is given.
             start: Tokens in the cache before the forward.
-            num_tokens: Tokens that the forward computes of the one sequence.
+            num_tokens: Tokens that the forward computes of each sequence.
             rooms: By position, a number of tokens of the sequence that lies inside the forward:
-                where the state at it goes, one row; windows are of their full width, and what
-                the position leaves of it is zeroed at the end.
+                where the state at it goes, a row for each sequence; windows are of their full
+                width, and what the position leaves of it is zeroed at the end.
+            num_rows: Sequences that the forward computes, all from ``start`` on.
 
         Yields:
             A set into which, when the forward has ended, the positions are put whose states were
             captured whole. A position that is missing has left garbage in its room.
         """
         positions = sorted(rooms)
-        run = _Run(num_tokens, tuple(position - start for position in positions))
+        run = _Run(num_rows, num_tokens, tuple(position - start for position in positions))
         run.num_written = [0] * len(positions)
         captured: set[int] = set()
         with ExitStack() as undo:
@@ -154,7 +163,7 @@ def _conv_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
     def tap(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = _state_index(args, kwargs)
         new = args[0] if args else kwargs["conv_states"]
-        if index not in rooms or new.shape[0] != 1 or new.shape[-1] != run.num_tokens:
+        if index not in rooms or new.shape[0] != run.num_rows or new.shape[-1] != run.num_tokens:
             return
         width = rooms[index][0].shape[-1]
         if run.cuts and run.cuts[0] < width:
@@ -202,7 +211,8 @@ def _window_tap(run: _Run, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], l
 
     def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         new = [*args, kwargs.get("key_states"), kwargs.get("value_states")][:2]
-        if any(x is None or x.shape[0] != 1 or x.shape[2] != run.num_tokens for x in new):
+        size = run.num_rows, run.num_tokens
+        if any(x is None or (x.shape[0], x.shape[2]) != size for x in new):
             return
         for number, cut in enumerate(run.cuts):
             for room, old, tokens in zip(rooms[number], before, new, strict=True):
@@ -264,7 +274,7 @@ def _in_pieces(scan: Callable[..., Any]) -> Callable[..., Any]:
         sequences = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value)]
         if run is None or not run.cuts or initial is None or not wants_state or not sequences:
             return scan(*args, **kwargs)
-        size = (1, run.num_tokens)
+        size = (run.num_rows, run.num_tokens)
         if tuple(sequences[0].shape[:2]) != size:
             return scan(*args, **kwargs)
 

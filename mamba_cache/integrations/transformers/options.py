@@ -30,6 +30,7 @@ __all__ = [
     "ROWS_MIXED",
     "OptionsReader",
     "ServedOptions",
+    "read_answer_config",
     "read_options",
 ]
 
@@ -175,6 +176,41 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
         eos,
         pad[0] if pad else None,
     )
+
+
+def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """Decides whether the answers of a batch can be made, and returns the configuration of them.
+
+    Args:
+        model: The model.
+        config: A ``GenerationConfig``, or None for the model's.
+        options: What changes it, such as ``max_new_tokens``.
+
+    Returns:
+        A configuration of its own, joined as ``generate`` joins it.
+
+    Raises:
+        InvalidArgumentError: Something that is set cannot be served; the message says why.
+        UnsupportedVersionError: The library cannot tell what is set.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse(given)
+    own = _arguments_of_generate(model)
+    joined, left = _prepare(model, {**options, "generation_config": config}, own)
+    unknown = sorted({*(given.keys() & own), *left})
+    if unknown:
+        raise InvalidArgumentError(
+            f"generate_batch takes a generation_config and what changes it, got {unknown} too"
+        )
+    _refuse(vars(joined))
+    _check_cache(joined)
+    mode = str(getattr(joined.get_generation_mode(None), "value", ""))
+    if mode not in ROWS_FOLLOWED:
+        raise InvalidArgumentError(
+            f"generation mode {mode!r} cannot be used in a batch whose requests come and go: modes "
+            f"that can: {sorted(ROWS_FOLLOWED)}"
+        )
+    return joined
 
 
 class OptionsReader:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,13 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
+from mamba_cache.integrations.transformers.batching.batcher import (
+    Batcher,
+    BatcherSettings,
+    BatchStats,
+)
+from mamba_cache.integrations.transformers.batching.calls import BatchCall, check_batcher
+from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
 from mamba_cache.integrations.transformers.costs import PrefixCacheStats, make_cost_model
@@ -43,6 +52,7 @@ __all__ = ["PrefixCache"]
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
+_MOST_CHUNK_TOKENS = 8192
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
 
@@ -85,6 +95,11 @@ class PrefixCache:
             to pay: hits that restore more slowly than the whole prompt is computed, and states
             inside a prompt that cost more than they will save. False: every hit is used, and what
             is computed depends on the prompts alone. Measured on CPUs and CUDA devices.
+        max_batch_size: Requests that ``generate_batch`` runs at once. The states that they read and
+            write take room beside the budgets, as the caches of ``generate`` do.
+        batch_share: What part of both budgets ``generate_batch`` has, from its first call on. It
+            keeps prefixes of its own, and that call forgets those of ``generate``, whose room
+            becomes less.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -109,43 +124,57 @@ class PrefixCache:
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
         measure_costs: bool = True,
+        max_batch_size: int = 64,
+        batch_share: float = 0.5,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
+        check_int("max_batch_size", max_batch_size, minimum=1)
+        _check_share(batch_share)
+        register_attention()
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
-        self._store = PrefixStore(
-            layout,
-            num_slots=_count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state"),
-            num_blocks=_count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block"),
-            eviction=eviction,
-        )
-        capture = probe_capture(self._runner, layout) if fault is None else None
+        self._num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
+        self._num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
+        self._batch_share = batch_share
+        self._capture = probe_capture(self._runner, layout) if fault is None else None
         self._costs = make_cost_model(layout.device, is_on=measure_costs)
-        self._prefiller = Prefiller(
+        self._options = OptionsReader(model)
+        self._reuse_answers = reuse_answers
+        self._guard = CallGuard(self._take_back)
+        self._placement, self._eviction = placement, eviction
+        self._segment_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
+        self._make_prefiller = partial(
+            Prefiller,
             self._runner,
-            self._store,
             filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
-            capture=capture,
+            capture=self._capture,
             placement=placement,
             costs=self._costs,
-            segment_tokens=segment_tokens or _default_segment(block_size_tokens, capture),
+            segment_tokens=self._segment_tokens,
             may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
             is_step_exact=is_step_exact,
         )
-        self._options = OptionsReader(model)
-        self._reuse_answers = reuse_answers
-        self._guard = CallGuard(self._take_back)
-        self._store.join(self._guard)
+        self._fault = fault
+        self._max_batch_size = max_batch_size
+        self._batcher: Batcher | None = None
+        self._make_store(layout, self._num_slots, self._num_blocks)
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
+
+    def _make_store(self, layout: PrefixLayout, num_slots: int, num_blocks: int) -> None:
+        store = PrefixStore(
+            layout, num_slots=num_slots, num_blocks=num_blocks, eviction=self._eviction
+        )
+        store.join(self._guard)
+        self._store, self._prefiller = store, self._make_prefiller(store=store)
 
     def __enter__(self) -> PrefixCache:
         """Returns itself."""
@@ -215,6 +244,149 @@ class PrefixCache:
                 stacklevel=3,  # of whoever called it through the guard,
             )
         return output
+
+    @guarded(waits=True, trusts=())
+    def generate_batch(
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        *,
+        seeds: int | Sequence[int] | None = None,
+        tokenizer: Any = None,
+        streamer: Any = None,
+        cache_salt: ExtraKey | list[ExtraKey] = None,
+        checkpoints: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Does for hybrid models what ``model.generate_batch`` does for others, with the cache.
+
+        Requests of any lengths run together and leave when they are done. Prompts go on from cached
+        states and are computed in chunks beside the requests that decode, and these are one batch.
+
+        Args:
+            inputs: Prompts, each a list of token ids.
+            generation_config: How answers are made: one ``GenerationConfig`` for all prompts, or a
+                list with one for each. Default: the model's. Answers beyond the first of a prompt
+                (``num_return_sequences``) are forks of it.
+            continuous_batching_config: A ``ContinuousBatchingConfig``, of which
+                ``max_batch_tokens`` (of prompts, in one step), ``max_requests_per_batch``,
+                ``use_cuda_graph``, ``return_logprobs`` and ``seed`` count. What else it says is
+                about memory that this cache has already.
+            record_timestamps: Note when each token was there.
+            progress_bar: Show one.
+            persistent_manager: Changes nothing: what is set up is kept in any case.
+            warmup: Capture the CUDA graphs that are missing before the first token. If False, only
+                those that earlier calls have captured are used.
+            seeds: Of the draws: an int for all prompts, from which each gets its own, or one for
+                each. A prompt's draws depend on its seed alone, not on who else is in the batch.
+                Default: drawn from PyTorch's generator.
+            tokenizer: For ``stop_strings``.
+            streamer: A function called with the request's id and each of its tokens; or a list with
+                a streamer of transformers, or None, for each prompt of one answer.
+            cache_salt: Prompts of different salts never share anything; a list has one for each.
+            checkpoints: As for ``generate``.
+            options: What changes each configuration, such as ``max_new_tokens``.
+
+        Returns:
+            What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the order
+            of the prompts, further answers before the first one. A request that does not fit into
+            the cache's memory has its ``error`` set.
+
+        Raises:
+            InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
+                served, or the model cannot.
+            BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
+            ModelChangedError: The model was moved, or its weights are others.
+            StepOrderError: The cache is closed.
+            ConcurrentUseError: A callback of another call called it.
+            UnresumableModelError: The model computes something else for several requests at once.
+        """
+        self._check_ready()
+        call = BatchCall(
+            self._runner,
+            inputs,
+            generation_config,
+            continuous_batching_config,
+            seeds=seeds,
+            tokenizer=tokenizer,
+            streamer=streamer,
+            cache_salt=cache_salt,
+            checkpoints=checkpoints,
+            options=options,
+        )
+        if not call.prompts:
+            return {}
+        batcher = self._ready_batcher()
+        is_empty = self._store.is_empty and batcher.is_empty
+        self._runner.fingerprint.begin(may_differ=is_empty)
+        return call.run(
+            batcher,
+            warms_up=warmup,
+            shows_progress=progress_bar,
+            records_timestamps=record_timestamps,
+        )
+
+    def batch_stats(self) -> BatchStats | None:
+        """Returns what ``generate_batch`` did so far, None before its first call."""
+        return None if self._batcher is None else self._batcher.stats()
+
+    def _ready_batcher(self) -> Batcher:
+        """Returns what runs batches; the first time it takes its share of the budgets.
+
+        Raises:
+            InvalidArgumentError: The model cannot be served in batches.
+            BudgetError: A budget's share holds nothing.
+            UnresumableModelError: The model computes something else for several requests at once.
+        """
+        if self._batcher is not None:
+            return self._batcher
+        if self._fault is not None:
+            raise InvalidArgumentError(
+                "generate_batch cannot serve a model that must be given single tokens after a "
+                f"restored state ({self._fault}); generate serves it"
+            )
+        layout, share = self._store.layout, self._batch_share
+        slots, blocks = int(self._num_slots * share), int(self._num_blocks * share)
+        if not slots or not blocks:
+            raise BudgetError(
+                f"batch_share={share} of the budgets must hold at least one state and one KV "
+                f"block, got {slots} of {self._num_slots} and {blocks} of {self._num_blocks}"
+            )
+        fewest = self._prefiller.fewest_tokens
+        # What generate has cached goes before new room is taken.
+        self._store.reset()
+        self._store.tensors.clear()
+        rest = max(self._num_slots - slots, 1), max(self._num_blocks - blocks, 1)
+        try:
+            batcher = Batcher(
+                self._runner,
+                layout,
+                CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
+                self._capture,
+                BatcherSettings(
+                    max_requests=self._max_batch_size,
+                    chunk_tokens=_chunk_tokens(self._segment_tokens, layout.block_size_tokens),
+                    num_slots=slots,
+                    num_blocks=blocks,
+                    placement=self._placement,
+                    eviction=copy.deepcopy(self._eviction),
+                    saves_answers=self._reuse_answers and fewest == 1,
+                    fewest_tokens=fewest,
+                ),
+            )
+            check_batcher(batcher, self._runner)
+        except BaseException:
+            rest = self._num_slots, self._num_blocks
+            raise
+        finally:
+            self._make_store(layout, *rest)
+        self._batcher = batcher
+        return batcher
 
     @guarded(waits=True, trusts=())
     def prefill(
@@ -314,6 +486,7 @@ class PrefixCache:
         self._remove_hooks()
         self._store.reset()
         self._store.tensors.clear()
+        self._batcher = None
 
     @guarded(waits=True, trusts=())
     def check_invariants(self) -> None:
@@ -323,17 +496,23 @@ class PrefixCache:
             InvariantError: They contradict themselves: a bug in this package.
         """
         self._store.check_invariants()
+        if self._batcher is not None:
+            self._batcher.context.check_invariants()
 
     @guarded(renews=True, waits=True)
     def _reset(self) -> None:
         self._remove_hooks()
         self._store.reset()
+        if self._batcher is not None:
+            self._batcher.reset()
         self._costs.spent.reset()
         self._runner.fingerprint.forget()
 
     def _take_back(self) -> None:
         """Give back what a call that broke off held, and prove the books."""
         self._remove_hooks()
+        if self._batcher is not None:
+            self._batcher.drop()
         self._store.let_go()
         self._store.check_invariants()
 
@@ -409,6 +588,22 @@ def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:
     most = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
     return max(most // block_size_tokens, 1) * block_size_tokens
+
+
+def _chunk_tokens(segment_tokens: int, block_size_tokens: int) -> int:
+    """Returns how much of prompts one step of a batch computes beside those that decode."""
+    return max(min(segment_tokens, _MOST_CHUNK_TOKENS), block_size_tokens)
+
+
+def _check_share(share: object) -> None:
+    """Checks what part of the budgets batches have.
+
+    Raises:
+        InvalidArgumentError: It is no number in (0, 1].
+    """
+    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+    if not is_number or not 0 < share <= 1:  # type: ignore[operator]
+        raise InvalidArgumentError(f"batch_share must be a number in (0, 1], got {share!r}")
 
 
 def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size: int) -> None:

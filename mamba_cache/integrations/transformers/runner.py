@@ -158,12 +158,34 @@ class ModelRunner:
         logits_to_keep: int,
     ) -> torch.Tensor:
         ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
+        positions = torch.arange(start, start + len(tokens), device=ids.device)
+        return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
+
+    def forward_rows(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        *,
+        logits_to_keep: int = 1,
+    ) -> torch.Tensor:
+        """Computes tokens of several sequences, equally many of each.
+
+        Args:
+            ids: [rows, n] int64, on the model's device.
+            positions: [rows, n] int64 likewise: where in their sequences they are.
+            cache: What the model's layers kept of the tokens before; it is updated.
+            logits_to_keep: Of how many last tokens logits are needed; 0: of all.
+
+        Returns:
+            [rows, tokens, vocabulary] logits, of as many tokens or, where the model cannot leave
+            out the others, of all.
+        """
         options: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
         if "logits_to_keep" in self._accepts:
             options["logits_to_keep"] = logits_to_keep
         if "position_ids" in self._accepts:  # not every model counts on from its cache
-            positions = torch.arange(start, start + len(tokens), device=ids.device)
-            options["position_ids"] = positions[None]
+            options["position_ids"] = positions
         with torch.no_grad():
             output = self._call(input_ids=ids, **options)
         self._output_type = type(output)

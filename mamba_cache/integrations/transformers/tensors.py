@@ -12,7 +12,7 @@ from torch.nn import functional
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 
-__all__ = ["PrefixLayout", "PrefixTensors"]
+__all__ = ["PrefixLayout", "PrefixTensors", "to_device_indices"]
 
 _ALIGNMENT = 16
 """Bytes: what the widest access of a GPU needs, so no kernel runs slower on a tensor in a slot."""
@@ -228,7 +228,7 @@ class PrefixTensors:
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
             tokens = tokens.to(pool.dtype)
             if full:
-                ids = _indices(block_ids[:full], pool.device)
+                ids = to_device_indices(block_ids[:full], pool.device)
                 blocks = tokens[:, :, : full * size]
                 shape = (len(group.indices), group.heads, full, size, group.head_dim)
                 pool.index_copy_(1, ids, blocks.view(shape).permute(0, 2, 3, 1, 4))
@@ -251,14 +251,14 @@ class PrefixTensors:
         saved.windows = self._layout.trim_windows(saved.windows, num_tokens)
         found: dict[int, torch.Tensor] = {}
         for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
-            ids = _indices(block_ids, pool.device)
+            ids = to_device_indices(block_ids, pool.device)
             tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
             found.update(zip(group.indices, tokens.unsqueeze(1).unbind(), strict=True))
         saved.tokens = [found[index] for index in sorted(found)]
         return saved
 
 
-def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+def to_device_indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """Brings ints to the device without waiting for what is enqueued there."""
     indices = torch.tensor(values, device="cpu")
     if device.type != "cuda":

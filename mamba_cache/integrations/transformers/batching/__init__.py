@@ -1,0 +1,3 @@
+"""Continuous batching of hybrid models, with unmodified model code."""
+
+__all__: list[str] = []

@@ -1,0 +1,166 @@
+"""How answers are made: what a ``GenerationConfig`` asks of one request."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mamba_cache._checks import check_int
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.options import read_answer_config
+
+__all__ = ["AnswerSettings", "AnswerSettingsReader"]
+
+_WARPERS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+"""Processors of the library that are computed for all requests at once, in this order."""
+
+
+@dataclass(slots=True)
+class AnswerSettings:
+    """How the answers to one prompt are made.
+
+    Attributes:
+        max_new_tokens: Tokens of each at most.
+        num_answers: How many there are.
+        eos_token_ids: Tokens that end one; the token is its last.
+        is_greedy: The likeliest token is taken; otherwise one is drawn.
+        temperature: What logits are divided by.
+        top_k: Of how many of the likeliest tokens one is drawn; 0: of all.
+        top_p: What the tokens of which one is drawn make up together.
+        min_p: What a token must have of the likeliest one's probability.
+        processors: The library's processors, called for each token of the request by itself: those
+            that are not among the four above, and these with them, in the library's order. None:
+            there are no others.
+        stops: The library's criterion that looks for stop strings; None: there are none.
+    """
+
+    max_new_tokens: int
+    num_answers: int
+    eos_token_ids: frozenset[int]
+    is_greedy: bool
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    processors: Any = None
+    stops: Any = None
+    _longest_stop: int = field(default=0)
+
+    def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Says whether an answer is over with its last token.
+
+        Args:
+            prompt: Tokens of the prompt.
+            answer: Tokens of the answer so far, at least one.
+        """
+        if len(answer) >= self.max_new_tokens or answer[-1] in self.eos_token_ids:
+            return True
+        if self.stops is None:
+            return False
+        # A stop string may begin in the prompt, as for generate. So long is none in tokens.
+        last = [*prompt[-self._longest_stop :], *answer][-self._longest_stop :]
+        return bool(self.stops(torch.tensor([last], device="cpu"), None)[0])
+
+
+class AnswerSettingsReader:
+    """Reads the settings of the requests of one call.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of stop strings, None if there are none.
+        options: What changes every configuration, such as ``max_new_tokens``.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self._known: list[tuple[Any, int | None, AnswerSettings]] = []
+        self._joined: list[tuple[Any, Any]] = []
+
+    def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
+        """Returns the settings of a prompt's answers.
+
+        Args:
+            config: The prompt's ``GenerationConfig``, or None for the model's.
+            prompt_tokens: Length of the prompt.
+
+        Raises:
+            InvalidArgumentError: Something that is set cannot be served.
+        """
+        for known, length, settings in self._known:
+            if known is config and length in (None, prompt_tokens):
+                return settings
+        joined = next((its for known, its in self._joined if known is config), None)
+        if joined is None:
+            joined = read_answer_config(self._model, config, self._options)
+            self._joined.append((config, joined))
+        settings, is_for_any = self._read(joined, prompt_tokens)
+        self._known.append((config, None if is_for_any else prompt_tokens, settings))
+        return settings
+
+    def _read(self, joined: Any, prompt_tokens: int) -> tuple[AnswerSettings, bool]:
+        config = copy.copy(joined)
+        has_length = config.max_new_tokens is None and not _has_default_length(self._model, config)
+        max_new_tokens = config.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = config.max_length - (prompt_tokens if has_length else 0)
+        check_int("max_new_tokens", max_new_tokens, minimum=1)
+        if config.max_time is not None:
+            raise InvalidArgumentError(
+                "generate_batch takes no max_time: stop taking tokens instead"
+            )
+        config.max_length = prompt_tokens + max_new_tokens
+        if config.min_new_tokens is not None:
+            config.min_length = prompt_tokens + config.min_new_tokens
+        self._model._prepare_special_tokens(config, False, device=self._model.device, batch_size=1)
+        processors = self._model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=prompt_tokens,
+            device=str(self._model.device),
+            model_kwargs={},
+        )
+        eos = config._eos_token_tensor
+        settings = AnswerSettings(
+            max_new_tokens=max_new_tokens,
+            num_answers=int(config.num_return_sequences or 1),
+            eos_token_ids=frozenset([] if eos is None else eos.tolist()),
+            is_greedy=not config.do_sample,
+        )
+        names = [type(one).__name__ for one in processors]
+        is_plain = names == [name for name in _WARPERS if name in names]
+        if is_plain:
+            for processor, name in zip(processors, names, strict=True):
+                setattr(settings, _WARPERS[name], getattr(processor, _WARPERS[name]))
+        else:
+            settings.processors = processors
+        if config.stop_strings:
+            self._read_stops(settings, config)
+        return settings, is_plain and not has_length
+
+    def _read_stops(self, settings: AnswerSettings, config: Any) -> None:
+        if self._tokenizer is None:
+            raise InvalidArgumentError("stop_strings need the tokenizer: give tokenizer= as well")
+        criteria = transformers().generation.StopStringCriteria(
+            tokenizer=self._tokenizer, stop_strings=config.stop_strings
+        )
+        settings.stops = criteria
+        settings._longest_stop = int(criteria.maximum_token_len)
+
+
+def _has_default_length(model: Any, config: Any) -> bool:
+    """Says whether nobody has set a length, so that the library's default means new tokens."""
+    defaults = getattr(type(config), "_get_default_generation_params", dict)()
+    return getattr(
+        model.generation_config, "max_length", None
+    ) is None and config.max_length == defaults.get("max_length", 20)

@@ -1,0 +1,599 @@
+"""The batcher: requests of one model run together, each step over all that can take part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mamba_cache.blocks import ExtraKey
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import CacheStats, DynamicInferenceContext, Request, Step
+from mamba_cache.errors import (
+    BlockCapacityError,
+    ModelChangedError,
+)
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.decode import DecodeStep, padded_sizes
+from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs, GraphCounts
+from mamba_cache.integrations.transformers.batching.layout import BatchLayout
+from mamba_cache.integrations.transformers.batching.paged import PagedAttention
+from mamba_cache.integrations.transformers.batching.prefill import ComputedChunks, PrefillStep
+from mamba_cache.integrations.transformers.batching.queues import BatchQueues
+from mamba_cache.integrations.transformers.batching.requests import BatchRequest
+from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
+from mamba_cache.integrations.transformers.capture import StateCapture
+from mamba_cache.integrations.transformers.layers import CacheFiller
+from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
+from mamba_cache.slots import CheckpointPlacement, PlacementFacts, SlotEvictionPolicy
+
+__all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
+
+_COPIED_BYTES = 2**31
+"""Of keys and values before the chunks of one forward, which are copied for it."""
+
+_CHILD_SEED = 0xD1342543DE82EF95
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherSettings:
+    """What a batcher may use.
+
+    Attributes:
+        max_requests: Requests that run at once.
+        chunk_tokens: Tokens of prompts in one step.
+        num_slots: Slots for saved states.
+        num_blocks: KV blocks.
+        placement: Where states inside a prompt are saved, beside its last complete block.
+        eviction: Which states are given up first.
+        saves_answers: Save states while decoding.
+        fewest_tokens: What a chunk of a prompt must have at least.
+    """
+
+    max_requests: int
+    chunk_tokens: int
+    num_slots: int
+    num_blocks: int
+    placement: CheckpointPlacement
+    eviction: SlotEvictionPolicy
+    saves_answers: bool
+    fewest_tokens: int
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What was computed.
+
+    Attributes:
+        steps: Steps of all kinds.
+        decode_steps: Those in which a request decoded.
+        decoded_tokens: Tokens that these brought.
+        prefill_forwards: Forwards over chunks of prompts.
+        prefill_tokens: Tokens that these computed.
+        rectangles: Those of them that took several requests.
+        moves: Requests that were put into other rows, so that a smaller batch does for all.
+    """
+
+    steps: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    prefill_forwards: int = 0
+    prefill_tokens: int = 0
+    rectangles: int = 0
+    moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """What ``generate_batch`` did so far.
+
+    Attributes:
+        cache: What its cache did and holds.
+        counts: What it computed.
+        graphs: What CUDA graphs took and did.
+    """
+
+    cache: CacheStats
+    counts: BatchCounts
+    graphs: GraphCounts
+
+
+class _AtTheEnd:
+    """A placement's positions, and the last complete block of the prompt."""
+
+    def __init__(self, placement: CheckpointPlacement) -> None:
+        self._placement = placement
+
+    def positions(self, facts: PlacementFacts) -> list[int]:
+        """Returns the positions."""
+        last = facts.prompt_tokens // facts.block_size_tokens * facts.block_size_tokens
+        return [*self._placement.positions(facts), last]
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """The requests that decode, while they stay the same.
+
+    Attributes:
+        ids: Their names, as the step has them.
+        requests: In the same order.
+        by_row: By row of the batch; None: nobody's.
+        size: Rows of the batch.
+        is_simple: The likeliest token is taken for all of them.
+    """
+
+    ids: tuple[Hashable, ...] = ()
+    requests: list[BatchRequest] = field(default_factory=list)
+    by_row: list[BatchRequest | None] = field(default_factory=list)
+    size: int = 0
+    is_simple: bool = True
+
+
+class Batcher:
+    """Runs requests through a model, on a ``DynamicInferenceContext`` of its own.
+
+    Args:
+        runner: The model.
+        layout: What its layers keep.
+        filler: Fills caches of it.
+        capture: Takes states out of the middle of a forward; None: none are saved there.
+        settings: What it may use.
+
+    Attributes:
+        context: The requests' memory, and the cache.
+        counts: What was computed.
+
+    Raises:
+        InvalidArgumentError: The model keeps what a context has no place for.
+        BudgetError: A budget is too small.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        layout: PrefixLayout,
+        filler: CacheFiller,
+        capture: StateCapture | None,
+        settings: BatcherSettings,
+    ) -> None:
+        self._runner = runner
+        self._settings = settings
+        self._layout = BatchLayout(layout)
+        block_size = layout.block_size_tokens
+        self.context = DynamicInferenceContext(
+            CacheConfig(
+                block_size_tokens=block_size,
+                max_requests=settings.max_requests,
+                max_tokens=settings.chunk_tokens + settings.max_requests,
+                max_sequence_length=_longest(runner, settings.num_blocks * block_size),
+                num_kv_blocks=settings.num_blocks,
+                max_slots=settings.num_slots,
+                ssm_chunk_size=runner.chunk_size,
+                vocab_size=runner.vocabulary,
+                min_computed_tokens=settings.fewest_tokens,
+                max_checkpoints_per_step=None if capture is not None else 0,
+                save_decode_states=settings.saves_answers,
+            ),
+            self._layout.state_spec,
+            self._layout.kv_spec,
+            device=layout.device,
+            slot_policy=settings.eviction,
+            placement=_AtTheEnd(settings.placement),
+        )
+        assert self.context.kv_cache is not None
+        self._attention = PagedAttention(runner.model, self.context.kv_cache)
+        self._decode = DecodeStep(runner, self.context, self._layout, filler, self._attention)
+        kv = self._layout.kv_spec
+        token_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * kv.dtype.itemsize
+        self._prefill = PrefillStep(
+            runner,
+            self.context,
+            self._layout,
+            filler,
+            capture,
+            rectangle_tokens=max(_COPIED_BYTES // max(token_bytes, 2**13), settings.chunk_tokens),
+        )
+        self._graphs = DecodeGraphs(
+            self._decode.compute, self._decode.clear_step, self.context.device
+        )
+        self._sizes = padded_sizes(settings.max_requests)
+        self._sampler = Sampler(self.context.device)
+        self._queues = BatchQueues(self.context, fewest_tokens=settings.fewest_tokens)
+        self.counts = BatchCounts()
+        self._decoding = _Decoding()
+        self._num_requests = 0
+        self._num_unfinished = 0
+        self._limits = (settings.chunk_tokens, settings.max_requests)
+        self._is_eager = ""
+        self._wants_logprobs = False
+        self._has_listeners = False
+
+    def configure(
+        self,
+        *,
+        chunk_tokens: int | None = None,
+        max_requests: int | None = None,
+        is_eager: str = "",
+        wants_logprobs: bool = False,
+    ) -> None:
+        """Says how the requests that follow are run.
+
+        Args:
+            chunk_tokens: Tokens of prompts in one step; no more than the settings say.
+            max_requests: Requests that run at once, likewise.
+            is_eager: Why no CUDA graphs are used, if so.
+            wants_logprobs: Keep the log-probability of each token.
+        """
+        own = self._settings
+        self._limits = (
+            min(chunk_tokens or own.chunk_tokens, own.chunk_tokens),
+            min(max_requests or own.max_requests, own.max_requests),
+        )
+        self._is_eager, self._wants_logprobs = is_eager, wants_logprobs
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Any,
+        settings: AnswerSettings,
+        *,
+        seed: int,
+        cache_salt: ExtraKey = None,
+        checkpoints: Sequence[int] = (),
+        tell: Callable[[int], None] | None = None,
+    ) -> list[BatchRequest]:
+        """Lets a prompt wait for its turn.
+
+        Args:
+            request_id: A name for it.
+            prompt: Token ids.
+            settings: How its answers are made.
+            seed: Of the draws of the first answer; those of the others follow from it.
+            cache_salt: Prompts of different salts never share anything.
+            checkpoints: Positions at which others branch off.
+            tell: Called with each token of the first answer.
+
+        Returns:
+            A request for each of its answers. The first is called as asked, the others have
+            "__child#0" and so on after it.
+
+        Raises:
+            InvalidArgumentError: The prompt or the salt is malformed.
+        """
+        request = Request(
+            request_id=self._num_requests,
+            prompt_tokens=prompt,
+            cache_salt=cache_salt,
+            lora_id=self._runner.fingerprint.key,
+            checkpoint_positions=checkpoints,
+        )
+        prepared = self.context.prepare(request)
+        size, least = self.context.block_size_tokens, self._settings.fewest_tokens
+        first = BatchRequest(
+            request_id,
+            prepared,
+            settings,
+            seed & _SEED_MASK,
+            reusable_blocks=max(len(prepared.tokens) - least, 0) // size,
+            tell=tell,
+        )
+        made = [first]
+        for number in range(settings.num_answers - 1):
+            own = replace(prepared.request, request_id=self._num_requests + 1 + number)
+            made.append(
+                BatchRequest(
+                    f"{request_id}__child#{number}",
+                    replace(prepared, request=own),
+                    settings,
+                    (seed + (number + 1) * _CHILD_SEED) & _SEED_MASK,
+                    first.reusable_blocks,
+                    parent=first,
+                )
+            )
+        first.children = made[1:]
+        self._num_requests += len(made)
+        self._num_unfinished += len(made)
+        self._has_listeners |= tell is not None or settings.processors is not None
+        for one in made:
+            self._queues.add(one)
+        return made
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are not over."""
+        return len(self._queues)
+
+    def warm_up(self) -> None:
+        """Captures the decode step for the batches that may come, while nobody runs."""
+        count = min(self._limits[1], max(self._num_unfinished, 1))
+        largest = self._size_for(count)
+        parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
+        lies_at = tuple(tensor.data_ptr() for tensor in parameters)
+        made_for = self._runner.fingerprint.key, lies_at
+        sizes = [] if self._is_eager else [size for size in self._sizes if size <= largest]
+        self._graphs.prepare(sizes, made_for)
+
+    def step(self) -> list[BatchRequest]:
+        """Computes one step for all that can take part.
+
+        Returns:
+            The requests that are over with it.
+
+        Raises:
+            ModelChangedError: The model's weights are others than those of cached prefixes.
+        """
+        step, failed = self._begin()
+        over = [self._end(request) for request in failed]
+        if step is None:
+            return over
+        computed = self._prefill.compute(step) if step.prefills else []
+        logits = self._compute_decodes(step)
+        if computed:
+            self._prefill.write_states(computed)
+        tokens, told = self._choose(step, logits, computed)
+        # By now all is enqueued: the comparison of the weights was done beside it.
+        self._runner.fingerprint.confirm()
+        return over + self._commit(step, tokens, told, computed)
+
+    def _begin(self) -> tuple[Step | None, list[BatchRequest]]:
+        queues = self._queues
+        failed = [] if queues.is_steady else queues.make_work(*self._limits)
+        while len(queues):
+            if not queues.has_work:
+                failed += queues.make_work(*self._limits)
+                continue
+            try:
+                return self.context.begin_step(), failed
+            except BlockCapacityError:
+                # Chunks have their blocks: one that decodes lacks it.
+                if len(queues.running) > 1:
+                    queues.preempt_youngest()
+                else:
+                    failed.append(queues.fail(next(iter(queues.running.values()))))
+        return None, failed
+
+    def _compute_decodes(self, step: Step) -> torch.Tensor | None:
+        """Computes the decoding requests; returns logits by row of the live states."""
+        rows = step.decode_rows
+        if not len(rows):
+            return None
+        decoding = self._decoding
+        ids = step.sampling_ids[: len(rows)] if step.prefills else step.sampling_ids
+        if ids is not decoding.ids and ids != decoding.ids:
+            decoding = self._decoding = self._read_decoding(ids, rows)
+        else:
+            decoding.ids = ids
+        idle = self._queues.idle_rows(decoding.size)
+        kept = self._prefill.read_states(idle) if idle else None
+        logits = self._graphs.run(decoding.size, is_eager=self._is_eager)
+        if kept is not None:
+            for name, states in kept[1].items():
+                self.context.live_states[name].index_copy_(1, kept[0], states)
+        self.counts.decode_steps += 1
+        return logits
+
+    def _read_decoding(self, ids: tuple[Hashable, ...], rows: npt.NDArray[np.int64]) -> _Decoding:
+        size = self._size_for(int(rows.max()) + 1)
+        requests = [self._queues.decoding[key] for key in ids]
+        by_row: list[BatchRequest | None] = [None] * size
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            by_row[row] = request
+        is_simple = all(
+            one.settings.is_greedy and one.settings.processors is None for one in requests
+        )
+        return _Decoding(ids, requests, by_row, size, is_simple)
+
+    def _size_for(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
+    def _choose(
+        self, step: Step, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
+    ) -> tuple[npt.NDArray[np.int64], dict[Hashable, dict[Hashable, int]]]:
+        """Chooses the step's tokens, and brings them to the host: all that waits for the device.
+
+        Returns:
+            A token for each request that samples, in the step's order; and the first tokens of the
+            children of those that have just got theirs, by their names.
+        """
+        pieces: list[torch.Tensor] = []
+        probabilities: list[torch.Tensor] = []
+        decoding, size = self._decoding, 0
+        if logits is not None:
+            size = decoding.size
+            draws: list[Draw | None] = [None] * size
+            if not decoding.is_simple:
+                draws = [one.draw() if one else None for one in decoding.by_row]
+            self._add(pieces, probabilities, logits, draws)
+        names: list[Hashable] = []
+        for chunks in computed:
+            rows, draws = [], []
+            for number, part in enumerate(chunks.requests):
+                if not part.samples:
+                    continue
+                request = self._queues.find_scheduled(part.request_id)
+                forks = [] if request.answer else request.children
+                for one in (request, *forks):
+                    names.append(one.key)
+                    rows.append(number)
+                    draws.append(one.draw())
+            if rows:
+                self._add(pieces, probabilities, _rows_of(chunks.logits, rows), draws)
+        if not pieces:
+            return np.zeros(0, dtype=np.int64), {}
+        host = self._fetch(torch.cat(pieces))
+        if probabilities:
+            self._note_probabilities(self._fetch(torch.cat(probabilities)), step, names, size)
+        found = dict(zip(names, host[size:].tolist(), strict=True))
+        tokens = [found[part.request_id] for part in step.prefills if part.samples]
+        decoded = host[:size][step.decode_rows] if size else host[:0]
+        of_children = {
+            part.request_id: {
+                child.key: found[child.key]
+                for child in self._queues.find_scheduled(part.request_id).children
+                if child.key in found
+            }
+            for part in step.prefills
+            if part.samples
+        }
+        return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), of_children
+
+    def _add(
+        self,
+        pieces: list[torch.Tensor],
+        probabilities: list[torch.Tensor],
+        logits: torch.Tensor,
+        draws: Sequence[Draw | None],
+    ) -> None:
+        tokens = self._sampler.choose(logits, draws)
+        pieces.append(tokens)
+        if self._wants_logprobs:
+            chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
+            probabilities.append(chosen[:, 0])
+
+    def _note_probabilities(
+        self, host: npt.NDArray[Any], step: Step, names: Sequence[Hashable], size: int
+    ) -> None:
+        pairs = list(zip(self._decoding.requests, host[:size][step.decode_rows], strict=False))
+        if not size:
+            pairs = []
+        for request, value in pairs:
+            request.logprobs.append(float(value))
+        of_prefills = dict(zip(names, host[size:].tolist(), strict=True))
+        for part in step.prefills:
+            if part.samples:
+                request = self._queues.find_scheduled(part.request_id)
+                for one in (request, *request.children):
+                    if one.key in of_prefills and not (one is not request and one.answer):
+                        one.logprobs.append(of_prefills[one.key])
+
+    def _fetch(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        if tensor.device.type == "cpu":
+            return np.asarray(tensor.numpy())
+        return np.asarray(tensor.cpu().numpy())  # pragma: no cover - tests/gpu run it
+
+    def _commit(
+        self,
+        step: Step,
+        tokens: npt.NDArray[np.int64],
+        of_children: dict[Hashable, dict[Hashable, int]],
+        computed: Sequence[ComputedChunks],
+    ) -> list[BatchRequest]:
+        num_decodes = len(step.decode_rows)
+        decoded = self._decoding.requests if num_decodes else []
+        chunks = [(self._queues.find_scheduled(p.request_id), p) for p in step.prefills]
+        self.context.commit_step(tokens)
+        self.counts.steps += 1
+        self.counts.prefill_forwards += len(computed)
+        self.counts.rectangles += sum(len(chunks.requests) > 1 for chunks in computed)
+        self.counts.decoded_tokens += num_decodes
+        for request, part in chunks:
+            self.counts.prefill_tokens += part.num_tokens
+            self._queues.end_chunk(request, part.start + part.num_tokens, decodes=part.samples)
+        sampled = decoded + [request for request, part in chunks if part.samples]
+        values = tokens.tolist()
+        forks: list[tuple[BatchRequest, int]] = []
+        for request, value in zip(sampled, values, strict=True):
+            firsts = of_children.get(request.key)
+            if firsts and not request.answer:
+                made = self._queues.fork(request, firsts)
+                forks += [(child, firsts[child.key]) for child in made]
+        over = []
+        for request, value in [*zip(sampled, values, strict=True), *forks]:
+            if self._take(request, value):
+                self._queues.finish(request)
+                over.append(self._end(request))
+        if self._has_listeners and not self._runner.fingerprint.is_current():
+            raise ModelChangedError(
+                "the model was changed while generate_batch ran, by a streamer or a processor: "
+                "call reset(), for what is cached may come from both models"
+            )
+        return over
+
+    def _take(self, request: BatchRequest, token: int) -> bool:
+        """Makes a token part of an answer; says whether it is the last one."""
+        answer, settings = request.answer, request.settings
+        answer.append(token)
+        request.timestamps.append(time.perf_counter())
+        if request.tell is not None:
+            request.tell(token)
+        if settings.stops is None:
+            return len(answer) >= settings.max_new_tokens or token in settings.eos_token_ids
+        return settings.ends(request.prompt, answer)
+
+    def _end(self, request: BatchRequest) -> BatchRequest:
+        request.is_over = True
+        request.finished_time = time.perf_counter()
+        self._num_unfinished -= 1
+        return request
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached and nobody runs."""
+        blocks = self.context.kv_block_allocator
+        return not (blocks.num_cached_blocks or blocks.num_used_blocks)
+
+    def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Computes sequences as requests whose last token is decoded, and forgets them.
+
+        Args:
+            sequences: At least two tokens each.
+
+        Returns:
+            [vocabulary] logits after the last token of each.
+        """
+        try:
+            for number, tokens in enumerate(sequences):
+                self.context.add_request(Request(request_id=number, prompt_tokens=tokens[:-1]))
+            step = self.context.begin_step()
+            self._prefill.write_states(self._prefill.compute(step))
+            self.context.commit_step([tokens[-1] for tokens in sequences])
+            rows = self.context.begin_step().decode_rows.tolist()
+            logits = self._decode.compute(self._size_for(max(rows) + 1))
+            return [logits[row].clone() for row in rows]
+        finally:
+            self.context.reset()
+            self.counts = BatchCounts()
+
+    def stats(self) -> BatchStats:
+        """Returns what was done so far."""
+        return BatchStats(self.context.stats(), replace(self.counts), replace(self._graphs.counts))
+
+    def drop(self) -> None:
+        """Ends all requests, and a step in flight; what is cached stays."""
+        self._attention.put_back()
+        self._clear()
+        self.context.reset(preserve_prefix_cache=True)
+
+    def reset(self) -> None:
+        """Forgets all: requests, prefixes, counts, and graphs of the model as it was."""
+        self._attention.put_back()
+        self._clear()
+        self._graphs.forget()
+        self.counts = BatchCounts()
+        self._graphs.counts = GraphCounts()
+        self.context.reset()
+
+    def _clear(self) -> None:
+        self._queues.clear()
+        self._decoding = _Decoding()
+        self._num_unfinished = 0
+        self._has_listeners = False
+
+
+def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    if list(rows) == [*range(len(logits))]:
+        return logits
+    return torch.cat([logits[row : row + 1] for row in rows])
+
+
+def _longest(runner: ModelRunner, num_tokens: int) -> int:
+    """Returns how long a sequence may be: what the model says, if the KV blocks hold that."""
+    longest = getattr(runner.config, "max_position_embeddings", None)
+    return min(num_tokens, longest) if isinstance(longest, int) and longest > 0 else num_tokens

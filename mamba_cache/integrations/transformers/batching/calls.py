@@ -1,0 +1,275 @@
+"""One call of ``generate_batch``: what it was given, its requests, and what it returns."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mamba_cache._checks import as_items, check_int
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError, UnsupportedVersionError
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.requests import BatchRequest
+from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
+from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.prompts import read_prompt
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+__all__ = ["BatchCall", "check_batcher"]
+
+_PROMPT_SEED = 0x9E3779B97F4A7C15
+_TOLERANCES = {True: 1e-3, False: 0.15}
+"""Of the logits' size, in single and in half precision: other attention is off by more than 1."""
+
+
+class BatchCall:
+    """The arguments of one call, read and checked.
+
+    Args:
+        runner: The model.
+        inputs: As for ``PrefixCache.generate_batch``, like all that follow.
+        generation_config: See there.
+        batching_config: See there.
+        seeds: See there.
+        tokenizer: See there.
+        streamer: See there.
+        cache_salt: See there.
+        checkpoints: See there.
+        options: See there.
+
+    Attributes:
+        prompts: Token ids of each.
+
+    Raises:
+        InvalidArgumentError: One of them is malformed, or cannot be served.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        inputs: Any,
+        generation_config: Any,
+        batching_config: Any,
+        *,
+        seeds: Any,
+        tokenizer: Any,
+        streamer: Any,
+        cache_salt: Any,
+        checkpoints: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        given = as_items("inputs", inputs, "prompts, each a list of token ids")
+        self.prompts = [read_prompt(one, runner.vocabulary) for one in given]
+        count = len(self.prompts)
+        configs = _one_each("generation_config", generation_config, count)
+        reader = AnswerSettingsReader(runner.model, tokenizer, options)
+        self._settings = [
+            reader.read(config, len(prompt))
+            for config, prompt in zip(configs, self.prompts, strict=True)
+        ]
+        self._salts = _one_each("cache_salt", cache_salt, count)
+        lengths = [len(prompt) for prompt in self.prompts]
+        self._checkpoints = (
+            [[] for _ in lengths] if checkpoints is None else read_checkpoints(checkpoints, lengths)
+        )
+        own_seed = getattr(batching_config, "seed", None)
+        self._seeds = _read_seeds(own_seed if seeds is None else seeds, count)
+        self._streamer = streamer
+        self._streamers = self._read_streamers(streamer, count)
+        self._batching = batching_config
+
+    def _read_streamers(self, streamer: Any, count: int) -> list[Any]:
+        """Returns a streamer of transformers, or None, for each prompt.
+
+        Raises:
+            InvalidArgumentError: There is not one for each, or one cannot tell its answers apart.
+        """
+        if streamer is None or callable(streamer):
+            return [None] * count
+        streamers = as_items("streamer", streamer, "streamers, one for each prompt")
+        if len(streamers) != count:
+            raise InvalidArgumentError(
+                f"streamer must be a function, or one streamer for each of the {count} prompts, "
+                f"got {len(streamers)}"
+            )
+        for one, settings in zip(streamers, self._settings, strict=True):
+            if one is not None and settings.num_answers > 1:
+                raise InvalidArgumentError(
+                    "a streamer takes one answer: num_return_sequences must be 1 for its prompt, "
+                    f"got {settings.num_answers}"
+                )
+        return streamers
+
+    def run(
+        self, batcher: Batcher, *, warms_up: bool, shows_progress: bool, records_timestamps: bool
+    ) -> dict[str, Any]:
+        """Runs the requests to their ends.
+
+        Args:
+            batcher: What runs them.
+            warms_up: Capture CUDA graphs before the first token.
+            shows_progress: Show a bar.
+            records_timestamps: Return when each token was there.
+
+        Returns:
+            ``GenerationOutput``s by request id.
+        """
+        config = self._batching
+        batcher.configure(
+            chunk_tokens=getattr(config, "max_batch_tokens", None),
+            max_requests=getattr(config, "max_requests_per_batch", None),
+            is_eager=_why_eager(getattr(config, "use_cuda_graph", None)),
+            wants_logprobs=bool(getattr(config, "return_logprobs", False)),
+        )
+        made = [self._submit(batcher, index) for index in range(len(self.prompts))]
+        if warms_up:
+            batcher.warm_up()
+        total = batcher.num_unfinished
+        with _progress(total, is_shown=shows_progress) as bar:
+            while batcher.num_unfinished:
+                over = batcher.step()
+                for request in over:
+                    self._end_stream(request)
+                bar.update(len(over))
+        ordered = [one for answers in made for one in (*answers[1:], answers[0])]
+        return {one.request_id: _output(one, records_timestamps) for one in ordered}
+
+    def _submit(self, batcher: Batcher, index: int) -> list[BatchRequest]:
+        request_id, streamer = f"req_{index}", self._streamers[index]
+        if streamer is not None:
+            streamer.put(torch.from_numpy(self.prompts[index]).long())
+        made = batcher.submit(
+            request_id,
+            self.prompts[index],
+            self._settings[index],
+            seed=self._seeds[index],
+            cache_salt=self._salts[index],
+            checkpoints=self._checkpoints[index],
+        )
+        for one in made:
+            one.tell = self._teller(one.request_id, streamer)
+        return made
+
+    def _teller(self, request_id: str, streamer: Any) -> Callable[[int], None] | None:
+        if streamer is not None:
+            return lambda token: streamer.put(torch.tensor([token]))
+        if self._streamer is None or not callable(self._streamer):
+            return None
+        tell = self._streamer
+        return lambda token: tell(request_id, token)
+
+    def _end_stream(self, request: BatchRequest) -> None:
+        number = request.request_id.removeprefix("req_")
+        if number.isdigit() and self._streamers[int(number)] is not None:
+            self._streamers[int(number)].end()
+
+
+def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
+    """Compares a batch of requests with each of them by itself.
+
+    Args:
+        batcher: Nobody runs on it.
+        runner: The model.
+
+    Raises:
+        UnresumableModelError: They differ by more than rounding.
+    """
+    size = batcher.context.block_size_tokens
+    generator = torch.Generator().manual_seed(2)
+    longest = batcher.context.config.max_sequence_length - 1
+    count = min(batcher.context.max_requests, 3)
+    lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
+    prompts = [
+        torch.randint(runner.vocabulary, (length + 1,), generator=generator, device="cpu").tolist()
+        for length in lengths
+    ]
+    name = type(runner.model).__name__
+    try:
+        logits = batcher.try_out(prompts)
+    except InvalidArgumentError:
+        raise
+    except Exception as error:
+        raise UnresumableModelError(
+            f"{name} cannot be run over several requests at once: {error!r}; generate serves it"
+        ) from error
+    errors = []
+    for prompt, actual in zip(prompts, logits, strict=True):
+        cache = runner.new_cache()
+        runner.forward(prompt[:-1], cache, 0)
+        expected = runner.forward(prompt[-1:], cache, len(prompt) - 1)[0, -1].double()
+        difference = torch.linalg.vector_norm(actual.double() - expected)
+        errors.append(float(difference / torch.linalg.vector_norm(expected)))
+    is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
+    # In half precision a router may choose other experts for one of them.
+    typical = sorted(errors)[len(errors) // 2]
+    if not typical <= _TOLERANCES[is_single]:
+        raise UnresumableModelError(
+            f"{name} computes something else for several requests at once than for each by itself: "
+            f"its logits are off by {typical:.1e} of their size; generate serves it"
+        )
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    """Returns what was given for all prompts, or for each.
+
+    Raises:
+        InvalidArgumentError: It is a list that has not one for each.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidArgumentError(
+            f"{name} must be one for all, or a list with one for each of the {count} prompts, got "
+            f"{len(value)}"
+        )
+    return list(value)
+
+
+def _read_seeds(seeds: Any, count: int) -> list[int]:
+    if seeds is None:
+        return list(torch.randint(2**62, (count,), device="cpu").tolist())
+    if isinstance(seeds, (list, tuple)):
+        return [
+            check_int("each of seeds", seed, minimum=0) for seed in _one_each("seeds", seeds, count)
+        ]
+    seed = check_int("seeds", seeds, minimum=0)
+    return [seed + index * _PROMPT_SEED for index in range(count)]
+
+
+def _why_eager(use_cuda_graph: Any) -> str:
+    is_off = use_cuda_graph is False or (
+        isinstance(use_cuda_graph, tuple) and not use_cuda_graph[1]
+    )
+    return "use_cuda_graph is False" if is_off else ""
+
+
+def _output(request: BatchRequest, records_timestamps: bool) -> Any:
+    try:
+        library = importlib.import_module("transformers.generation.continuous_batching.requests")
+        kind, statuses = library.GenerationOutput, library.RequestStatus
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedVersionError(
+            f"transformers {transformers().__version__} has no GenerationOutput: use a version that "
+            "mamba_cache was tested with (docs/how-to/transformers.md)"
+        ) from error
+    return kind(
+        request_id=request.request_id,
+        prompt_ids=request.prompt,
+        generated_tokens=list(request.answer),
+        logprobs=list(request.logprobs),
+        error=request.error,
+        status=statuses.FINISHED if request.error is None else statuses.FAILED,
+        created_time=request.created_time,
+        lifespan=(request.started_time, request.finished_time),
+        timestamps=list(request.timestamps) if records_timestamps else None,
+    )
+
+
+def _progress(total: int, *, is_shown: bool) -> Any:
+    bars = importlib.import_module("tqdm")  # which transformers needs anyway
+    return bars.tqdm(
+        total=total, disable=not is_shown, desc=f"Solving {total} requests", unit="request"
+    )

@@ -1,0 +1,126 @@
+"""The decode step: requests in the rows of the live states, computed there as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.integrations.transformers.batching.layout import BatchLayout
+from mamba_cache.integrations.transformers.batching.paged import PagedAttention
+from mamba_cache.integrations.transformers.layers import CacheFiller
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+__all__ = ["DecodeStep", "padded_sizes"]
+
+
+def padded_sizes(max_requests: int) -> tuple[int, ...]:
+    """Returns the sizes of decode batches: few enough to capture a CUDA graph for each."""
+    sizes = {size for size in (1, 2, 4, 8, 12, 16, 24, 32, 48) if size < max_requests}
+    sizes |= {*range(64, max_requests, 32), max_requests}
+    return tuple(sorted(sizes))
+
+
+class DecodeStep:
+    """Computes one token of each decoding request, as one batch over the live states.
+
+    A row of the batch is a row of the live states, which the model's layers read and write in
+    place: of n rows, the first n. Rows of nobody, and those of requests that do not decode, are
+    computed with the others: their keys and values go to the dummy block, and what becomes of
+    their live states the caller must not care for.
+
+    All it reads lies at addresses that never change, and nothing of it waits for the device, so
+    that it can be captured in a CUDA graph.
+
+    Args:
+        runner: The model.
+        context: The requests' memory.
+        layout: What its tensors are to the model's layers.
+        filler: Makes caches of the model.
+        attention: What its attention layers call.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        context: DynamicInferenceContext,
+        layout: BatchLayout,
+        filler: CacheFiller,
+        attention: PagedAttention,
+    ) -> None:
+        self._runner = runner
+        self._layout = layout
+        self._filler = filler
+        self.attention = attention
+        self._live = context.live_states.tensors
+        self._metadata = context.step_buffers.tensors
+        config, device = context.config, context.device
+        self._num_rows = config.max_requests
+        dummy = context.kv_block_allocator.dummy_block_id * config.block_size_tokens
+        self._dummy_slot = dummy
+        self._row_places = torch.full((self._num_rows + 1,), -1, device=device)
+        self._numbers = torch.arange(self._num_rows, device=device)
+        self._caches: dict[int, Any] = {}
+
+    def compute(self, num_rows: int) -> torch.Tensor:
+        """Computes the step whose metadata are on the device.
+
+        Args:
+            num_rows: Rows of the batch; all decoding requests are in rows below it.
+
+        Returns:
+            [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
+        """
+        metadata = self._metadata
+        places, tokens, positions, slots = self._by_row(metadata, num_rows)
+        with self.attention.during(slots, places, metadata["seq_lens"], metadata["block_tables"]):
+            logits = self._runner.forward_rows(
+                tokens[:, None], positions[:, None], self._cache(num_rows)
+            )
+        return logits[:, -1]
+
+    def clear_step(self) -> None:
+        """Has no row decode, until the next step's metadata come: what is computed is lost."""
+        self._metadata["decode_state_rows"].fill_(-1)
+
+    def _by_row(
+        self, metadata: Mapping[str, torch.Tensor], num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sorts what is packed in the step's order by rows of the live states."""
+        rows = metadata["decode_state_rows"][:, 0].long()
+        self._row_places.fill_(-1)
+        # Who does not decode writes to the entry past the last row.
+        self._row_places.index_copy_(0, torch.where(rows < 0, self._num_rows, rows), self._numbers)
+        places = self._row_places[:num_rows].clone()
+        is_known, at = places >= 0, places.clamp(min=0)
+        tokens = torch.where(is_known, metadata["token_ids"][at], 0)
+        positions = torch.where(is_known, metadata["positions"][at], 0)
+        slots = torch.where(is_known, metadata["kv_slot_mapping"][at], -1)
+        return places, tokens, positions, torch.where(slots < 0, self._dummy_slot, slots)
+
+    def _cache(self, num_rows: int) -> Any:
+        """Returns a cache of the model whose states are the live ones."""
+        cache = self._caches.get(num_rows)
+        if cache is None:
+            cache = self._caches[num_rows] = self._make_cache(num_rows)
+        return cache
+
+    def _make_cache(self, num_rows: int) -> Any:
+        first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
+        spec = self._layout.kv_spec
+        nothing = torch.empty(
+            (spec.num_layers, 2, num_rows, spec.num_kv_heads, 0, spec.head_dim),
+            dtype=spec.dtype,
+            device=self._numbers.device,
+        )
+        cache = self._runner.new_cache()
+        self._filler.fill(cache, self._layout.memory(self._layout.views(first), nothing, 1))
+        number = 0
+        for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
+            if parts.has_tokens:
+                layer.update = partial(self.attention.update, number)
+                number += 1
+        return cache

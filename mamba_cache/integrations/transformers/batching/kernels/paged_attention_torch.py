@@ -1,0 +1,53 @@
+"""The PyTorch twin of the paged attention of decoding requests: it says what is right."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    places: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from one token of each row to the keys and values of its request, block by block.
+
+    Args:
+        query: [rows, heads, head_dim].
+        keys: [num_blocks, block_size, kv_heads, head_dim] of one layer, those of the queries'
+            tokens included.
+        values: Likewise.
+        block_tables: [places, max_blocks] int32 KV blocks by place in the step.
+        places: [rows] int64 place of each row's request in the step; -1: the row has none.
+        lengths: [places] int32 tokens of each request, by place.
+        scale: What products of queries and keys are multiplied by.
+
+    Returns:
+        [rows, heads, head_dim] of the dtype of ``query``; zeros for rows without a request.
+    """
+    num_heads, block_size, kv_heads = query.shape[1], keys.shape[1], keys.shape[2]
+    is_known, places = places >= 0, places.clamp(min=0)
+    lengths = torch.where(is_known, lengths[places], 0)
+    num_blocks = -(-int(lengths.max()) // block_size)
+    if not num_blocks:
+        return torch.zeros_like(query)
+    blocks = block_tables[places, :num_blocks].long()
+    # A block that a request has not got any more, or not yet, is masked: any will do.
+    blocks = blocks.clamp(0, keys.shape[0] - 1)
+    shape = (len(query), num_blocks * block_size, kv_heads, query.shape[2])
+    gathered = [pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values)]
+    if num_heads != kv_heads:
+        gathered = [x.repeat_interleave(num_heads // kv_heads, dim=1) for x in gathered]
+    mask = torch.arange(shape[1], device=query.device) < lengths[:, None]
+    mask[:, 0] |= ~is_known  # a softmax of nothing is no number
+    output = functional.scaled_dot_product_attention(
+        query[:, :, None], *gathered, attn_mask=mask[:, None, None], scale=scale
+    )
+    return output[:, :, 0].masked_fill(~is_known[:, None, None], 0)

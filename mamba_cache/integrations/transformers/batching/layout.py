@@ -1,0 +1,128 @@
+"""What a context must hold for a model's layers, and which of its tensors each layer's are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers.layers import SequenceMemory
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
+from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
+
+__all__ = ["BatchLayout"]
+
+
+class BatchLayout:
+    """The states and KV blocks of a context, as the layers of a model's cache see them.
+
+    Args:
+        layout: What each layer of the model keeps.
+
+    Attributes:
+        layout: As given.
+        state_spec: What one live state, and one slot, holds.
+        kv_spec: What one KV block holds.
+        num_attention_layers: Layers that keep the keys and values of all tokens.
+        num_state_layers: Layers that keep a state.
+
+    Raises:
+        InvalidArgumentError: A layer keeps what a context has no place for.
+    """
+
+    def __init__(self, layout: PrefixLayout) -> None:
+        self.layout = layout
+        windows = [i for i, parts in enumerate(layout.layers) if parts.window]
+        if windows:
+            raise InvalidArgumentError(
+                f"generate_batch cannot serve this model: layers {windows} have a sliding window, "
+                "and a context keeps the keys and values of all tokens; generate serves it"
+            )
+        self.kv_spec = _kv_spec(layout.initial.tokens)
+        self.num_attention_layers = len(layout.initial.tokens) // 2
+        self._places: list[tuple[str, int]] = []
+        self.state_spec = self._read_states()
+        self.num_state_layers = sum(kind.num_layers for kind in self.state_spec.kinds)
+
+    def _read_states(self) -> StateSpec:
+        """Sorts layers by what they keep, and notes where each of their states is."""
+        kinds: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], int] = {}
+        states = iter(self.layout.initial.states)
+        names: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], str] = {}
+        for parts in self.layout.layers:
+            labels = [f"conv{i}" for i in parts.convs]
+            labels += [f"recurrent{i}" for i in parts.recurrents]
+            if not labels:
+                continue
+            own = [next(states) for _ in labels]
+            kind = tuple(
+                (label, tuple(state.shape[1:]), state.dtype)
+                for label, state in zip(labels, own, strict=True)
+            )
+            name = names.setdefault(kind, f"kind{len(names)}")
+            number = kinds[kind] = kinds.get(kind, 0) + 1
+            self._places += [(f"{name}.{label}", number - 1) for label in labels]
+        return StateSpec.of(
+            *(LayerKind(names[kind], number, kind) for kind, number in kinds.items())
+        )
+
+    def views(self, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the states of tensors [num_layers, rows, *shape] as layers see them.
+
+        Args:
+            tensors: By the names of ``state_spec``.
+
+        Returns:
+            [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
+        """
+        return [tensors[name][layer] for name, layer in self._places]
+
+    def stack(self, states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Does the reverse: returns [num_layers, rows, *shape] copies by name."""
+        groups: dict[str, list[torch.Tensor]] = {}
+        for (name, _), state in zip(self._places, states, strict=True):
+            groups.setdefault(name, []).append(state)
+        return {name: torch.stack(group) for name, group in groups.items()}
+
+    def empty_states(self, num_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Makes room for the states of ``num_rows`` sequences, by name."""
+        return {
+            spec.name: torch.empty(
+                (spec.num_layers, num_rows, *spec.shape), dtype=spec.dtype, device=device
+            )
+            for spec in self.state_spec.tensors
+        }
+
+    def memory(
+        self, states: list[torch.Tensor], kv: torch.Tensor, num_tokens: int
+    ) -> SequenceMemory:
+        """Returns what a model's cache is filled with.
+
+        Args:
+            states: [rows, *shape] each.
+            kv: [num_layers, 2, rows, kv_heads, num_tokens, head_dim] keys and values.
+            num_tokens: Tokens whose effect is in them.
+        """
+        return SequenceMemory(num_tokens, states, [], list(kv.flatten(0, 1).unbind()))
+
+
+def _kv_spec(tokens: Sequence[torch.Tensor]) -> KVCacheSpec:
+    """Returns what one token's keys and values are.
+
+    Raises:
+        InvalidArgumentError: They differ from layer to layer, or keys from values.
+    """
+    shapes = {(t.shape[1], t.shape[3], t.dtype) for t in tokens}
+    if not shapes:
+        return KVCacheSpec(num_layers=0, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    if len(shapes) > 1:
+        raise InvalidArgumentError(
+            "generate_batch cannot serve this model: its attention layers must have keys and "
+            "values of one shape, got (heads, size of a head, dtype) "
+            f"{sorted(map(str, shapes))}; generate serves it"
+        )
+    heads, head_dim, dtype = shapes.pop()
+    return KVCacheSpec(
+        num_layers=len(tokens) // 2, num_kv_heads=heads, head_dim=head_dim, dtype=dtype
+    )

@@ -1,0 +1,204 @@
+"""The attention function that reads KV blocks, and how a model comes to call it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+from mamba_cache.integrations.transformers.replacement import put_back, replaced
+from mamba_cache.states import CopyBackend, kernels_for
+
+__all__ = ["PAGED", "PagedAttention", "register_attention"]
+
+PAGED = "mamba_cache_paged"
+"""What the attention function is called in transformers' registries."""
+
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.paged_attention"
+_UNSERVED = ("softcap", "sliding_window", "s_aux", "position_bias", "block_sequence_ids")
+_FIELD = "_attn_implementation_internal"
+
+_current = threading.local()
+"""The thread's ``attention``: other threads may use the model meanwhile, as it was."""
+
+_originals: dict[int, str] = {}
+"""What configurations whose attention is replaced said before, by identity."""
+
+
+def register_attention() -> None:
+    """Makes the attention function known to transformers.
+
+    It changes nothing for models that do not ask for it. It is done before a model's settings are
+    first read, to which the registries belong.
+    """
+    attention, masks = _registries()
+    if PAGED not in attention:
+        attention.register(PAGED, _attend)
+        masks.register(PAGED, _make_mask)
+
+
+def _registries() -> tuple[Any, Any]:
+    utilities = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    return utilities.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attends to KV blocks; for another thread, does what the model did before."""
+    attention: PagedAttention | None = getattr(_current, "attention", None)
+    if attention is not None:
+        return attention.attend(query, options), None
+    registry, name = _registries()[0], _originals.get(id(getattr(module, "config", None)), "eager")
+    usual = registry.get(name) or _eager_of(module)
+    output: tuple[torch.Tensor, torch.Tensor | None] = usual(
+        module, query, key, value, attention_mask, **options
+    )
+    return output
+
+
+def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
+    code: ModuleType = sys.modules[type(module).__module__]
+    function: Callable[..., Any] = code.eager_attention_forward
+    return function
+
+
+def _make_mask(**arguments: Any) -> Any:
+    """Makes no mask: how far each row looks back its length says."""
+    if getattr(_current, "attention", None) is not None:
+        return None
+    name = _originals.get(id(arguments.get("config")), "eager")
+    return _registries()[1][name](**arguments)
+
+
+class PagedAttention:
+    """The attention layers of one decode step: they write and read a context's KV blocks.
+
+    Args:
+        model: The model.
+        kv_cache: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        backend: What computes it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, kv_cache: torch.Tensor, backend: CopyBackend = "auto"
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._flat = kv_cache.flatten(2, 3)
+        self._kernels = kernels_for(
+            backend, kv_cache.device, kernels=_KERNELS, twins=paged_attention_torch
+        )
+        configs = (getattr(module, "config", None) for module in (model, *model.modules()))
+        self._configs = list({id(c): c for c in configs if hasattr(c, _FIELD)}.values())
+        self._configs += [
+            own
+            for config in self._configs[:]
+            if (own := _text_config(config)) is not None
+            and all(own is not known for known in self._configs)
+        ]
+        self._layer = -1
+        self._slots = self._places = self._lengths = self._tables = torch.empty(0)
+
+    @contextmanager
+    def during(
+        self,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: torch.Tensor,
+    ) -> Iterator[None]:
+        """Have the model's attention go to the KV blocks, in this thread, while the body runs.
+
+        Args:
+            slots: [rows] int64 where each row's key and value go, in tokens of the pool.
+            places: [rows] int64 as for ``paged_attention``.
+            lengths: [places] int32 likewise.
+            tables: [places, max_blocks] int32 likewise.
+        """
+        self._slots, self._places, self._lengths, self._tables = slots, places, lengths, tables
+        with ExitStack() as undo:
+            for config in self._configs:
+                undo.enter_context(replaced(self, config, _FIELD, _substitute_for(config)))
+            _current.attention = self
+            undo.callback(setattr, _current, "attention", None)
+            yield
+
+    def put_back(self) -> None:
+        """Undo what a step that broke off has replaced."""
+        put_back(self)
+
+    def update(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token's keys and values of each row; stands in for a cache layer's ``update``.
+
+        Args:
+            layer: Which attention layer's they are. The attention that is called next is its.
+            keys: [rows, kv_heads, 1, head_dim].
+            values: Likewise.
+
+        Returns:
+            Keys and values, as given.
+        """
+        self._layer = layer
+        for pool, new in zip(self._flat[layer], (keys, values), strict=True):
+            pool.index_copy_(0, self._slots, new[:, :, 0])
+        return keys, values
+
+    def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """Attend to the keys and values of the layer that was updated last.
+
+        Args:
+            query: [rows, heads, 1, head_dim].
+            options: What the model's layer passes to its attention function.
+
+        Returns:
+            [rows, 1, heads, head_dim].
+
+        Raises:
+            InvalidArgumentError: The model asks for what is not served here.
+        """
+        asked = [name for name in _UNSERVED if options.get(name) is not None]
+        if asked or query.shape[2] != 1:
+            raise InvalidArgumentError(
+                "generate_batch cannot serve this model: its attention asks for "
+                f"{asked or f'{query.shape[2]} tokens at once'}, and the one that reads KV blocks "
+                "has no such thing; generate serves it"
+            )
+        scale = options.get("scaling")
+        output: torch.Tensor = self._kernels.paged_attention(
+            query[:, :, 0],
+            *self._kv_cache[self._layer],
+            self._tables,
+            self._places,
+            self._lengths,
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+        )
+        return output[:, None]
+
+
+def _text_config(config: Any) -> Any:
+    own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    return own if hasattr(own, _FIELD) else None
+
+
+def _substitute_for(config: Any) -> Callable[[Any], str]:
+    def substitute(name: str | None) -> str:
+        _originals[id(config)] = name or "eager"
+        return PAGED
+
+    return substitute

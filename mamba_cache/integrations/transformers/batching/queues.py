@@ -1,0 +1,300 @@
+"""The order of requests: who takes part in a step, and who gives memory back when it runs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.errors import BlockCapacityError, CapacityError
+from mamba_cache.integrations.transformers.batching.requests import (
+    BatchRequest,
+    branch_positions,
+    common_blocks,
+)
+
+__all__ = ["BatchQueues"]
+
+_MOST_WAITED_STEPS = 64
+
+
+class BatchQueues:
+    """Requests by what becomes of them next.
+
+    Prompts that are begun come first, then requests that gave their memory back, then those that
+    wait. Whoever was admitted earlier has precedence: when memory runs out the youngest gives it
+    back. Of several prompts that begin alike one computes what they have in common, and is told to
+    save a state where the others branch off; those wait for it.
+
+    Args:
+        context: The requests' memory.
+        fewest_tokens: What a chunk of a prompt must have at least, but for prompts of one token.
+
+    Attributes:
+        decoding: By the context's name, the requests that decode.
+        running: Those that hold memory, the oldest first.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, *, fewest_tokens: int) -> None:
+        self._context = context
+        self._block_size = context.config.block_size_tokens
+        self._fewest_tokens = fewest_tokens
+        self.decoding: dict[Hashable, BatchRequest] = {}
+        self.running: dict[Hashable, BatchRequest] = {}
+        self._waiting: dict[Hashable, BatchRequest] = {}
+        self._prefilling: dict[Hashable, BatchRequest] = {}
+        self._preempted: dict[Hashable, BatchRequest] = {}
+        self._scheduled: dict[Hashable, BatchRequest] = {}
+        self._num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self._waiting) + len(self._preempted)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that there is decodes."""
+        return len(self.decoding) == len(self)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to compute in the next step."""
+        return bool(self._scheduled or self.decoding)
+
+    def add(self, request: BatchRequest) -> None:
+        """Lets a request wait."""
+        self._waiting[request.key] = request
+
+    def clear(self) -> None:
+        """Forgets all requests; what they hold is dealt with by the caller."""
+        for queue in self._all():
+            queue.clear()
+
+    def find_scheduled(self, key: Hashable) -> BatchRequest:
+        """Returns a request whose chunk is computed in the step."""
+        return self._scheduled[key]
+
+    def idle_rows(self, bound: int) -> list[int]:
+        """Returns the rows below ``bound`` of prompts that no chunk of is computed in the step."""
+        if not self._prefilling:
+            return []
+        scheduled = self._context.request_rows
+        in_use = set(scheduled.decoding)
+        in_use |= set(scheduled.scheduled)
+        return sorted(
+            row for row in range(bound) if row not in in_use and scheduled.num_blocks.item(row)
+        )
+
+    def schedule(self, budget: int, most_requests: int) -> None:
+        """Schedules chunks of prompts for the next step.
+
+        Args:
+            budget: Tokens of all of them.
+            most_requests: How many requests may hold memory.
+        """
+        self._scheduled.clear()
+        error: CapacityError | None = None
+        for request in list(self._prefilling.values()):
+            if budget <= 0 or error is not None:
+                return
+            budget, error = self._try(self._continue, request, budget)
+        for request in sorted(self._preempted.values(), key=lambda one: one.admitted):
+            if budget <= 0 or error is not None or len(self.running) >= most_requests:
+                return
+            budget, error = self._try(self._resume, request, budget)
+        for request in list(self._waiting.values()):
+            if budget <= 0 or error is not None or len(self.running) >= most_requests:
+                return
+            if not request.awaits_fork:
+                budget, error = self._try(self._admit, request, budget)
+
+    def make_work(self, budget: int, most_requests: int) -> list[BatchRequest]:
+        """Schedules until there is something to compute.
+
+        Args:
+            budget: As for ``schedule``.
+            most_requests: Likewise.
+
+        Returns:
+            Requests that do not fit even alone; they have an error and hold nothing.
+        """
+        failed: list[BatchRequest] = []
+        while True:
+            self.schedule(budget, most_requests)
+            if self.has_work or not len(self):
+                return failed
+            if len(self.running) > 1:
+                self.preempt_youngest()
+                continue
+            queues = (self._prefilling, self._preempted, self._waiting)
+            oldest = next(next(iter(queue.values())) for queue in queues if queue)
+            failed.append(self.fail(oldest))
+
+    def preempt_youngest(self) -> BatchRequest:
+        """Takes the memory of the youngest request back; it is resumed later."""
+        request = next(reversed(self.running.values()))
+        self._context.preempt(request.key)
+        self._leave(request)
+        self._preempted[request.key] = request
+        return request
+
+    def fail(self, request: BatchRequest, error: str | None = None) -> BatchRequest:
+        """Ends a request that cannot go on.
+
+        Args:
+            request: It.
+            error: Why; None: it does not fit even alone.
+        """
+        blocks = self._context.kv_block_allocator
+        request.error = error or (
+            f"request {request.request_id!r} of {request.num_tokens} tokens does not fit even "
+            f"alone into the {blocks.pool_size - 1} KV blocks that generate_batch has: give a "
+            "larger kv_cache_gb"
+        )
+        if request.key in self.running or request.key in self._preempted:
+            self._context.finish(request.key)
+        self._forget(request)
+        return request
+
+    def finish(self, request: BatchRequest) -> None:
+        """Ends a request whose answer is complete."""
+        self._context.finish(request.key)
+        self._forget(request)
+
+    def end_chunk(self, request: BatchRequest, num_computed: int, *, decodes: bool) -> None:
+        """Takes note that a chunk was computed.
+
+        Args:
+            request: Whose.
+            num_computed: Tokens that it has computed now.
+            decodes: Whether its next token was sampled.
+        """
+        request.computed = num_computed
+        del self._scheduled[request.key]
+        if decodes:
+            del self._prefilling[request.key]
+            self.decoding[request.key] = request
+
+    def fork(self, request: BatchRequest, first_tokens: dict[Hashable, int]) -> list[BatchRequest]:
+        """Forks a request that has its first token, for as many as there is room for.
+
+        The others are computed by themselves, and find what of the prompt is cached.
+
+        Args:
+            request: The request.
+            first_tokens: Of each of its children.
+
+        Returns:
+            Those that go on as forks.
+        """
+        config, rows = self._context.config, self._context.request_rows
+        room = min(rows.num_free_rows, config.max_requests - len(self.running))
+        children = [child for child in request.children if child.key in self._waiting][:room]
+        while children:
+            keys = [child.key for child in children]
+            try:
+                self._context.fork(
+                    request.key, keys, last_tokens=[first_tokens[key] for key in keys]
+                )
+            except BlockCapacityError as error:
+                children = children[: min(error.available, len(children) - 1)]
+                continue
+            for child in children:
+                del self._waiting[child.key]
+                self._number(child)
+                self.decoding[child.key] = self.running[child.key] = child
+            break
+        return children
+
+    def _try(
+        self, place: Callable[[BatchRequest, int], int], request: BatchRequest, budget: int
+    ) -> tuple[int, CapacityError | None]:
+        """Schedules a chunk; those behind one that does not fit stay behind it."""
+        try:
+            return budget - place(request, budget), None
+        except CapacityError as error:
+            return budget, error
+
+    def _continue(self, request: BatchRequest, budget: int) -> int:
+        positions = self._branches_off(request, request.computed)
+        num_tokens = self._context.schedule_prefill(
+            request.key,
+            chunk_tokens=self._chunk_tokens(request.computed, request.num_tokens, budget),
+            checkpoint_positions=positions,
+        )
+        request.branch_positions.update(positions)
+        self._scheduled[request.key] = request
+        return num_tokens
+
+    def _resume(self, request: BatchRequest, budget: int) -> int:
+        # Where it will start is not known yet, but that it is the end of a block.
+        admission = self._context.resume_request(
+            request.key, chunk_tokens=self._chunk_tokens(0, request.num_tokens, budget)
+        )
+        del self._preempted[request.key]
+        self._begin(request, admission.skip_tokens)
+        return admission.chunk_tokens
+
+    def _admit(self, request: BatchRequest, budget: int) -> int:
+        skip_tokens = self._context.match(request.prepared).skip_tokens
+        if self._waits(request, skip_tokens):
+            request.waited_steps += 1
+            return 0
+        positions = self._branches_off(request, skip_tokens)
+        admission = self._context.add_request(
+            request.prepared,
+            chunk_tokens=self._chunk_tokens(skip_tokens, request.num_tokens, budget),
+            checkpoint_positions=positions,
+        )
+        del self._waiting[request.key]
+        request.branch_positions.update(positions)
+        self._number(request)
+        self._begin(request, admission.skip_tokens)
+        return admission.chunk_tokens
+
+    def _begin(self, request: BatchRequest, skip_tokens: int) -> None:
+        request.computed = skip_tokens
+        for queue in (self.running, self._prefilling, self._scheduled):
+            queue[request.key] = request
+
+    def _number(self, request: BatchRequest) -> None:
+        request.admitted = self._num_admitted
+        request.started_time = time.perf_counter()
+        self._num_admitted += 1
+
+    def _chunk_tokens(self, start: int, end: int, budget: int) -> int:
+        """Returns how many tokens to compute, up to a block's end if not to ``end``."""
+        left = end - start
+        if left <= budget:
+            return left
+        whole_blocks = (start + budget) // self._block_size * self._block_size - start
+        size = whole_blocks if whole_blocks > 0 else budget
+        too_few = left - size < self._fewest_tokens and size > self._fewest_tokens
+        return size - (self._fewest_tokens - 1) if too_few else size
+
+    def _branches_off(self, request: BatchRequest, start: int) -> list[int]:
+        others = (other for other in self._waiting.values() if other.parent is not request)
+        return branch_positions(request, others, start=start, block_size_tokens=self._block_size)
+
+    def _waits(self, request: BatchRequest, skip_tokens: int) -> bool:
+        """Says whether a prompt of this step will save a state of a longer prefix of a request."""
+        if request.waited_steps >= _MOST_WAITED_STEPS:
+            return False
+        for other in self._scheduled.values():
+            position = common_blocks(request, other) * self._block_size
+            if position > max(skip_tokens, other.computed) and position in other.branch_positions:
+                return True
+        return False
+
+    def _leave(self, request: BatchRequest) -> None:
+        for queue in (self.running, self.decoding, self._prefilling, self._scheduled):
+            queue.pop(request.key, None)
+
+    def _forget(self, request: BatchRequest) -> None:
+        for queue in self._all():
+            queue.pop(request.key, None)
+
+    def _all(self) -> Iterable[dict[Hashable, BatchRequest]]:
+        return (
+            self.decoding, self.running, self._waiting, self._prefilling, self._preempted,
+            self._scheduled,
+        )  # fmt: skip

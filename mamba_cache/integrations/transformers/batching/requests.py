@@ -1,0 +1,115 @@
+"""The requests of a batch: one for each answer."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mamba_cache.context import PreparedRequest
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.sampling import Draw
+
+__all__ = ["BatchRequest", "branch_positions", "common_blocks"]
+
+
+@dataclass(slots=True, eq=False)
+class BatchRequest:
+    """One answer to one prompt.
+
+    Attributes:
+        request_id: What its caller calls it.
+        prepared: Its prompt, checked and hashed; the context knows it by another name.
+        settings: How the answer is made.
+        seed: Of its draws.
+        reusable_blocks: Leading blocks that it need not compute if they are cached.
+        parent: The request of the same prompt that it is to be a fork of.
+        children: Those that are to be forks of it, once it has its first token.
+        tell: Called with each token.
+        answer: Its tokens so far.
+        logprobs: Their log-probabilities, if they are asked for.
+        timestamps: When each was there, likewise.
+        error: Why it could not run.
+        is_over: It has ended, one way or the other.
+        computed: Tokens that it had computed before the chunk that is scheduled.
+        admitted: Its number in the order of admissions; -1 before.
+        waited_steps: Steps in which it let others go first.
+        branch_positions: Where a state of it is saved because others branch off there.
+        created_time: Seconds of ``time.perf_counter``.
+        started_time: When it was first admitted; -1 before.
+        finished_time: When it ended; -1 before.
+    """
+
+    request_id: str
+    prepared: PreparedRequest
+    settings: AnswerSettings
+    seed: int
+    reusable_blocks: int
+    parent: BatchRequest | None = None
+    children: list[BatchRequest] = field(default_factory=list)
+    tell: Callable[[int], None] | None = None
+    answer: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    error: str | None = None
+    is_over: bool = False
+    computed: int = 0
+    admitted: int = -1
+    waited_steps: int = 0
+    branch_positions: set[int] = field(default_factory=set)
+    created_time: float = field(default_factory=time.perf_counter)
+    started_time: float = -1.0
+    finished_time: float = -1.0
+    _prompt: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> Any:
+        """What the context calls it."""
+        return self.prepared.request.request_id
+
+    @property
+    def prompt(self) -> list[int]:
+        """Its prompt's tokens."""
+        if not self._prompt:
+            self._prompt = self.prepared.tokens.tolist()
+        return self._prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prepared.tokens) + len(self.answer)
+
+    @property
+    def awaits_fork(self) -> bool:
+        """Whether it will be a fork of a request that has no token yet."""
+        return self.parent is not None and not self.parent.is_over and not self.parent.answer
+
+    def draw(self) -> Draw:
+        """Returns how its next token is chosen."""
+        tokens = [*self.prompt, *self.answer] if self.settings.processors is not None else ()
+        return Draw(self.settings, self.seed, len(self.answer), tokens)
+
+
+def common_blocks(request: BatchRequest, other: BatchRequest) -> int:
+    """Counts the leading blocks that ``request`` need not compute once ``other`` has.
+
+    Each digest names the whole prefix up to its block's end, so a binary search finds the first
+    that differs.
+    """
+    own, its = request.prepared.hashes.digests, other.prepared.hashes.digests
+    limit = min(request.reusable_blocks, len(its))
+    return bisect_left(range(limit), True, key=lambda block: own[block] != its[block])
+
+
+def branch_positions(
+    request: BatchRequest, queued: Iterable[BatchRequest], *, start: int, block_size_tokens: int
+) -> list[int]:
+    """Returns where queued requests branch off one that computes from ``start`` on, ascending."""
+    found = {
+        common_blocks(other, request) * block_size_tokens
+        for other in queued
+        if other is not request
+    }
+    return sorted(p for p in found - request.branch_positions if p > start)
