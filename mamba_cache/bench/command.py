@@ -15,6 +15,7 @@ from mamba_cache.bench.measure import as_dicts, describe_run, print_json, print_
 from mamba_cache.bench.options import wrong_name
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
+from mamba_cache.bench.serve import add_serve_options, print_serve, run_serve
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.step import run_step
 from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
@@ -60,6 +61,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         run_replay,
         print_replay,
         add_replay_options,
+    ),
+    "serve": Benchmark(
+        "time many requests through a transformers model: one by one, in static batches, batched",
+        run_serve,
+        print_serve,
+        add_serve_options,
     ),
     "soak": Benchmark(
         "serve requests for minutes or hours: what leaks, slows down or goes wrong?",

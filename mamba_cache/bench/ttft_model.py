@@ -210,12 +210,13 @@ class Subject:
             self.forward(part, past)
         return past
 
-    def prefix_cache(self, *, num_tokens: int, num_calls: int) -> PrefixCache:
+    def prefix_cache(self, *, num_tokens: int, num_calls: int, **settings: Any) -> PrefixCache:
         """Make a prefix cache that gives nothing up for the prompts of one measurement.
 
         Args:
             num_tokens: Different tokens that go through it.
             num_calls: Calls of its ``generate``.
+            settings: Others of its settings.
         """
         state_bytes, token_bytes = self._measure_memory()
         cache = PrefixCache(
@@ -223,6 +224,7 @@ class Subject:
             mamba_cache_gb=(num_calls * _STATES_A_CALL + 4) * state_bytes / _GIB,
             # Beside the tokens themselves, each call may leave an unfinished block or two.
             kv_cache_gb=max((num_tokens + num_calls * 512 + 4096) * token_bytes, 1) / _GIB,
+            **settings,
         )
         gib = cache.stats().bytes_per_slot / _GIB
         progress(f"a state takes {gib:.4f} GiB, a token {token_bytes:,.0f} bytes")

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs this package's slots in real contexts of Megatron Core.
+# Runs this package's slots in real contexts of Megatron Core, and its kernels under this package's context.
 #
 #   tests/engines/megatron.sh [FOLDER [PYTEST ARGUMENTS]]
 #
 # FOLDER is where its wheels lie or are downloaded to, 6 MB; without one, to a folder that goes afterwards.
 # They are unpacked and imported, never installed: what they need besides this package's extra `test` is
-# there. On a machine with a CUDA device, name tests/gpu/test_megatron_gpu.py as the argument.
+# there. On a machine with a CUDA device, name tests/gpu/test_megatron_gpu.py or
+# tests/gpu/test_real_kernels_gpu.py as the argument.
 set -euo pipefail
 
 if [ $# -gt 0 ]; then
@@ -25,5 +26,5 @@ for version in 0.17.1 0.18.2 0.19.2; do
     fi
 done
 
-[ $# -gt 0 ] || set -- tests/integration/test_megatron_real.py
+[ $# -gt 0 ] || set -- tests/integration/test_megatron_real.py tests/integration/test_real_kernels.py
 MEGATRON_WHEELS=$wheels timeout 900 python -m pytest -q "$@"

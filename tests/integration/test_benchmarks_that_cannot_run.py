@@ -35,6 +35,7 @@ def run(request, monkeypatch, capsys):
         (["copy"], "the copy benchmark times a GPU, and PyTorch finds none: run it where"),
         (["align"], "the align benchmark times a GPU, and PyTorch finds none: run it where"),
         (["ttft"], "this needs transformers >= 5.10: pip install"),
+        (["serve"], "this needs transformers >= 5.10: pip install"),
         (["soak", "--device", "cuda:99"], "device must be one that PyTorch finds here"),
         (["soak", "--device", "grapefruit"], "device must be one that PyTorch finds here"),
         (["soak", "--minutes", "-1"], "minutes must be > 0"),

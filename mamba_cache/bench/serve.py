@@ -1,0 +1,764 @@
+"""The benchmark of serving: many requests at once, one by one, in static batches, batched.
+
+Each baseline is set up as its users set it up, on the same model and in the same run:
+``model.generate`` called one by one; ``model.generate`` over padded batches, at the best of several
+sizes; ``PrefixCache.generate`` called one by one. All prompts of a workload have the same length,
+so that static batches lose nothing to padding.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mamba_cache.bench.measure import (
+    Measurement,
+    as_dicts,
+    describe_run,
+    print_table,
+    progress,
+)
+from mamba_cache.bench.model_kernels import REFERENCE, kernels_of, library_versions
+from mamba_cache.bench.options import count, one_of
+from mamba_cache.bench.ttft_model import FAMILIES, Subject, make_model
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.prompts import pad_prompts
+
+__all__ = [
+    "WAYS",
+    "WORKLOADS",
+    "Outcome",
+    "Workload",
+    "add_serve_options",
+    "make_workloads",
+    "print_serve",
+    "run_serve",
+]
+
+WAYS = {
+    "generate": "generate, one by one",
+    "static": "static batches of generate",
+    "cached": "PrefixCache.generate, one by one",
+    "batch": "generate_batch",
+}
+"""The ways to answer requests, and what figures call them."""
+
+WORKLOADS = {
+    "shared": "requests of a shared prefix",
+    "lengths": "the same, answers of mixed lengths",
+    "rollouts": "prompts with many samples each",
+}
+"""The workloads, and what each is."""
+
+_ONE_BY_ONE_LIMITS = {"shared": 20.0}
+_STATIC_LIMITS = {"shared": 2.0, "lengths": 3.0, "rollouts": 3.0}
+_STEP_LIMIT_MS = {64: 12.0}
+_SAMPLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How large workloads are.
+
+    Attributes:
+        requests: Of the first two workloads.
+        shared: Tokens that their prompts begin with.
+        own: Tokens of each prompt's own.
+        new: Tokens of each answer of the first.
+        fewest: Of an answer of mixed length.
+        most: Likewise, and of a rollout.
+        prompts: Of the rollouts.
+        samples: Of each.
+        static_rows: Sizes of static batches to try.
+        decode_rows: Sizes of batches whose decode steps are timed.
+        steps: How many of these.
+    """
+
+    requests: int
+    shared: int
+    own: int
+    new: int
+    fewest: int
+    most: int
+    prompts: int
+    samples: int
+    static_rows: tuple[int, ...]
+    decode_rows: tuple[int, ...]
+    steps: int
+
+
+_FULL = _Scale(64, 2048, 256, 128, 16, 512, 8, 16, (32, 64, 128), (1, 8, 64), 64)
+_TINY = _Scale(6, 256, 16, 6, 2, 10, 2, 3, (3, 6), (1, 3), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that come all at once.
+
+    Attributes:
+        name: One of ``WORKLOADS``.
+        title: What figures call it.
+        prompts: The tokens of each, all equally many.
+        new_tokens: The most that each prompt's answers have.
+        samples: Answers to each prompt; if more than one, they are drawn.
+        end_tokens: Tokens that end an answer. None: each has as many as it may.
+    """
+
+    name: str
+    title: str
+    prompts: list[list[int]]
+    new_tokens: list[int]
+    samples: int = 1
+    end_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return len(self.prompts) * self.samples
+
+    def options(self, prompt: int) -> dict[str, Any]:
+        """Return how ``generate`` makes an answer to a prompt."""
+        options: dict[str, Any] = {"max_new_tokens": self.new_tokens[prompt], "do_sample": False}
+        if self.samples > 1:
+            # As rollouts are drawn: from what the model says, nothing cut off.
+            options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        if self.end_tokens:
+            options["eos_token_id"] = self.end_tokens
+        return options
+
+    def cut(self, answer: Sequence[int], prompt: int) -> list[int]:
+        """Return an answer without what static batches add to it: padding, tokens past its end."""
+        kept = list(answer[: self.new_tokens[prompt]])
+        ends = set(self.end_tokens)
+        first = next((i for i, token in enumerate(kept) if token in ends), len(kept))
+        return kept[: first + 1]
+
+    def sample(self, size: int | None) -> list[int]:
+        """Return some of the prompts, spread evenly over the lengths of their answers."""
+        everyone = sorted(range(len(self.prompts)), key=lambda i: (self.new_tokens[i], i))
+        if size is None or size >= len(everyone):
+            return sorted(everyone)
+        middles = [(2 * i + 1) * len(everyone) // (2 * size) for i in range(size)]
+        return [everyone[i] for i in middles]
+
+
+def make_workloads(
+    names: Sequence[str], scale: _Scale, vocabulary: int, seed: int = 0
+) -> list[Workload]:
+    """Draw workloads, the same ones for a seed.
+
+    Args:
+        names: Some of ``WORKLOADS``.
+        scale: How large they are.
+        vocabulary: Tokens are less than this.
+        seed: Of what is drawn.
+    """
+    drawn = random.Random(seed)
+
+    def tokens(number: int) -> list[int]:
+        return [drawn.randrange(3, vocabulary) for _ in range(number)]
+
+    made = []
+    for name in WORKLOADS:
+        if name == "rollouts":
+            title = f"{scale.prompts} x {scale.samples} rollouts"
+            prompts = [tokens(4 * scale.own) for _ in range(scale.prompts)]
+            # An answer of a random model ends where any of these comes: after half the most that
+            # it may have, on average, and at no length that anybody knows before.
+            ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.most)
+            lengths = [scale.most] * scale.prompts
+            workload = Workload(name, title, prompts, lengths, scale.samples, ends)
+        else:
+            shared = tokens(scale.shared)
+            prompts = [shared + tokens(scale.own) for _ in range(scale.requests)]
+            lengths = [scale.new] * scale.requests
+            title = f"{scale.requests} requests, {scale.new} new"
+            if name == "lengths":
+                lengths = [drawn.randint(scale.fewest, scale.most) for _ in prompts]
+                title = f"{scale.requests} requests, {scale.fewest} to {scale.most} new"
+            workload = Workload(name, title, prompts, lengths)
+        if name in names:
+            made.append(workload)
+    return made
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one way made of a workload, or of a part of it.
+
+    Attributes:
+        seconds: All of it took.
+        answers: The tokens of each answer, by prompt and number of the sample.
+        first_seconds: Until each answer's first token was on the host: from the moment that all
+            requests came, or from the beginning of the call where they are called one by one.
+        step_seconds: From one token of an answer to the next.
+        rows: Answers computed side by side at most; 0: the way decides.
+    """
+
+    seconds: float = 0.0
+    answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    first_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    rows: int = 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second."""
+        return sum(map(len, self.answers.values())) / self.seconds
+
+    def as_dict(self, workload: Workload) -> dict[str, Any]:
+        """Return what the result keeps of it."""
+        return {
+            "rows": self.rows,
+            "answers": len(self.answers),
+            "of": workload.num_answers,
+            "new_tokens": sum(map(len, self.answers.values())),
+            "seconds": round(self.seconds, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "first_token_ms": _spread_ms(self.first_seconds),
+            "step_ms": _spread_ms(self.step_seconds),
+        }
+
+
+class _Stamps:
+    """A stopping criterion that stops nothing, and keeps when each token came.
+
+    ``generate`` itself waits for the device after each token, to see whether all answers are over.
+    """
+
+    def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
+        self._device = device
+        self._wait = wait
+        self.at: list[float] = []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        self._wait()
+        self.at.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=self._device)
+
+
+def answer_one_by_one(
+    subject: Subject, who: Any, workload: Workload, prompts: Sequence[int]
+) -> Outcome:
+    """Call ``generate`` of the model or of a prefix cache for one answer after the other."""
+    outcome = Outcome()
+    for prompt in prompts:
+        ids = torch.tensor([workload.prompts[prompt]], device=subject.model.device)
+        for number in range(workload.samples if len(prompts) == len(workload.prompts) else 1):
+            first = subject.first_token(who, ids, **workload.options(prompt))
+            answer = workload.cut(first.ids[0, ids.shape[1] :].tolist(), prompt)
+            outcome.answers[prompt, number] = answer
+            outcome.seconds += first.call_seconds
+            outcome.first_seconds.append(first.seconds)
+            if len(answer) > 1:
+                step = (first.call_seconds - first.seconds) / (len(answer) - 1)
+                outcome.step_seconds.append(step)
+    return outcome
+
+
+def answer_in_batches(
+    subject: Subject, workload: Workload, rows: int, most_batches: int | None = None
+) -> Outcome:
+    """Call ``model.generate`` for batches in the order of arrival, each until its longest is over.
+
+    Args:
+        subject: The model.
+        workload: Its prompts are padded on the left if they are not equally long.
+        rows: Answers of a batch.
+        most_batches: Batches to measure at most.
+    """
+    model, outcome = subject.model, Outcome(rows=rows)
+    size = max(1, rows // workload.samples)
+    batches = [
+        range(i, min(i + size, len(workload.prompts)))
+        for i in range(0, len(workload.prompts), size)
+    ]
+    subject.synchronize()
+    start = time.perf_counter()
+    for batch in batches[:most_batches]:
+        prompts = [workload.prompts[i] for i in batch]
+        vocabulary = model.config.get_text_config().vocab_size
+        ids, mask = pad_prompts(prompts, vocabulary, 0, model.device)
+        options = workload.options(batch[0])
+        options["max_new_tokens"] = max(workload.new_tokens[i] for i in batch)
+        stamps = _Stamps(model.device, subject.synchronize)
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            num_return_sequences=workload.samples,
+            stopping_criteria=[stamps],
+            **options,
+        )
+        answers = found[:, ids.shape[1] :].tolist()
+        for place, answer in enumerate(answers):
+            prompt, number = batch[place // workload.samples], place % workload.samples
+            outcome.answers[prompt, number] = workload.cut(answer, prompt)
+        outcome.first_seconds += [stamps.at[0] - start] * len(answers)
+        outcome.step_seconds += _gaps(stamps.at)
+    subject.synchronize()
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> Outcome:
+    """Call ``generate_batch`` of a prefix cache for all requests."""
+    outcome = Outcome(rows=0)
+    configs = [_config(workload, i) for i in range(len(workload.prompts))]
+    subject.synchronize()
+    start = time.perf_counter()
+    found = cache.generate_batch(
+        workload.prompts, generation_config=configs, record_timestamps=True
+    )
+    subject.synchronize()
+    outcome.seconds = time.perf_counter() - start
+    by_prompt: dict[tuple[int, ...], list[Any]] = {}
+    for output in found.values():
+        by_prompt.setdefault(tuple(output.prompt_ids), []).append(output)
+    for prompt, tokens in enumerate(workload.prompts):
+        for number, output in enumerate(by_prompt[tuple(tokens)]):
+            if output.error is not None:
+                raise RuntimeError(f"generate_batch failed for a request: {output.error}")
+            outcome.answers[prompt, number] = workload.cut(output.generated_tokens, prompt)
+            outcome.first_seconds.append(output.timestamps[0] - start)
+            outcome.step_seconds += _gaps(output.timestamps)
+    return outcome
+
+
+def time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
+    """Return the seconds of each step in which so many requests decode and nobody else is there.
+
+    Args:
+        subject: The model.
+        cache: Computes them.
+        rows: Requests.
+        steps: How many.
+    """
+    prompts = [subject.random(64)[0].tolist() for _ in range(rows)]
+    config = _config(Workload("steps", "", prompts, [steps + 1] * rows), 0)
+    found = cache.generate_batch(prompts, generation_config=config, record_timestamps=True)
+    stamps = [output.timestamps for output in found.values()]
+    everybody_from, until = max(one[0] for one in stamps), min(one[-1] for one in stamps)
+    # Between two tokens of one request lies a step of all.
+    times = [at for at in stamps[-1] if everybody_from <= at <= until]
+    return _gaps(times)
+
+
+def _config(workload: Workload, prompt: int) -> Any:
+    options = workload.options(prompt) | {"num_return_sequences": workload.samples}
+    return transformers().GenerationConfig(pad_token_id=0, **options)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median and 99th percentile in milliseconds; nothing of no times."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    last = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {
+        "median": round(1e3 * statistics.median(ordered), 3),
+        "p99": round(1e3 * last, 3),
+    }
+
+
+def add_serve_options(command: Any) -> None:
+    """Add what ``run_serve`` takes to an ``ArgumentParser``."""
+    default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
+    command.add_argument(
+        "--family",
+        type=one_of(FAMILIES),
+        default=default,
+        metavar="NAME",
+        help=f"the model's shape: {', '.join(FAMILIES)}; tiny has tiny workloads as well",
+    )
+    command.add_argument(
+        "--tiny",
+        dest="family",
+        action="store_const",
+        const="tiny",
+        help="the same as --family tiny: seconds on a CPU, to see that all works",
+    )
+    for option, names, what in (
+        ("--workload", WORKLOADS, "workloads to run"),
+        ("--only", WAYS, "ways to run them"),
+    ):
+        command.add_argument(
+            option,
+            type=one_of(names),
+            nargs="+",
+            action="extend",
+            metavar="NAME",
+            help=f"{what}: {', '.join(names)}; default: all",
+        )
+    command.add_argument(
+        "--sample",
+        type=count,
+        metavar="N",
+        help="prompts that are called one by one, and one batch of each size, instead of all; "
+        f"default: {_SAMPLE}, or with tiny workloads all",
+    )
+    for option, what in (
+        ("--static-rows", "sizes of static batches to try"),
+        ("--decode-rows", "sizes of batches whose decode steps are timed"),
+    ):
+        command.add_argument(option, type=count, nargs="+", action="extend", metavar="N", help=what)
+
+
+def run_serve(
+    *,
+    family: str,
+    workload: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    sample: int | None = None,
+    static_rows: Sequence[int] | None = None,
+    decode_rows: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Make a model on the GPU, or else on the CPU, and measure ways to serve requests with it.
+
+    Args:
+        family: One of ``FAMILIES``; "tiny" has tiny workloads as well.
+        workload: Some of ``WORKLOADS``. Default: all.
+        only: Some of ``WAYS``. Default: all.
+        sample: So many prompts are called one by one, and one static batch of each size is
+            measured, instead of all. Default: 2; of tiny workloads all.
+        static_rows: Sizes of static batches, of which the best counts.
+        decode_rows: Sizes of batches whose decode steps are timed.
+
+    Returns:
+        What ``--json`` prints: the machine, versions and kernels, the figures with their limits,
+        and for each way what was measured, and on how much of the workload.
+
+    Raises:
+        InvalidArgumentError: A number is below 1, or a name is unknown.
+        MissingExtraError: transformers is not installed.
+        UnsupportedVersionError: It is too old.
+    """
+    scale = _TINY if family == "tiny" else _FULL
+    numbers = [*(static_rows or ()), *(decode_rows or ()), *([] if sample is None else [sample])]
+    unknown = {*(workload or ())} - {*WORKLOADS} | {*(only or ())} - {*WAYS}
+    if unknown or min(numbers, default=1) < 1:
+        raise InvalidArgumentError(
+            f"workload must be of {[*WORKLOADS]}, only of {[*WAYS]}, and sizes at least 1; got "
+            f"{workload}, {only} and {numbers}"
+        )
+    transformers()  # before anything is announced
+    chosen = FAMILIES[family]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    progress(f"making {family} with random weights on {device}")
+    subject = Subject(make_model(chosen, device))
+    kernels = kernels_of(subject.model)
+    progress(f"kernels: {kernels}")
+    if subject.is_cuda and REFERENCE in kernels.values():
+        progress("not all kernels are installed: the baselines are slower than what people run")
+    report = _Report(
+        subject,
+        workloads=make_workloads(workload or [*WORKLOADS], scale, subject.model.config.vocab_size),
+        ways=[way for way in WAYS if way in (only or WAYS)],
+        sample=sample if sample or scale is _TINY else _SAMPLE,
+        static_rows=sorted(static_rows or scale.static_rows),
+        decode_rows=sorted(decode_rows or scale.decode_rows),
+        steps=scale.steps,
+        has_limits=subject.is_cuda and scale is _FULL,
+        is_exact=chosen.dtype.itemsize >= torch.float32.itemsize and not subject.is_cuda,
+    )
+    report.run()
+    return describe_run("serve") | {
+        "family": family,
+        "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
+        "versions": library_versions(),
+        "kernels": kernels,
+        **report.result(),
+    }
+
+
+def print_serve(result: dict[str, Any]) -> None:
+    """Print the result of ``run_serve`` for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"{result['family']} on {result['machine']}; {versions}")
+    print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
+    print_table(result)
+    for title, error in result["failed"].items():
+        print(f"{title}: {error}")
+
+
+class _Report:
+    """The figures of one model."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        workloads: Sequence[Workload],
+        ways: Sequence[str],
+        sample: int | None,
+        static_rows: Sequence[int],
+        decode_rows: Sequence[int],
+        steps: int,
+        has_limits: bool,
+        is_exact: bool,
+    ) -> None:
+        self._subject = subject
+        self._workloads = workloads
+        self._ways = ways
+        self._sample = sample
+        self._static_rows = static_rows
+        self._decode_rows = decode_rows
+        self._steps = steps
+        self._has_limits = has_limits
+        self._is_exact = is_exact
+        self._figures: list[Measurement] = []
+        self._outcomes: dict[str, dict[str, list[Outcome]]] = {one.name: {} for one in workloads}
+        self._failed: dict[str, str] = {}
+        self._extra: dict[str, Any] = {}
+        self._start = time.perf_counter()
+
+    def result(self) -> dict[str, Any]:
+        """Return the part of the result that is about figures."""
+        return {
+            "sample": self._sample,
+            "seconds": round(time.perf_counter() - self._start, 1),
+            "passed": not self._failed and all(one.passed for one in self._figures),
+            "failed": self._failed,
+            "measurements": as_dicts(self._figures),
+            "workloads": {
+                one.name: {
+                    "prompts": len(one.prompts),
+                    "prompt_tokens": len(one.prompts[0]),
+                    "samples": one.samples,
+                    "new_tokens": [min(one.new_tokens), max(one.new_tokens)],
+                    "ways": {
+                        way: [outcome.as_dict(one) for outcome in outcomes]
+                        for way, outcomes in self._outcomes[one.name].items()
+                    },
+                }
+                for one in self._workloads
+            },
+            **self._extra,
+        }
+
+    def run(self) -> None:
+        """Measure everything."""
+        subject, model = self._subject, self._subject.model
+        if "generate" in self._ways:
+            self._warm_up(lambda: subject.generate(model, self._fresh(1), max_new_tokens=8))
+            for one in self._workloads:
+                run = partial(answer_one_by_one, subject, model, one, one.sample(self._sample))
+                self._measure("generate", one, run)
+        if "static" in self._ways:
+            self._warm_up(lambda: subject.generate(model, self._fresh(2), max_new_tokens=8))
+            for one in self._workloads:
+                self._measure_static(one)
+        if "cached" in self._ways:
+            self._attempt("PrefixCache", self._run_cached)
+        if "batch" in self._ways:
+            self._attempt("generate_batch", self._run_batch)
+        for one in self._workloads:
+            for way in self._ways:
+                if way not in self._outcomes[one.name]:
+                    self._failed.setdefault(f"{WAYS[way]}, {one.title}", "nothing was measured")
+            self._figures += self._compare(one)
+
+    def _measure(self, way: str, workload: Workload, run: Callable[[], Outcome]) -> None:
+        def add() -> None:
+            outcome = run()
+            self._outcomes[workload.name].setdefault(way, []).append(outcome)
+            part = f"{len(outcome.answers)} of {workload.num_answers} answers"
+            rate = f"{outcome.tokens_per_second:,.0f} new tokens/s"
+            total = time.perf_counter() - self._start
+            progress(
+                f"{workload.title}: {WAYS[way]}: {part} in {outcome.seconds:.1f} s, {rate} "
+                f"({total:.0f} s so far)"
+            )
+
+        self._attempt(f"{WAYS[way]}, {workload.title}", add)
+
+    def _measure_static(self, workload: Workload) -> None:
+        most = None if self._sample is None else 1
+        sizes = sorted({min(rows, workload.num_answers) for rows in self._static_rows})
+        for rows in sizes:
+            run = partial(answer_in_batches, self._subject, workload, rows, most)
+            self._measure("static", workload, run)
+
+    def _run_cached(self) -> None:
+        with self._make_cache() as cache:
+            self._warm_up(lambda: self._subject.generate(cache, self._fresh(1), max_new_tokens=8))
+            for one in self._workloads:
+                chosen = one.sample(self._sample)
+                others = [i for i in range(len(one.prompts)) if i not in chosen][:2]
+                for other in others if one.samples == 1 else ():
+                    # Of a part, most would be the first to see what all share.
+                    ids = torch.tensor([one.prompts[other]], device=self._subject.model.device)
+                    self._subject.generate(cache, ids)
+                run = partial(answer_one_by_one, self._subject, cache, one, chosen)
+                self._measure("cached", one, run)
+
+    def _run_batch(self) -> None:
+        with self._make_cache() as cache:
+            seconds = self._subject.time(lambda: time_decode_steps(self._subject, cache, 2, 4))
+            self._figures.append(
+                Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
+            )
+            for one in self._workloads:
+                self._measure("batch", one, partial(answer_batched, self._subject, cache, one))
+            for rows in self._decode_rows:
+                self._add_decode_steps(cache, rows)
+            self._extra["batch"] = _plain(cache.batch_stats())
+
+    def _add_decode_steps(self, cache: PrefixCache, rows: int) -> None:
+        seconds = time_decode_steps(self._subject, cache, rows, self._steps)
+        spread = _spread_ms(seconds)
+        limit = _STEP_LIMIT_MS.get(rows) if self._has_limits else None
+        self._figures.append(
+            Measurement(
+                f"generate_batch: decode step of {rows} requests, host time included",
+                spread["median"],
+                "ms",
+                limit,
+                runs=len(seconds),
+                detail=f"99th percentile {spread['p99']:.2f} ms",
+            )
+        )
+        self._extra.setdefault("decode_step_ms", {})[str(rows)] = spread
+
+    def _make_cache(self) -> PrefixCache:
+        """Make a prefix cache that gives nothing up that a workload needs."""
+        self._empty()
+        tokens = max(
+            len(one.prompts[0]) * len(one.prompts) + max(one.new_tokens) * one.num_answers
+            for one in self._workloads
+        )
+        return self._subject.prefix_cache(
+            num_tokens=2 * tokens,
+            num_calls=max(len(one.prompts) for one in self._workloads) + max(self._decode_rows),
+            max_batch_size=max([*self._decode_rows, *(one.num_answers for one in self._workloads)]),
+            batch_share=0.9 if "batch" in self._ways else 0.5,
+        )
+
+    def _compare(self, workload: Workload) -> Iterator[Measurement]:
+        """Return the figures of a workload, the best of each way."""
+        found = self._outcomes[workload.name]
+        best = {
+            way: max(outcomes, key=lambda one: one.tokens_per_second)
+            for way, outcomes in found.items()
+        }
+        for way, outcome in best.items():
+            yield from _figures_of(way, workload, outcome)
+        for way, limits in (("generate", _ONE_BY_ONE_LIMITS), ("static", _STATIC_LIMITS)):
+            if way in best and "batch" in best:
+                ratio = best["batch"].tokens_per_second / best[way].tokens_per_second
+                limit = limits.get(workload.name) if self._has_limits else None
+                name = f"generate_batch over {WAYS[way]}, {workload.title}"
+                yield Measurement(name, ratio, "x", limit, at_least=True)
+        if "cached" in best and "generate" in best:
+            ratio = best["cached"].tokens_per_second / best["generate"].tokens_per_second
+            name = f"{WAYS['cached']}, over {WAYS['generate']}, {workload.title}"
+            yield Measurement(name, ratio, "x")
+        if workload.samples == 1:
+            yield from self._equality(workload, found)
+
+    def _equality(
+        self, workload: Workload, found: dict[str, list[Outcome]]
+    ) -> Iterator[Measurement]:
+        """Compare the answers of all ways with those of the first one, as far as both have some."""
+        answers = {
+            way: {key: answer for one in outcomes for key, answer in one.answers.items()}
+            for way, outcomes in found.items()
+        }
+        first, *others = answers or [""]
+        for way in others:
+            expected, actual = answers[first], answers[way]
+            both = sorted(expected.keys() & actual.keys())
+            if not both:
+                continue
+            equal = sum(expected[key] == actual[key] for key in both)
+            share = statistics.fmean(_common(expected[key], actual[key]) for key in both)
+            yield Measurement(
+                f"{WAYS[way]}: answers equal to those of {WAYS[first]}, {workload.title}",
+                100 * equal / len(both),
+                "%",
+                100.0 if self._is_exact else None,
+                at_least=True,
+                detail=f"{equal} of {len(both)}; equal tokens before the first other one: "
+                f"{share:.0%}",
+            )
+
+    def _attempt(self, title: str, run: Callable[[], None]) -> None:
+        """Measure something; a failure is part of the result, and the rest is measured still."""
+        try:
+            run()
+        except torch.cuda.OutOfMemoryError as error:
+            progress(f"{title}: out of memory")
+            self._extra.setdefault("out_of_memory", {})[title] = str(error).partition(". ")[0]
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._failed[title] = f"{type(error).__name__}: {error}"
+        self._empty()
+
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        """Have kernels compiled and tuned before anything is timed."""
+        self._subject.time(run)
+
+    def _fresh(self, rows: int) -> torch.Tensor:
+        """Return prompts of nobody, as long as the longest: [rows, length]."""
+        length = max(len(one.prompts[0]) for one in self._workloads)
+        return torch.cat([self._subject.random(length) for _ in range(rows)])
+
+    def _empty(self) -> None:
+        gc.collect()
+        if self._subject.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _figures_of(way: str, workload: Workload, outcome: Outcome) -> Iterator[Measurement]:
+    name, answers = f"{WAYS[way]}, {workload.title}", len(outcome.answers)
+    detail = f"{answers} of {workload.num_answers} answers in {outcome.seconds:.2f} s"
+    if way == "static":
+        detail += f"; batches of {outcome.rows}"
+    yield Measurement(f"{name}: new tokens", outcome.tokens_per_second, "/s", detail=detail)
+    for title, seconds in (
+        ("time to first token", outcome.first_seconds),
+        ("from token to token", outcome.step_seconds),
+    ):
+        if spread := _spread_ms(seconds):
+            detail = f"99th percentile {spread['p99']:,.1f} ms"
+            if way in ("generate", "cached") and seconds is outcome.first_seconds:
+                detail += "; from its own call on"
+            figure = spread["median"]
+            yield Measurement(f"{name}: {title}", figure, "ms", runs=len(seconds), detail=detail)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return what share of two answers is equal from their beginnings on."""
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same / max(len(one), len(other), 1)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in asdict(value).items()}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
