@@ -518,13 +518,13 @@ class DynamicInferenceContext:
             return self._give_few_blocks(work, due.tolist())
         rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
-        if num_lacking := np.count_nonzero(lacks):
-            which = slice(None) if num_lacking == len(due) else lacks
-            names = (work.group.ids[index] for index in due[which].tolist())
-            rows.grow_by_one(its_rows[which], int(np.maximum.reduce(ends[which])), names)
-        is_over = rows.num_computed[its_rows] > rows.next_events[its_rows]
-        if num_over := np.count_nonzero(is_over):
-            rows.expect_events(its_rows if num_over == len(due) else its_rows[is_over])
+        if np.count_nonzero(lacks):
+            names = (work.group.ids[index] for index in due[lacks].tolist())
+            rows.grow_by_one(its_rows[lacks], int(np.maximum.reduce(ends[lacks])), names)
+        # unnoticed: a shortcut, those whose event is still to come expect the same again
+        is_over = np.count_nonzero(rows.num_computed[its_rows] > rows.next_events[its_rows])
+        if is_over:
+            rows.expect_events(its_rows)
         beyond, saves = ends - rows.next_events[its_rows], rows.saves_states[its_rows]
         saving: list[int] = []
         if np.count_nonzero(saves):

@@ -487,7 +487,6 @@ class RequestTable:
         blocks = self.num_computed[rows] // size
         first = blocks * size
         self.next_events[rows] = first + (size - 1)
-        # unnoticed: floats hold such numbers, too
         self.place_shifts[rows] = self.block_tables[rows, blocks].astype(np.int64) * size - first
 
     def expect_event(self, row: int) -> int:

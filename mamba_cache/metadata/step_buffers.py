@@ -336,7 +336,6 @@ class StepBuffers:
         """Return the same of consecutive tokens of one request, block by block."""
         first, offset = divmod(start, self._block_size)
         blocks = self._block_tables[row, first : first + -(-(offset + length) // self._block_size)]
-        # unnoticed: floats hold such numbers, too
         places = np.add.outer(blocks.astype(np.int64) * self._block_size, self._offsets)
         # unnoticed: numpy takes any negative size as the one to work out
         return places.reshape(-1)[offset : offset + length]

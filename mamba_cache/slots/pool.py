@@ -752,7 +752,7 @@ class SlotPool:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
         try:
-            self._notify(hands_out=True)
+            self._notify(hands_out=True)  # unnoticed: slots that are nobody's poison the pool, too
         except Exception:
             self._push(victims)
             self._guard.is_changing = False  # unnoticed: None is as false

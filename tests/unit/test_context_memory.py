@@ -4,9 +4,11 @@ import pytest
 import torch
 from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
+from mamba_cache import DynamicInferenceContext, Request
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.states import CHECKPOINT_FIELDS
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.states import CHECKPOINT_FIELDS, LayerKind, StateSpec
 
 
 def test_a_context_has_every_field_that_slots_read():
@@ -79,3 +81,33 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
     for fields in calls:
         for name, field in zip(CHECKPOINT_FIELDS, fields, strict=True):
             assert torch.equal(field, getattr(metadata, name)[:num_checkpoints])
+
+
+def test_a_window_that_is_called_conv_is_no_mamba_state():
+    """Megatron's fields name the states of Mamba layers alone."""
+    kind = LayerKind("", 1, (("conv", (2, 3), torch.float32),))
+    context = DynamicInferenceContext(make_config(), StateSpec.of(kind))
+    assert [*context.live_states.tensors] == ["conv"]
+    assert context.mamba_conv_states is context.mamba_ssm_states is None
+
+
+@pytest.mark.parametrize("keeps", ["state", "window"])
+def test_layers_may_keep_a_state_or_a_window_alone(keeps):
+    shape = (3,) if keeps == "state" else (2, 3)
+    kind = LayerKind("k", 1, ((keeps, shape, torch.float32),))
+    config = make_config(max_slots=4)
+    context = DynamicInferenceContext(config, StateSpec.of(kind), placement=EveryNthBlock(1))
+    context.add_request(Request(request_id="a", prompt_tokens=[1] * (2 * BLOCK + 1)))
+    metadata = context.begin_step().metadata
+    num_tokens, num_chunks = metadata.num_prefill_tokens, metadata.num_chunks
+    states = torch.arange(3 * num_chunks).view(num_chunks, 3).float()
+    inputs = torch.arange(2 * num_tokens).view(num_tokens, 2).float()
+    given = ({"state": states}, {}) if keeps == "state" else ({}, {"window": inputs})
+    context.extract_states("k", 0, *given, metadata)
+    context.commit_step({"a": 1})
+    saved = context.slot_allocator.states.tensors[f"k.{keeps}"]
+    slots = [context.slot_allocator.get_slot(block) for block in (0, 1)]
+    ends = [BLOCK // config.ssm_chunk_size, 2 * BLOCK // config.ssm_chunk_size]
+    for slot, end, boundary in zip(slots, ends, (BLOCK, 2 * BLOCK), strict=True):
+        wanted = states[end - 1] if keeps == "state" else inputs[boundary - 3 : boundary].T
+        assert torch.equal(saved[0, slot], wanted)

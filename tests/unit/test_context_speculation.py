@@ -57,13 +57,15 @@ REFUSED_DRAFTS = {
     "another shape": (torch.zeros(4, 3, dtype=torch.int64), "[4, 2] on cpu"),
     "another dtype": (torch.zeros(4, 2), "got torch.float32 [4, 2] on cpu"),
     "another device": (torch.zeros(4, 2, dtype=torch.int64, device="meta"), "[4, 2] on meta"),
+    "a hole": ([[5, -1, 7]], "a request's drafts must come before its negative entries"),
     "strides": (torch.zeros(2, 4, dtype=torch.int64).T, "contiguous"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_DRAFTS)
-def test_drafts_that_are_refused(context, case):
+def test_drafts_that_are_refused(case):
     drafts, message = REFUSED_DRAFTS[case]
+    context = make_context(make_config(num_speculative_tokens=3 if case == "a hole" else DRAFTS))
     prefill(context, "a")
     before = context.fingerprint()
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
@@ -387,3 +389,36 @@ def test_drafts_that_are_not_accepted_count_as_computed(context):
     assert context.stats().computed_tokens == len(PROMPT) + 3
     context.collect_step()
     assert context.stats().computed_tokens == len(PROMPT) + 5
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
+def test_drafts_of_a_request_may_come_in_any_form(context, form):
+    prefill(context, "a", "b")
+    step = context.begin_step(drafts={"a": form([4, 5]), "b": form([6])})
+    assert [request.drafts for request in step.requests] == [(4, 5), (6,)]
+    assert step.metadata.token_ids[:5].tolist() == [9, 4, 5, 9, 6]
+
+
+def test_the_first_of_the_prompts_that_were_uncollected_is_told_its_token(context):
+    prefill(context, "decodes")
+    for name in ("a", "b"):
+        add(context, name, PROMPT)
+    compute(context)
+    context.commit_step(on_device([3], [4], [5]))
+    context.preempt("decodes")
+    assert context.collect_step() == {"a": [4], "b": [5]}
+    assert context.output("a") == [4]
+
+
+def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
+    """On a GPU the kernel reads them as what they are."""
+    prefill(context, "a")
+    add(context, "half", PROMPT * 2, chunk_tokens=4)
+    compute(context)
+    speculation, given = context._runner._speculation, []
+    advance = speculation.advance
+    monkeypatch.setattr(speculation, "advance", lambda *args: (given.append(args), advance(*args)))
+    context.commit_step([7])
+    [(_, tokens, counts)] = given
+    assert (tokens.dtype, counts.dtype) == (np.int64, np.int64)
+    assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])

@@ -67,6 +67,7 @@ def test_a_layer_that_forgets_publishes_no_state(context, layers):
     with pytest.warns(UnwrittenStateWarning, match=r"layers \[.*'a' at \[8, 16, 24\]") as caught:
         forgetful_step(context, layers)
     assert str(layers) in str(caught[0].message)
+    assert caught[0].filename == __file__  # whose commit_step it was
     assert saved_prefix_lengths(context, PROMPT) == []
     assert context.stats().unwritten_states == 3
     assert context.stats().saved_states == 0
@@ -240,9 +241,11 @@ def test_metadata_of_another_step_are_refused(context):
         context.extract_checkpoint_states(0, *tensors_for(old), old)
     add(context, "b", OTHER)
     metadata = context.begin_step().metadata
-    for foreign in (old, dataclasses.replace(metadata), None):
-        with pytest.raises(InvalidArgumentError, match="metadata must be"):
+    for foreign, what in ((old, "of another step"), (dataclasses.replace(metadata), "of another")):
+        with pytest.raises(InvalidArgumentError, match=f"got StepMetadata {what}"):
             context.extract_checkpoint_states(0, *tensors_for(metadata), foreign)
+    with pytest.raises(InvalidArgumentError, match=r"must be Step.metadata, got NoneType$"):
+        context.extract_checkpoint_states(0, *tensors_for(metadata), None)
 
 
 def test_a_step_without_checkpoints_asks_for_nothing(context):

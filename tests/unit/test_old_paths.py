@@ -139,7 +139,8 @@ def test_the_page_on_architecture_lists_the_old_paths() -> None:
 )
 def test_old_names_of_classes_lead_to_what_took_their_place(package, old, new):
     module = importlib.import_module(package)
-    with pytest.warns(DeprecationWarning, match=f"{old} is an old name of {new}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} is an old name of {new}") as caught:
         assert getattr(module, old) is getattr(module, new)
+    assert caught[0].filename == __file__  # it names who is to change, not the package
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         module.no_such_name  # noqa: B018

@@ -149,3 +149,22 @@ def test_what_rows_do_next_is_counted(rows):
     rows.reset()
     assert (rows.scheduled_rows, rows.decoding_rows, rows.num_scheduled_tokens) == ({}, set(), 0)
     assert rows.num_changes == 3
+
+
+def test_where_keys_go_is_exact_in_64_bits(kv_blocks):
+    """Neither int32 nor the 53 bits of a float hold the largest."""
+    block, size = 2**31 - 1, 2**23 + 1
+    rows = RequestTable(
+        kv_blocks,
+        max_requests=1,
+        max_blocks=1,
+        block_size_tokens=size,
+        max_tokens=1,
+        max_sequence_length=size,
+    )
+    rows.block_tables[0, 0] = block
+    rows.expect_events(np.array([0]))
+    assert rows.place_shifts.tolist() == [block * size]
+    rows.place_shifts[0], rows.next_events[0], rows.num_computed[0] = 0, -1, 0
+    assert rows.expect_event(0) == size - 1
+    assert rows.place_shifts.tolist() == [block * size]

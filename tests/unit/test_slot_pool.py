@@ -404,3 +404,14 @@ def test_check_invariants_finds_a_block_reserved_for_twice(pool):
     spoiled.reserved[1] = 0
     with pytest.raises(InvariantError, match="two slots are reserved for one block"):
         spoiled.check_invariants()
+
+
+def test_a_state_without_a_hash_is_never_stale():
+    """An embedder may give slots by block alone; a block may have a hash all the same."""
+    pool = make_pool(2, 4)
+    pool.allocate_slots_batch([0, 1])
+    pool.register_block_hashes_batch([1], [7])
+    pool.kv_blocks.block_hashes[:2] = 5, 7
+    assert pool.stale_blocks() == []
+    pool.kv_blocks.block_hashes[1] = 6
+    assert pool.stale_blocks() == [1]

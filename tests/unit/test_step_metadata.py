@@ -136,11 +136,13 @@ def test_there_is_room_for_no_more_chunks_than_tokens():
     assert len(metadata.cu_chunk_seqlens) == 8
 
 
-def test_where_a_key_goes_is_exact_in_64_bits():
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
     """Neither int32 nor the 53 bits of a float hold the largest."""
     block, block_size = 2**31 - 1, 2**23 + 1
     tables = np.full((1, 1), block, dtype=np.int32)
-    plan = StepPlan(decodes=decode_batch([SequenceSlice(0, 6, np.array([1]))]))
+    pieces = [SequenceSlice(0, 6, np.array([1]))]
+    plan = StepPlan(prefills=pieces) if is_prefill else StepPlan(decodes=decode_batch(pieces))
     metadata = make_buffers(tables, block_size_tokens=block_size).fill(plan)
     assert metadata.kv_slot_mapping[0].item() == block * block_size + 6
 
@@ -165,3 +167,46 @@ def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes
     wanted = TABLES[ROWS[:num_decodes]].tolist()
     assert metadata.block_tables.tolist() == padded(wanted, MAX_REQUESTS, [0] * MAX_BLOCKS)
     assert metadata.boundary_positions.tolist() == [-1] * MAX_REQUESTS
+
+
+def test_nothing_of_a_longer_step_is_left_in_a_shorter_one():
+    """Padding included: a captured graph reads all of it."""
+    buffers = make_buffers()
+    shorter = StepPlan(prefills=[SequenceSlice(2, 6, np.array([31, 32, 33]))])
+    steps = [shorter, PLAN, shorter, StepPlan(decodes=decode_batch(DECODES[1:])), PLAN, StepPlan()]
+    for plan in steps:
+        found, wanted = fields(buffers.fill(plan)), fields(make_buffers().fill(plan))
+        used = len(plan.decodes.rows) + len(plan.prefills)
+        # Tables past the batch stay as they were.
+        assert found.pop("block_tables")[:used] == wanted.pop("block_tables")[:used]
+        assert found == wanted
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_boundaries_are_gone_from_the_next_step(order):
+    buffers = make_buffers()
+    pieces = [[CheckpointEntry(0, 10, 73)], []]
+    for index in order:
+        plan = StepPlan(decodes=decode_batch(DECODES), boundaries=pieces[index])
+        metadata = buffers.fill(plan)
+        boundary = pieces[index]
+        padding = [-1] * (MAX_REQUESTS - len(boundary))
+        assert metadata.boundary_slots.tolist() == [entry.slot for entry in boundary] + padding
+        assert metadata.boundary_rows.tolist() == [9 for _ in boundary] + padding
+        assert metadata.boundary_entries.tolist() == [0 for _ in boundary] + padding
+        assert metadata.boundary_positions.tolist() == [10 for _ in boundary] + padding
+
+
+def test_restores_are_gone_from_the_next_step():
+    buffers = make_buffers()
+    plan = StepPlan(prefills=PLAN.prefills[:1], restores=[(6, 4)])
+    assert buffers.fill(plan).restore_sources.tolist() == [6, -1, -1, -1, -1]
+    metadata = buffers.fill(StepPlan(prefills=PLAN.prefills[:1]))
+    assert metadata.restore_sources.tolist() == metadata.restore_rows.tolist() == [-1] * 5
+
+
+def test_the_first_entries_of_a_tensor_are_a_list_on_the_host():
+    buffers = make_buffers()
+    buffers.fill(PLAN)
+    assert buffers.first_entries("boundary_slots", 2) == [73, 74]
+    assert buffers.first_entries("restore_rows", 1) == [12]
