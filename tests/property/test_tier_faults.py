@@ -1,4 +1,4 @@
-"""A short sample of ``python tests/tier_faults.py``: no fault of the tiers restores a wrong byte."""
+"""A sample of ``python tests/tier_faults.py``: no fault of the tiers restores a wrong byte."""
 
 import pytest
 from hypothesis import settings

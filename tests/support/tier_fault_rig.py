@@ -320,7 +320,7 @@ def torn_write(rig):
     """Some sectors of a write are not written, though the disk says that all are."""
     number, kind = rig.draw()
     rig.store(number, kind)
-    offset, size = rig.row_of(number, kind)
+    offset, _ = rig.row_of(number, kind)
     rig.write_file(kind, offset, bytes(PAGE_BYTES))
     rig.fetch(number, kind)
     rng = rig.rng
