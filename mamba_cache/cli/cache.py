@@ -139,8 +139,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Delete folders below PATH that no process uses: by age, by size, or all."""
-    if older_than is None and keep is None and not everything:
-        raise InvalidArgumentError("say what to delete: --older-than DAYS, --keep GIB or --all")
+    _check_says_what(everything or older_than is not None or keep is not None)
     found = folders(path)
     left, now = sum(folder.num_bytes for folder in found), datetime.now(timezone.utc).timestamp()
     gone, freed = [], 0
@@ -164,6 +163,16 @@ def prune(
     console().print(
         f"{len(gone)} of {len(found)} folders {what}: {size_text(freed)}; {size_text(left)} left"
     )
+
+
+def _check_says_what(is_said: bool) -> None:
+    """Check that somebody who deletes has said what.
+
+    Raises:
+        InvalidArgumentError: Nobody has.
+    """
+    if not is_said:
+        raise InvalidArgumentError("say what to delete: --older-than DAYS, --keep GIB or --all")
 
 
 def _count(

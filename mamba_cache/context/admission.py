@@ -56,11 +56,12 @@ class Admitter:
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
-        match = self._match_on_gpu(hashes, num_tokens)
         if self._tiering is None:
-            return match
-        match = self._tiering.extend(match, hashes)
+            return self._match_on_gpu(hashes, num_tokens)
         lower = self._tiering.lower
+        if lower is not None:
+            self._tiering.poll()  # what has arrived from below counts
+        match = self._tiering.extend(self._match_on_gpu(hashes, num_tokens), hashes)
         if lower is None:
             return match
         return replace(match, arriving_tokens=lower.arriving_tokens(hashes))

@@ -347,7 +347,6 @@ class DynamicInferenceContext:
         if self._tiering is None:
             request_id = prepared.request.request_id
             return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        self._tiering.poll()
         return self._tiering.prefetch(prepared, chain, match, timeout_seconds)
 
     @exclusive

@@ -308,7 +308,6 @@ class LowerTierLink:
 
     def arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
-        self.poll()
         reached = 0
         for boundary, prefetch in self._under_way.items():
             blocks = prefetch.skip_tokens // self._block_size

@@ -177,10 +177,11 @@ class Scheduler:
         while True:
             while (shortage := self._schedule()) and not self._has_work():
                 self._make_room(*shortage)
-            arriving = [r for r in self._requests.values() if r.awaits_prefetch]
+            handles = [request.prefetch for request in self._requests.values()]
+            arriving = [each for each in handles if each is not None and not each.is_done]
             if self._has_work() or not arriving:
                 break
-            arriving[0].prefetch.wait()
+            arriving[0].wait()
         drafts = self._propose_drafts()
         while self._has_work():
             decoding = self._with_status(RequestStatus.DECODING)

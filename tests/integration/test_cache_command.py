@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import sys
-import time
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from disk_rig import IDENTITY, STATE_BYTES, make_identity, open_tier, put
@@ -51,7 +51,7 @@ def path(tmp_path):
             assert put(tier, number, EntryKind.KV, identity=identity) is None
         tier.close()
     for age, identity in ((10, IDENTITY), (1, OTHER)):
-        at = time.time() - age * 86400
+        at = (datetime.now(timezone.utc) - timedelta(days=age)).timestamp()
         os.utime(folder_of(tmp_path, identity), (at, at))
     return tmp_path
 
