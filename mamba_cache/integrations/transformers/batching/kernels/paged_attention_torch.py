@@ -50,6 +50,8 @@ def paged_attention(
         k, v = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (k, v))
     mask = torch.arange(shape[1], device=query.device) < lengths[:, None]
     mask[:, 0] |= ~is_known  # a softmax of nothing is no number
+    # What was left in a block by others may be no number, which no weight makes nothing of.
+    k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
     output = functional.scaled_dot_product_attention(
         query[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale
     )
