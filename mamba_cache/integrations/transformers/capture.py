@@ -27,18 +27,18 @@ class _Run:
     """One forward whose states are captured.
 
     Attributes:
-        num_rows: Sequences that it computes, all of the same length.
         num_tokens: Tokens that it computes of each.
         cuts: Where the scans are cut, in tokens from the first computed one, ascending.
         pieces: What the last scan had as its state at each cut; None once a layer took it.
         num_written: By cut, tensors that were captured.
+        num_rows: Sequences that it computes, all of the same length.
     """
 
-    num_rows: int
     num_tokens: int
     cuts: tuple[int, ...]
     pieces: Sequence[torch.Tensor] | None = None
     num_written: list[int] = field(default_factory=list)
+    num_rows: int = 1
 
 
 _current = threading.local()
@@ -97,7 +97,8 @@ class StateCapture:
             captured whole. A position that is missing has left garbage in its room.
         """
         positions = sorted(rooms)
-        run = _Run(num_rows, num_tokens, tuple(position - start for position in positions))
+        run = _Run(num_tokens, tuple(position - start for position in positions))
+        run.num_rows = num_rows
         run.num_written = [0] * len(positions)
         captured: set[int] = set()
         with ExitStack() as undo:

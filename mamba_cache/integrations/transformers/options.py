@@ -196,7 +196,12 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
     given = {name: value for name, value in options.items() if value is not None}
     _refuse(given)
     own = _arguments_of_generate(model)
-    joined, left = _prepare(model, {**options, "generation_config": config}, own)
+    try:
+        joined, left = _prepare(model, {**options, "generation_config": config}, own)
+    except InvalidArgumentError:
+        raise
+    except ValueError as error:  # what the library itself refuses
+        raise InvalidArgumentError(f"transformers refuses the configuration: {error}") from error
     unknown = sorted({*(given.keys() & own), *left})
     if unknown:
         raise InvalidArgumentError(

@@ -251,11 +251,11 @@ class PrefixCache:
         inputs: Any,
         generation_config: Any = None,
         continuous_batching_config: Any = None,
+        *,
         record_timestamps: bool = False,
         progress_bar: bool = False,
         persistent_manager: bool = False,
         warmup: bool = True,
-        *,
         seeds: int | Sequence[int] | None = None,
         tokenizer: Any = None,
         streamer: Any = None,
@@ -293,13 +293,14 @@ class PrefixCache:
             options: What changes each configuration, such as ``max_new_tokens``.
 
         Returns:
-            What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the order
-            of the prompts, further answers before the first one. A request that does not fit into
-            the cache's memory has its ``error`` set.
+            What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the
+            order of the prompts, further answers before the first one. An answer that stops because
+            no sequence may be longer has its ``error`` set.
 
         Raises:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
                 served, or the model cannot.
+            SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
             BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.

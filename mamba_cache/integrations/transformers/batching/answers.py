@@ -57,14 +57,12 @@ class AnswerSettings:
     _longest_stop: int = field(default=0)
 
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Says whether an answer is over with its last token.
+        """Says whether an answer ends with a stop string.
 
         Args:
             prompt: Tokens of the prompt.
             answer: Tokens of the answer so far, at least one.
         """
-        if len(answer) >= self.max_new_tokens or answer[-1] in self.eos_token_ids:
-            return True
         if self.stops is None:
             return False
         # A stop string may begin in the prompt, as for generate. So long is none in tokens.
@@ -160,7 +158,7 @@ class AnswerSettingsReader:
 
 def _has_default_length(model: Any, config: Any) -> bool:
     """Says whether nobody has set a length, so that the library's default means new tokens."""
-    defaults = getattr(type(config), "_get_default_generation_params", dict)()
+    defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
     return getattr(
         model.generation_config, "max_length", None
     ) is None and config.max_length == defaults.get("max_length", 20)

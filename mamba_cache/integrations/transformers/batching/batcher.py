@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ __all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
 
 _COPIED_BYTES = 2**31
 """Of keys and values before the chunks of one forward, which are copied for it."""
+
+_LONGEST = 2**17
+"""Tokens of a sequence, for models that do not say: block tables are as wide."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -106,15 +110,17 @@ class BatchStats:
 
 
 class _AtTheEnd:
-    """A placement's positions, and the last complete block of the prompt."""
+    """A placement's positions, and the last complete blocks of the prompt."""
 
     def __init__(self, placement: CheckpointPlacement) -> None:
         self._placement = placement
 
     def positions(self, facts: PlacementFacts) -> list[int]:
         """Returns the positions."""
-        last = facts.prompt_tokens // facts.block_size_tokens * facts.block_size_tokens
-        return [*self._placement.positions(facts), last]
+        size, count = facts.block_size_tokens, facts.prompt_tokens
+        # The same prompt again must compute a token, a longer one need not compute any of it.
+        ends = count // size * size, (count - 1) // size * size
+        return [*self._placement.positions(facts), *ends]
 
 
 @dataclass(slots=True)
@@ -247,7 +253,7 @@ class Batcher:
         seed: int,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[int] = (),
-        tell: Callable[[int], None] | None = None,
+        tell: Callable[[str, int], None] | None = None,
     ) -> list[BatchRequest]:
         """Lets a prompt wait for its turn.
 
@@ -258,7 +264,7 @@ class Batcher:
             seed: Of the draws of the first answer; those of the others follow from it.
             cache_salt: Prompts of different salts never share anything.
             checkpoints: Positions at which others branch off.
-            tell: Called with each token of the first answer.
+            tell: Called with the name of each answer and each token of it.
 
         Returns:
             A request for each of its answers. The first is called as asked, the others have
@@ -266,11 +272,12 @@ class Batcher:
 
         Raises:
             InvalidArgumentError: The prompt or the salt is malformed.
+            SequenceLengthError: The prompt is longer than the longest sequence.
         """
         request = Request(
             request_id=self._num_requests,
             prompt_tokens=prompt,
-            cache_salt=cache_salt,
+            cache_salt=cast("str | bytes | None", cache_salt),  # ints are hashed as well
             lora_id=self._runner.fingerprint.key,
             checkpoint_positions=checkpoints,
         )
@@ -282,7 +289,6 @@ class Batcher:
             settings,
             seed & _SEED_MASK,
             reusable_blocks=max(len(prepared.tokens) - least, 0) // size,
-            tell=tell,
         )
         made = [first]
         for number in range(settings.num_answers - 1):
@@ -301,7 +307,10 @@ class Batcher:
         self._num_requests += len(made)
         self._num_unfinished += len(made)
         self._has_listeners |= tell is not None or settings.processors is not None
+        longest = self.context.config.max_sequence_length - len(prepared.tokens) + 1
         for one in made:
+            one.tell = None if tell is None else partial(tell, one.request_id)
+            one.most_tokens = min(settings.max_new_tokens, longest)
             self._queues.add(one)
         return made
 
@@ -329,10 +338,7 @@ class Batcher:
         Raises:
             ModelChangedError: The model's weights are others than those of cached prefixes.
         """
-        step, failed = self._begin()
-        over = [self._end(request) for request in failed]
-        if step is None:
-            return over
+        step = self._begin()
         computed = self._prefill.compute(step) if step.prefills else []
         logits = self._compute_decodes(step)
         if computed:
@@ -340,24 +346,19 @@ class Batcher:
         tokens, told = self._choose(step, logits, computed)
         # By now all is enqueued: the comparison of the weights was done beside it.
         self._runner.fingerprint.confirm()
-        return over + self._commit(step, tokens, told, computed)
+        return self._commit(step, tokens, told, computed)
 
-    def _begin(self) -> tuple[Step | None, list[BatchRequest]]:
+    def _begin(self) -> Step:
         queues = self._queues
-        failed = [] if queues.is_steady else queues.make_work(*self._limits)
-        while len(queues):
-            if not queues.has_work:
-                failed += queues.make_work(*self._limits)
-                continue
+        if not queues.is_steady:
+            queues.make_work(*self._limits)
+        while True:
             try:
-                return self.context.begin_step(), failed
-            except BlockCapacityError:
-                # Chunks have their blocks: one that decodes lacks it.
-                if len(queues.running) > 1:
-                    queues.preempt_youngest()
-                else:
-                    failed.append(queues.fail(next(iter(queues.running.values()))))
-        return None, failed
+                return self.context.begin_step()
+            except BlockCapacityError:  # chunks have their blocks: one that decodes lacks it
+                queues.preempt_youngest()
+            if not queues.has_work:
+                queues.make_work(*self._limits)
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
         """Computes the decoding requests; returns logits by row of the live states."""
@@ -499,7 +500,7 @@ class Batcher:
         sampled = decoded + [request for request, part in chunks if part.samples]
         values = tokens.tolist()
         forks: list[tuple[BatchRequest, int]] = []
-        for request, value in zip(sampled, values, strict=True):
+        for request in sampled:
             firsts = of_children.get(request.key)
             if firsts and not request.answer:
                 made = self._queues.fork(request, firsts)
@@ -523,9 +524,18 @@ class Batcher:
         request.timestamps.append(time.perf_counter())
         if request.tell is not None:
             request.tell(token)
-        if settings.stops is None:
-            return len(answer) >= settings.max_new_tokens or token in settings.eos_token_ids
-        return settings.ends(request.prompt, answer)
+        if token in settings.eos_token_ids:
+            return True
+        if settings.stops is not None and settings.ends(request.prompt, answer):
+            return True
+        if len(answer) < request.most_tokens:
+            return False
+        if len(answer) < settings.max_new_tokens:
+            request.error = (
+                f"request {request.request_id!r} has {request.num_tokens} tokens and cannot go on: "
+                f"the longest sequence is {self.context.config.max_sequence_length} tokens"
+            )
+        return True
 
     def _end(self, request: BatchRequest) -> BatchRequest:
         request.is_over = True
@@ -596,4 +606,4 @@ def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def _longest(runner: ModelRunner, num_tokens: int) -> int:
     """Returns how long a sequence may be: what the model says, if the KV blocks hold that."""
     longest = getattr(runner.config, "max_position_embeddings", None)
-    return min(num_tokens, longest) if isinstance(longest, int) and longest > 0 else num_tokens
+    return min(num_tokens, longest if isinstance(longest, int) and longest > 0 else _LONGEST)

@@ -141,25 +141,21 @@ class BatchCall:
         request_id, streamer = f"req_{index}", self._streamers[index]
         if streamer is not None:
             streamer.put(torch.from_numpy(self.prompts[index]).long())
-        made = batcher.submit(
+        return batcher.submit(
             request_id,
             self.prompts[index],
             self._settings[index],
             seed=self._seeds[index],
             cache_salt=self._salts[index],
             checkpoints=self._checkpoints[index],
+            tell=self._teller(streamer),
         )
-        for one in made:
-            one.tell = self._teller(one.request_id, streamer)
-        return made
 
-    def _teller(self, request_id: str, streamer: Any) -> Callable[[int], None] | None:
+    def _teller(self, streamer: Any) -> Callable[[str, int], None] | None:
         if streamer is not None:
-            return lambda token: streamer.put(torch.tensor([token]))
-        if self._streamer is None or not callable(self._streamer):
-            return None
-        tell = self._streamer
-        return lambda token: tell(request_id, token)
+            return lambda _, token: streamer.put(torch.tensor([token]))
+        tell: Callable[[str, int], None] | None = self._streamer
+        return tell if callable(tell) else None
 
     def _end_stream(self, request: BatchRequest) -> None:
         number = request.request_id.removeprefix("req_")
@@ -252,8 +248,8 @@ def _output(request: BatchRequest, records_timestamps: bool) -> Any:
         kind, statuses = library.GenerationOutput, library.RequestStatus
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no GenerationOutput: use a version that "
-            "mamba_cache was tested with (docs/how-to/transformers.md)"
+            f"transformers {transformers().__version__} has no GenerationOutput: use a version "
+            "that mamba_cache was tested with (docs/how-to/transformers.md)"
         ) from error
     return kind(
         request_id=request.request_id,

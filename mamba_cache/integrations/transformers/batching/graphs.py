@@ -104,7 +104,7 @@ class DecodeGraphs:
             self.counts.sizes = tuple(sorted(self._graphs))
 
     def _capture(self, size: int) -> _Graph:  # pragma: no cover - tests/gpu run it
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

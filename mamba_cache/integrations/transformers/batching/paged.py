@@ -173,11 +173,12 @@ class PagedAttention:
             InvalidArgumentError: The model asks for what is not served here.
         """
         asked = [name for name in _UNSERVED if options.get(name) is not None]
-        if asked or query.shape[2] != 1:
+        if query.shape[2:] != (1, self._kv_cache.shape[-1]):
+            asked.append(f"queries [tokens, size of a head] {[*query.shape[2:]]}")
+        if asked:
             raise InvalidArgumentError(
-                "generate_batch cannot serve this model: its attention asks for "
-                f"{asked or f'{query.shape[2]} tokens at once'}, and the one that reads KV blocks "
-                "has no such thing; generate serves it"
+                f"generate_batch cannot serve this model: its attention asks for {asked}, and the "
+                "one that reads KV blocks has no such thing; generate serves it"
             )
         scale = options.get("scaling")
         output: torch.Tensor = self._kernels.paged_attention(

@@ -107,52 +107,27 @@ class BatchQueues:
             if not request.awaits_fork:
                 budget, error = self._try(self._admit, request, budget)
 
-    def make_work(self, budget: int, most_requests: int) -> list[BatchRequest]:
+    def make_work(self, budget: int, most_requests: int) -> None:
         """Schedules until there is something to compute.
 
         Args:
             budget: As for ``schedule``.
             most_requests: Likewise.
-
-        Returns:
-            Requests that do not fit even alone; they have an error and hold nothing.
         """
-        failed: list[BatchRequest] = []
         while True:
             self.schedule(budget, most_requests)
-            if self.has_work or not len(self):
-                return failed
-            if len(self.running) > 1:
-                self.preempt_youngest()
-                continue
-            queues = (self._prefilling, self._preempted, self._waiting)
-            oldest = next(next(iter(queue.values())) for queue in queues if queue)
-            failed.append(self.fail(oldest))
+            if self.has_work:
+                return
+            self.preempt_youngest()
 
     def preempt_youngest(self) -> BatchRequest:
         """Takes the memory of the youngest request back; it is resumed later."""
+        # Alone, each has room: no sequence may be longer than all KV blocks together.
+        assert len(self.running) > 1, "one request does not fit alone"
         request = next(reversed(self.running.values()))
         self._context.preempt(request.key)
         self._leave(request)
         self._preempted[request.key] = request
-        return request
-
-    def fail(self, request: BatchRequest, error: str | None = None) -> BatchRequest:
-        """Ends a request that cannot go on.
-
-        Args:
-            request: It.
-            error: Why; None: it does not fit even alone.
-        """
-        blocks = self._context.kv_block_allocator
-        request.error = error or (
-            f"request {request.request_id!r} of {request.num_tokens} tokens does not fit even "
-            f"alone into the {blocks.pool_size - 1} KV blocks that generate_batch has: give a "
-            "larger kv_cache_gb"
-        )
-        if request.key in self.running or request.key in self._preempted:
-            self._context.finish(request.key)
-        self._forget(request)
         return request
 
     def finish(self, request: BatchRequest) -> None:

@@ -31,6 +31,7 @@ class BatchRequest:
         answer: Its tokens so far.
         logprobs: Their log-probabilities, if they are asked for.
         timestamps: When each was there, likewise.
+        most_tokens: Of its answer, as many as it may have and as there is room for.
         error: Why it could not run.
         is_over: It has ended, one way or the other.
         computed: Tokens that it had computed before the chunk that is scheduled.
@@ -53,13 +54,14 @@ class BatchRequest:
     answer: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
+    most_tokens: int = 0
     error: str | None = None
     is_over: bool = False
     computed: int = 0
     admitted: int = -1
     waited_steps: int = 0
     branch_positions: set[int] = field(default_factory=set)
-    created_time: float = field(default_factory=time.perf_counter)
+    created_time: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108
     started_time: float = -1.0
     finished_time: float = -1.0
     _prompt: list[int] = field(default_factory=list)

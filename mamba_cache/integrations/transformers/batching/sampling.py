@@ -59,7 +59,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> 
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) / 2.0**53
+    numbers_in_53_bits: npt.NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64)
+    return numbers_in_53_bits / 2.0**53
 
 
 class Sampler:
@@ -109,7 +110,7 @@ class Sampler:
     def _limits_of(self, draws: Sequence[Draw | None]) -> _Limits:
         settings = tuple(one.settings if one else None for one in draws)
         known = self._limits
-        if known is not None and len(known.settings) == len(settings):
+        if known is not None and len(known.settings) == len(settings):  # noqa: SIM102
             if all(a is b for a, b in zip(known.settings, settings, strict=True)):
                 return known
         # Those of the library's processors are applied by now.

@@ -14,6 +14,8 @@ __all__ = ["paged_attention"]
 _TILE = 64
 _PROGRAMS = 1024
 _MOST_SPLITS = 32
+_LOWEST = tl.constexpr(-3.0e38)
+"""The peak of no scores: below all of them, and still a number to subtract from."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,7 +59,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     own = (head * GROUP + members)[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(query + row.to(tl.int64) * query_stride + own, mask=is_query, other=0.0)
 
-    peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    peak = tl.full([GROUP_PAD], _LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     summed = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for first in range(begin, end, TILE):
@@ -104,7 +106,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, HEAD_PAD)
     at = (cell * SPLITS + splits) * GROUP + member
-    peak = tl.load(peaks + at, mask=splits < SPLITS, other=float("-inf"))
+    peak = tl.load(peaks + at, mask=splits < SPLITS, other=_LOWEST)
     total = tl.load(totals + at, mask=splits < SPLITS, other=0.0)
     highest = tl.max(peak, 0)
     # Of a row without tokens no part has a peak, and nothing is divided by nothing.

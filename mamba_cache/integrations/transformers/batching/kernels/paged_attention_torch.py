@@ -1,5 +1,8 @@
 """The PyTorch twin of the paged attention of decoding requests: it says what is right."""
 
+# As many arguments as the kernel has tensors.
+# ruff: noqa: PLR0917
+
 from __future__ import annotations
 
 import torch
@@ -42,12 +45,14 @@ def paged_attention(
     # A block that a request has not got any more, or not yet, is masked: any will do.
     blocks = blocks.clamp(0, keys.shape[0] - 1)
     shape = (len(query), num_blocks * block_size, kv_heads, query.shape[2])
-    gathered = [pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values)]
+    k, v = (pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values))
     if num_heads != kv_heads:
-        gathered = [x.repeat_interleave(num_heads // kv_heads, dim=1) for x in gathered]
+        k, v = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (k, v))
     mask = torch.arange(shape[1], device=query.device) < lengths[:, None]
     mask[:, 0] |= ~is_known  # a softmax of nothing is no number
+    # What was left in a block by others may be no number, which no weight makes nothing of.
+    k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
     output = functional.scaled_dot_product_attention(
-        query[:, :, None], *gathered, attn_mask=mask[:, None, None], scale=scale
+        query[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale
     )
     return output[:, :, 0].masked_fill(~is_known[:, None, None], 0)

@@ -1,0 +1,345 @@
+"""Batches of requests that come and go: each says what it says alone."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from batch_rig import SERVED, answers, batch, subject, tokens
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers_rig import BLOCK, budgets, make_cache, make_model
+
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    ModelChangedError,
+    SequenceLengthError,
+    StepOrderError,
+    UnresumableModelError,
+)
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+
+ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
+"""What transformers wants for several answers to a prompt, and which is as greedy as can be."""
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+@pytest.fixture
+def cache(nemotron):
+    return nemotron.cache()
+
+
+def alike(generator, *lengths, stem=3 * BLOCK):
+    """Prompts that begin alike, with tails of these lengths."""
+    shared = tokens(generator, stem)
+    return [shared + tokens(generator, length) for length in lengths]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
+    """Hits, rectangles, chunks and mixed lengths; the second time from the cache."""
+    one = subject(name)
+    cache = one.cache()
+    prompts = [*alike(generator, 5, 9, 9, 1, 45), *(tokens(generator, n) for n in (3, 1, 17))]
+    wanted = [one.answer(prompt, 6) for prompt in prompts]
+    assert answers(batch(cache, prompts)) == wanted
+    first = cache.batch_stats()
+    assert answers(batch(cache, prompts)) == wanted
+    second = cache.batch_stats()
+    assert first.cache.skipped_tokens >= 4 * 3 * BLOCK  # one computed the stem, four waited for it
+    assert first.counts.rectangles >= 1
+    assert second.counts.prefill_tokens - first.counts.prefill_tokens < 8 * (BLOCK + 1)
+    assert second.cache.unwritten_states == 0
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_requests_that_are_preempted_go_on_as_before(name, generator):
+    one = subject(name)
+    room = budgets(one.cache(), slots=16, blocks=44)
+    if name == "mamba2":  # without attention no block is ever short
+        room["kv_cache_gb"] = 0.01
+    cache = one.cache(**room, batch_share=0.4)
+    prompts = [tokens(generator, n) for n in (3 * BLOCK + 5, 2 * BLOCK + 1, 30, 25, 7)]
+    wanted = [one.answer(prompt, 20) for prompt in prompts]
+    assert answers(batch(cache, prompts, max_new_tokens=20)) == wanted
+    assert (cache.batch_stats().cache.preemptions > 0) is (name != "mamba2")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_answers_to_one_prompt_are_forks_of_it(name, generator):
+    one = subject(name)
+    cache = one.cache()
+    prompts = [tokens(generator, 2 * BLOCK + 3), tokens(generator, 5)]
+    outputs = batch(cache, prompts, num_return_sequences=3, max_new_tokens=12, **ONLY_THE_LIKELIEST)
+    wanted = [one.answer(prompt, 12) for prompt in prompts for _ in range(3)]
+    assert answers(outputs) == wanted
+    assert cache.batch_stats().cache.forks == 4
+
+
+def test_forks_without_room_are_computed_by_themselves(nemotron, generator):
+    cache = nemotron.cache(max_batch_size=2)
+    prompt = tokens(generator, 2 * BLOCK + 3)
+    outputs = batch(cache, [prompt], num_return_sequences=5, **ONLY_THE_LIKELIEST)
+    assert answers(outputs) == [nemotron.answer(prompt, 6)] * 5
+    assert cache.batch_stats().cache.forks == 1
+
+
+def test_what_is_returned(cache, nemotron, generator):
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    options = {"num_return_sequences": 2, "max_new_tokens": 3, "eos_token_id": None}
+    returned = cache.generate_batch(prompts, **options, **ONLY_THE_LIKELIEST)
+    ids = ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert list(returned) == [output.request_id for output in returned.values()] == ids
+    for output, prompt in zip(
+        returned.values(), [p for p in prompts for _ in range(2)], strict=True
+    ):
+        assert isinstance(output, GenerationOutput)
+        assert output.prompt_ids == prompt
+        assert output.status == RequestStatus.FINISHED
+        assert output.error is None
+        assert output.is_finished()
+        assert output.timestamps is None
+        assert output.created_time <= output.lifespan[0] <= output.lifespan[1]
+    stamped = cache.generate_batch(prompts, max_new_tokens=3, record_timestamps=True)
+    assert [len(output.timestamps) for output in stamped.values()] == [3, 3]
+    assert cache.generate_batch([]) == {}
+
+
+def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, generator):
+    room = budgets(nemotron.cache(), slots=16, blocks=12)
+    cache = nemotron.cache(**room, batch_share=0.5)
+    prompts = [tokens(generator, 5), tokens(generator, 4 * BLOCK), tokens(generator, 6)]
+    outputs = batch(cache, prompts, max_new_tokens=20)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert outputs[1].status == RequestStatus.FAILED
+    assert outputs[1].error.endswith("the longest sequence is 48 tokens")
+    assert outputs[1].generated_tokens == nemotron.answer(prompts[1], 17)
+    assert outputs[0].generated_tokens == nemotron.answer(prompts[0], 20)
+    assert outputs[2].generated_tokens == nemotron.answer(prompts[2], 20)
+
+
+def test_a_prompt_that_is_too_long(nemotron, generator):
+    room = budgets(nemotron.cache(), slots=16, blocks=12)
+    cache = nemotron.cache(**room, batch_share=0.5)
+    with pytest.raises(SequenceLengthError, match="max_sequence_length is 48"):
+        cache.generate_batch([[5, 6], tokens(generator, 49)])
+    cache.check_invariants()
+
+
+def test_prompts_of_different_salts_share_nothing(cache, generator):
+    prompt = tokens(generator, 4 * BLOCK)
+    batch(cache, [prompt], cache_salt="a")
+    assert cache.batch_stats().cache.skipped_tokens == 0
+    batch(cache, [prompt, prompt], cache_salt=["b", "c"])
+    assert cache.batch_stats().cache.skipped_tokens == 0
+    batch(cache, [prompt], cache_salt="b")
+    assert cache.batch_stats().cache.skipped_tokens > 0
+
+
+def test_limits_of_the_batching_config(cache, nemotron, generator):
+    prompts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
+    config = ContinuousBatchingConfig(
+        max_requests_per_batch=2, max_batch_tokens=BLOCK, use_cuda_graph=False
+    )
+    outputs = batch(cache, prompts, continuous_batching_config=config)
+    assert answers(outputs) == [nemotron.answer(prompt, 6) for prompt in prompts]
+    stats = cache.batch_stats()
+    assert stats.counts.prefill_forwards >= 4 * 3
+    assert stats.graphs.eager_reason == "use_cuda_graph is False"
+    assert stats.counts.decode_steps >= 2 * 5
+
+
+def test_a_checkpoint_that_is_named_is_kept(nemotron, generator):
+    named, other = nemotron.cache(), nemotron.cache()
+    first, second = alike(generator, 3 * BLOCK, 3 * BLOCK)
+    batch(named, [first], checkpoints=[3 * BLOCK])
+    batch(other, [first])
+    for cache, hit in ((named, 3 * BLOCK), (other, 0)):
+        batch(cache, [second])
+        assert cache.batch_stats().cache.skipped_tokens == hit
+
+
+def test_answers_are_reused_if_they_are_kept(nemotron, generator):
+    prompt = tokens(generator, 2 * BLOCK)
+    answer = nemotron.answer(prompt, 3 * BLOCK)
+    longer = prompt + answer + tokens(generator, 3)
+    for keeps, hit in ((True, 4 * BLOCK), (False, 2 * BLOCK)):
+        cache = nemotron.cache(reuse_answers=keeps)
+        batch(cache, [prompt], max_new_tokens=3 * BLOCK)
+        before = cache.batch_stats().cache.skipped_tokens
+        outputs = batch(cache, [longer])
+        assert answers(outputs) == [nemotron.answer(longer, 6)]
+        assert cache.batch_stats().cache.skipped_tokens - before == hit
+
+
+def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
+    prompt = tokens(generator, 3 * BLOCK)
+    room = budgets(nemotron.cache(), slots=10, blocks=30)
+    cache = nemotron.cache(**room, batch_share=0.6)
+    assert (cache._store.slots.max_slots, cache.batch_stats()) == (10, None)
+    batch(cache, [prompt])
+    context = cache._batcher.context
+    assert (cache._store.slots.max_slots, context.slot_allocator.max_slots) == (4, 6)
+    assert cache._store.kv_blocks.pool_size + context.kv_block_allocator.pool_size == 30 + 2
+    ids = torch.tensor([prompt])
+    output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
+    assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, True, "half", None])
+def test_a_share_that_is_none(nemotron, share):
+    with pytest.raises(InvalidArgumentError, match="batch_share must be a number in"):
+        nemotron.cache(batch_share=share)
+
+
+def test_a_share_that_holds_nothing(nemotron):
+    room = budgets(nemotron.cache(), slots=1, blocks=30)
+    cache = nemotron.cache(**room)
+    with pytest.raises(BudgetError, match=r"batch_share=0.5 .* got 0 of 1 and 15 of 30"):
+        cache.generate_batch([[5, 6]])
+    cache.generate([[5, 6]], max_new_tokens=1)
+
+
+def test_weights_that_change_between_calls_are_noticed(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+    prompt = tokens(generator, 3 * BLOCK)
+    batch(cache, [prompt])
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    with pytest.raises(ModelChangedError, match="call reset"):
+        cache.generate_batch([prompt], max_new_tokens=2)
+    cache.reset()
+    other = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6)
+    assert answers(batch(cache, [prompt])) == [other[0, len(prompt) :].tolist()]
+    assert cache.batch_stats().cache.skipped_tokens == 0
+
+
+def test_settings_that_change_between_calls_find_nothing(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+    prompt = tokens(generator, 3 * BLOCK)
+    batch(cache, [prompt])
+    model.model.layers[0].mixer.time_step_limit = (0.0, 0.01)
+    batch(cache, [prompt])
+    assert cache.batch_stats().cache.skipped_tokens == 0
+
+
+def test_a_streamer_that_changes_the_model_is_noticed(generator):
+    model = make_model("nemotron_h")
+    cache = make_cache(model)
+
+    def change(request_id, token):
+        model.model.layers[0].mixer.time_step_limit = (0.0, 0.01)
+
+    with pytest.raises(ModelChangedError, match="while generate_batch ran"):
+        cache.generate_batch([tokens(generator, 9)], streamer=change, max_new_tokens=3)
+    cache.check_invariants()
+
+
+def test_the_attention_of_the_model_is_put_back(cache, nemotron, generator):
+    config = nemotron.model.config
+    before = config._attn_implementation
+    prompts = [tokens(generator, 4)]
+    seen = []
+    batch(cache, prompts, streamer=lambda *_: seen.append(config._attn_implementation))
+    assert {*seen, config._attn_implementation} == {before}
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            batch(cache, prompts, streamer=fail)
+        assert config._attn_implementation == before
+        cache.check_invariants()
+    assert answers(batch(cache, prompts)) == [nemotron.answer(prompts[0], 6)]
+
+
+def test_a_forward_that_fails_ends_the_call_and_not_the_cache(cache, nemotron, generator):
+    prompt = tokens(generator, 3 * BLOCK)
+    batch(cache, [prompt])
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of order")
+
+    hook = nemotron.model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        batch(cache, [prompt, [*prompt, 7]])
+    hook.remove()
+    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
+def test_a_closed_cache(nemotron):
+    cache = nemotron.cache()
+    cache.generate_batch([[5, 6]], max_new_tokens=1)
+    cache.close()
+    with pytest.raises(StepOrderError, match="closed"):
+        cache.generate_batch([[5, 6]])
+
+
+def test_models_that_are_not_served():
+    for name, reason in (("inkling", "sliding window"), ("kimi_linear", "size of a head")):
+        cache = make_cache(make_model(name))
+        with pytest.raises(InvalidArgumentError, match=f"cannot serve this model: .*{reason}"):
+            cache.generate_batch([[5, 6]])
+        cache.generate([[5, 6]], max_new_tokens=1)  # which serves it, with all of the budget
+        cache.check_invariants()
+    cache = make_cache(make_model("mamba"), on_unresumable="step")
+    with pytest.raises(InvalidArgumentError, match="single tokens"):
+        cache.generate_batch([[5, 6]])
+
+
+def test_attention_that_is_computed_otherwise_in_a_batch_is_noticed(nemotron, monkeypatch):
+    right = paged_attention_torch.paged_attention
+
+    def forgetful(query, keys, values, tables, places, lengths, scale):
+        return right(query, keys, values, tables, places, lengths.clamp(max=2), scale)
+
+    monkeypatch.setattr(paged_attention_torch, "paged_attention", forgetful)
+    cache = nemotron.cache()
+    with pytest.raises(UnresumableModelError, match="something else for several requests at once"):
+        cache.generate_batch([[5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": 5}, "inputs must be"),
+        ({"inputs": [[5], []]}, "prompt"),
+        ({"inputs": [[5, 10**6]]}, "vocabulary"),
+        ({"generation_config": [GenerationConfig()]}, "each of the 2 prompts"),
+        ({"generation_config": 7}, "GenerationConfig"),
+        ({"num_beams": 3}, "beam_search"),
+        ({"max_time": 3.0}, "max_time"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"stop_strings": ["x"]}, "give tokenizer="),
+        ({"assistant_model": "x"}, "goes back"),
+        ({"stopping_criteria": []}, "stopping_criteria"),
+        ({"pixel_values": 3}, "pixel_values"),
+        ({"seeds": [1]}, "each of the 2 prompts"),
+        ({"seeds": -1}, "seeds"),
+        ({"streamer": [None]}, "each of the 2 prompts"),
+        (
+            {"streamer": [object(), None], "num_return_sequences": 2, **ONLY_THE_LIKELIEST},
+            "one answer",
+        ),
+        ({"cache_salt": ["a"]}, "each of the 2 prompts"),
+        ({"checkpoints": [99]}, "checkpoints must be"),
+    ],
+)
+def test_arguments_that_are_refused(cache, arguments, message):
+    given = {"inputs": [[5, 6], [7, 8]], **arguments}
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.generate_batch(**given)
+    cache.check_invariants()

@@ -1,0 +1,255 @@
+"""How the answers of a batch are made: draws, limits, stop strings, streams."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import numpy as np
+import torch
+from batch_rig import answers, batch, subject, tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers_rig import BLOCK, VOCABULARY
+
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler, uniforms
+
+DRAWN = {"do_sample": True, "temperature": 3.0, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+@pytest.fixture
+def cache(nemotron):
+    return nemotron.cache()
+
+
+def settings(**changes):
+    return AnswerSettings(
+        **{"max_new_tokens": 1, "num_answers": 1, "eos_token_ids": frozenset(), "is_greedy": False}
+        | changes
+    )
+
+
+def librarys_shares(logits, *warpers):
+    """What the library's processors leave of each token's probability."""
+    return LogitsProcessorList(warpers)(None, logits.float().clone()).softmax(-1)
+
+
+LIMITS = {
+    "none": ({}, []),
+    "temperature": ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
+    "top k": ({"top_k": 5}, [TopKLogitsWarper(5)]),
+    "top p": ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+    "min p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    "all": (
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+        [TemperatureLogitsWarper(1.5), TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_draws_follow_the_librarys_probabilities(generator, together):
+    """Of many draws each token comes as often as its probability says, other rows or not."""
+    count = 4000
+    logits = torch.randn(len(LIMITS), 13, generator=generator) * 2
+    sampler = Sampler(torch.device("cpu"))
+    rows = [settings(**changes) for changes, _ in LIMITS.values()]
+    groups = [list(range(len(rows)))] if together else [[index] for index in range(len(rows))]
+    for group in groups:
+        draws = [Draw(rows[i], seed=7, number=n) for n in range(count) for i in group]
+        chosen = sampler.choose(logits[group].repeat(count, 1), draws).view(count, len(group))
+        for column, index in enumerate(group):
+            expected = librarys_shares(logits[index : index + 1], *[*LIMITS.values()][index][1])[0]
+            found = torch.bincount(chosen[:, column], minlength=13) / count
+            assert set(found.nonzero().flatten().tolist()) <= set(
+                expected.nonzero().flatten().tolist()
+            )
+            # The draws are the same in each run: this is no matter of luck.
+            assert (found - expected).abs().max() < 0.03
+
+
+def test_rows_that_draw_and_rows_that_do_not(generator):
+    logits = torch.randn(3, 50, generator=generator)
+    draws = [Draw(settings(is_greedy=True), 0, 0), None, Draw(settings(top_k=1), 3, 1)]
+    chosen = Sampler(torch.device("cpu")).choose(logits, draws)
+    assert chosen[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
+
+
+def test_uniform_numbers_are_those_of_seed_and_number():
+    seeds = np.array([1, 1, 2, 2**64 - 1], dtype=np.uint64)
+    numbers = np.array([0, 1, 0, 0], dtype=np.uint64)
+    found = uniforms(seeds, numbers)
+    assert len({*found.tolist()}) == 4
+    assert found[1] == uniforms(seeds[1:2], numbers[1:2])[0]
+    many = uniforms(np.full(20000, 5, dtype=np.uint64), np.arange(20000, dtype=np.uint64))
+    assert np.abs(np.histogram(many, bins=10, range=(0, 1))[0] - 2000).max() < 200
+    assert many.max() < 1
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_company(cache, generator):
+    prompts = [tokens(generator, 2 * BLOCK + 1), tokens(generator, 5), tokens(generator, 11)]
+    options = {**DRAWN, "max_new_tokens": 12}
+    together = answers(batch(cache, prompts, seeds=[3, 4, 5], **options))
+    alone = [
+        answers(batch(cache, [prompt], seeds=[seed], **options))[0]
+        for prompt, seed in zip(prompts, (3, 4, 5), strict=True)
+    ]
+    assert together == alone
+    assert answers(batch(cache, prompts, seeds=[9, 4, 5], **options))[0] != together[0]
+
+
+def test_seeds_of_a_call(cache, generator):
+    prompts = [tokens(generator, 5)] * 3
+    first = answers(batch(cache, prompts, seeds=1, **DRAWN))
+    assert first == answers(batch(cache, prompts, seeds=1, **DRAWN))
+    assert len({*map(tuple, first)}) == 3
+    drawn = [answers(batch(cache, prompts, **DRAWN)) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    repeated = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        repeated.append(answers(batch(cache, prompts, **DRAWN)))
+    assert repeated[0] == repeated[1]
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_answers_to_one_prompt_differ_and_are_the_same_again(nemotron, generator, rows):
+    """Whether they are forks, or there was no room for them."""
+    prompt = tokens(generator, 2 * BLOCK + 5)
+    options = {**DRAWN, "num_return_sequences": 4, "seeds": 11, "max_new_tokens": 9}
+    found = answers(batch(nemotron.cache(max_batch_size=rows), [prompt], **options))
+    again = answers(batch(nemotron.cache(), [prompt, prompt], **options))[:4]
+    assert found == again
+    assert len({*map(tuple, found)}) == 4
+
+
+def test_each_prompt_has_its_own_configuration(cache, nemotron, generator):
+    prompts = [tokens(generator, 7) for _ in range(4)]
+    configs = [
+        GenerationConfig(max_new_tokens=3, eos_token_id=None),
+        GenerationConfig(max_new_tokens=9, do_sample=True, top_k=1, eos_token_id=None),
+        GenerationConfig(max_new_tokens=7, eos_token_id=nemotron.answer(prompts[2], 4)[3]),
+        None,
+    ]
+    found = answers(list(cache.generate_batch(prompts, configs).values()))
+    assert found[0] == nemotron.answer(prompts[0], 3)
+    assert found[1] == nemotron.answer(prompts[1], 9)
+    ends = nemotron.answer(prompts[2], 7)
+    assert found[2] == ends[: ends.index(ends[3]) + 1]
+    library = nemotron.model.generate(torch.tensor([prompts[3]]), do_sample=False)[0]
+    assert found[3] == library[len(prompts[3]) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"suppress_tokens": [*range(50)]},
+        {"min_new_tokens": 8, "eos_token_id": [*range(3, 90)]},
+        {"max_length": 24},
+        {"max_new_tokens": None},
+        {"repetition_penalty": 3.0, "do_sample": True, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_the_librarys_other_processors_do_what_they_do_in_generate(
+    cache, nemotron, generator, options
+):
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None, **options}
+    if "max_length" in options:
+        del options["max_new_tokens"]
+    expected = [
+        nemotron.model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts
+    ]
+    found = answers(list(cache.generate_batch(prompts, **options).values()))
+    assert found == expected
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Each token is two letters."""
+    letters = "abcdefghij"
+    vocabulary = {
+        f"{a}{b}": 10 * i + j for i, a in enumerate(letters) for j, b in enumerate(letters)
+    }
+    own = Tokenizer(models.WordLevel({**vocabulary, "?": 100}, unk_token="?"))
+    own.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+def test_stop_strings(cache, nemotron, generator, tokenizer):
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    answer = nemotron.answer(prompts[0], 12)
+    text = "".join(tokenizer.convert_ids_to_tokens(answer))
+    options = {
+        "stop_strings": [text[7:10], "nowhere"], "tokenizer": tokenizer, "do_sample": False,
+        "max_new_tokens": 12, "eos_token_id": None,
+    }  # fmt: skip
+    expected = [
+        nemotron.model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts
+    ]
+    assert len(expected[0]) < 12
+    assert answers(batch(cache, prompts, **options)) == expected
+
+
+class _Heard(BaseStreamer):
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.flatten().tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+def test_streamers_hear_what_they_hear_from_generate(cache, nemotron, generator):
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    expected, streamers = [], [_Heard(), None]
+    alone = _Heard()
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    nemotron.model.generate(torch.tensor([prompts[0]]), streamer=alone, **options)
+    batch(cache, prompts, streamer=streamers, **options)
+    assert streamers[0].heard == alone.heard
+    assert expected == []
+
+
+def test_a_function_hears_every_token_as_it_comes(cache, generator):
+    heard = {}
+    prompts = [tokens(generator, 5), tokens(generator, 3 * BLOCK)]
+    options = {**DRAWN, "num_return_sequences": 2, "max_new_tokens": 5, "eos_token_id": None}
+    returned = cache.generate_batch(
+        prompts, streamer=lambda name, token: heard.setdefault(name, []).append(token), **options
+    )
+    assert heard == {name: output.generated_tokens for name, output in returned.items()}
+
+
+def test_log_probabilities_of_what_was_chosen(cache, nemotron, generator):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    prompts = [tokens(generator, 5), tokens(generator, 3 * BLOCK)]
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 4}
+    outputs = batch(cache, prompts, continuous_batching_config=config, **options)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+        with torch.no_grad():
+            shares = nemotron.model(ids).logits[0].log_softmax(-1)
+        at = range(len(output.prompt_ids) - 1, ids.shape[1] - 1)
+        expected = [shares[i, ids[0, i + 1]].item() for i in at]
+        assert output.logprobs == pytest.approx(expected, abs=1e-4)
+    assert max(max(output.generated_tokens) for output in outputs) < VOCABULARY

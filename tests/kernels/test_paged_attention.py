@@ -1,0 +1,106 @@
+"""The attention of decoding requests to their KV blocks: the kernels and their twin."""
+
+import math
+
+import pytest
+import torch
+
+from mamba_cache.integrations.transformers.batching.kernels import (
+    paged_attention,
+    paged_attention_torch,
+)
+
+SHAPES = {
+    "grouped queries": {"heads": 6, "kv_heads": 2, "head_dim": 16, "block": 8},
+    "one head, odd": {"heads": 1, "kv_heads": 1, "head_dim": 5, "block": 3},
+    "as many heads": {"heads": 3, "kv_heads": 3, "head_dim": 24, "block": 16},
+}
+
+
+@pytest.fixture(params=["torch", "triton"])
+def attend(request):
+    kernels = {"torch": paged_attention_torch, "triton": paged_attention}
+    return kernels[request.param].paged_attention
+
+
+def make(generator, device, lengths, places, *, heads, kv_heads, head_dim, block, dtype):
+    """Random queries, and requests of these lengths in blocks in any order."""
+    counts = [-(-length // block) for length in lengths]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=generator)
+    table = torch.full((len(lengths), max(counts) + 2), num_blocks - 1, dtype=torch.int32)
+    first = 0
+    for place, count in enumerate(counts):
+        table[place, :count] = order[first : first + count].int()
+        first += count
+    pool = torch.randn(2, num_blocks, block, kv_heads, head_dim, generator=generator)
+    query = torch.randn(len(places), heads, head_dim, generator=generator)
+    return (
+        query.to(device, dtype),
+        *pool.to(device, dtype),
+        table.to(device),
+        torch.tensor(places, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def expected(query, keys, values, table, places, lengths, scale):
+    """Row by row, in double precision."""
+    rows = []
+    for row, place in zip(query.double(), places.tolist(), strict=True):
+        if place < 0:
+            rows.append(torch.zeros_like(row))
+            continue
+        count = int(lengths[place])
+        tokens = [
+            pool.double()[table[place].long()].flatten(0, 1)[:count] for pool in (keys, values)
+        ]
+        k, v = (x.repeat_interleave(len(row) // x.shape[1], dim=1) for x in tokens)
+        shares = (torch.einsum("hd,thd->ht", row, k) * scale).softmax(-1)
+        rows.append(torch.einsum("ht,thd->hd", shares, v))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_every_row_attends_to_its_own_request(
+    attend, device, generator, monkeypatch, shape, splits
+):
+    """Requests shorter and longer than a tile, in any order, and rows of nobody."""
+    monkeypatch.setattr(paged_attention, "_TILE", 16)
+    monkeypatch.setattr(paged_attention, "_MOST_SPLITS", splits)
+    lengths, places = [1, 16, 33, 70], [2, -1, 0, 3, 1, -1]
+    given = make(generator, device, lengths, places, dtype=torch.float32, **shape)
+    pools = [given[1].clone(), given[2].clone()]
+    scale = 0.3
+    found = attend(*given, scale)
+    torch.testing.assert_close(found, expected(*given, scale).float(), rtol=0, atol=2e-6)
+    assert torch.equal(given[1], pools[0])
+    assert torch.equal(given[2], pools[1])
+
+
+def test_half_precision(attend, device, generator):
+    """Triton's interpreter multiplies no bfloat16."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    given = make(generator, device, [40, 9], [1, 0], dtype=dtype, **SHAPES["grouped queries"])
+    found = attend(*given, 0.25)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), expected(*given, 0.25), rtol=0, atol=0.03)
+
+
+def test_nobody_decodes(attend, device, generator):
+    given = make(generator, device, [4], [-1, -1], dtype=torch.float32, **SHAPES["grouped queries"])
+    assert not attend(*given, 1.0).any()
+
+
+def test_what_lies_behind_a_request_is_not_read(attend, device, generator):
+    """Blocks that it has not filled may hold anything, numbers or none."""
+    shape = SHAPES["grouped queries"]
+    given = make(generator, device, [13], [0], dtype=torch.float32, **shape)
+    wanted = expected(*given, 1.0)
+    _, keys, values, table, _, _ = given
+    is_its = torch.zeros(keys.shape[:2], dtype=torch.bool, device=device)
+    for position in range(13):
+        is_its[table[0, position // shape["block"]].long(), position % shape["block"]] = True
+    keys[~is_its], values[~is_its] = math.inf, 1e30
+    torch.testing.assert_close(attend(*given, 1.0), wanted.float(), rtol=0, atol=2e-6)
