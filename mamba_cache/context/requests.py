@@ -566,6 +566,9 @@ def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: They are no collection of ints >= 0.
     """
+    # unnoticed: a shortcut, the longer way gives the same
+    if type(positions) is tuple and not positions:
+        return ()
     try:
         given = list(positions)
     except TypeError:
