@@ -315,7 +315,7 @@ class ActiveRequest:
         request: The caller's request.
         prompt: [prompt length] int32 prompt tokens.
         chain: Block hashes of the prompt; it grows with the answer.
-        rows: The table that its row is one of.
+        rows: The table that its row is one of; a proxy, if that holds the request.
         is_cached: Whether prefix caching is on; if not, the chain stays empty.
     """
 
