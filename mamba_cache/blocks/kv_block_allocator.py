@@ -323,7 +323,8 @@ class KVBlockAllocator:
             return [None] * len(ids)
         self._guard.is_changing = True
         holders = self._register_all(plan, are_new)
-        self._guard.is_changing = False  # an observer that raises changes nothing here
+        # An observer that raises changes nothing here.
+        self._guard.is_changing = False  # unnoticed: None is as false
         self._notify()
         return holders
 
@@ -364,7 +365,7 @@ class KVBlockAllocator:
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
             self._free.extend(self._copies.end(copy))
-            self._guard.is_changing = False
+            self._guard.is_changing = False  # unnoticed: None is as false
             raise
         return copy
 
@@ -675,7 +676,7 @@ class KVBlockAllocator:
             pairs = list(zip(ids, hash_ids, strict=True))
             self._free.extend(block_id for block_id, hash_id in pairs if hash_id == NO_HASH)
             ids = [block_id for block_id, hash_id in pairs if hash_id != NO_HASH]
-            blocks = np.array(ids, np.intp)
+            blocks = np.array(ids, np.intp)  # unnoticed: of ints that is the dtype anyway
         if ids:
             self._num_cached += len(ids)
             self._leaves.discard(self._tree.count_cached(blocks, 1).tolist())
@@ -741,7 +742,9 @@ class KVBlockAllocator:
 
     def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:
         """Queue those of many blocks that are cached, and none of whose children are."""
-        if len(ids) > FEW:
+        # unnoticed: a shortcut, the longer way gives the same
+        are_many = len(ids) > FEW
+        if are_many:
             # unnoticed: a shortcut, the longer way gives the same
             is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
             ids = blocks[is_leaf].tolist()
@@ -772,7 +775,8 @@ class KVBlockAllocator:
         self._guard.is_changing = True
         self._forget(blocks, cached)
         self._free.extend(cached.tolist())
-        self._guard.is_changing = False  # an observer that raises changes nothing here
+        # An observer that raises changes nothing here.
+        self._guard.is_changing = False  # unnoticed: None is as false
         self._notify()
 
     def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
@@ -848,8 +852,11 @@ class KVBlockAllocator:
 
 def _values_at(view: memoryview, array: npt.NDArray[Any], ids: list[int]) -> list[int]:
     """Return an array's values at blocks; ``view`` is of the same memory, and quicker for few."""
-    if len(ids) <= FEW:  # unnoticed: a shortcut, the longer way gives the same
+    # unnoticed: a shortcut, the longer way gives the same
+    are_few = len(ids) <= FEW
+    if are_few:
         return [view[block_id] for block_id in ids]
+    # unnoticed: of ints that is the dtype anyway
     values: list[int] = array[np.array(ids, np.intp)].tolist()
     return values
 
@@ -864,7 +871,7 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
         HashConflictError: A block carries another hash already, or is named twice with two.
     """
     if own.count(NO_HASH) == len(own) == len(set(block_ids)):
-        return True
+        return True  # unnoticed: a shortcut, the longer way gives the same
     carried: dict[int, int] = {}
     for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
         before = carried.setdefault(block_id, own_hash)

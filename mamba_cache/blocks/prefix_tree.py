@@ -156,6 +156,7 @@ class PrefixTree:
         """
         # One look at each id tells whose it is, and makes it the block's where it is nobody's.
         holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
+        # unnoticed: no block has either
         parent_block = self._block_of.get(NO_HASH if parent is None else parent)
         is_own_parent = parent_block is not None and self.hash_at[parent_block] == NO_HASH
         if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
-from weakref import ReferenceType, finalize, ref
+from weakref import ReferenceType, finalize, proxy, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -382,7 +382,7 @@ class DynamicInferenceContext:
             prepared.request,
             prepared.tokens,
             chain.copy() if prepared is request else chain,  # the caller may add it again
-            self.request_table,
+            proxy(self.request_table),  # which holds it: a cycle would keep the tensors for long
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(checkpoint_positions)

@@ -357,7 +357,7 @@ class ActiveRequest:
         request: The caller's request.
         prompt: [prompt length] int32 prompt tokens.
         chain: Block hashes of the prompt; it grows with the answer.
-        rows: The table that its row is one of.
+        rows: The table that its row is one of; a proxy, if that holds the request.
         is_cached: Whether prefix caching is on; if not, the chain stays empty.
     """
 
@@ -630,6 +630,9 @@ def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: They are no collection of ints >= 0.
     """
+    # unnoticed: a shortcut, the longer way gives the same
+    if type(positions) is tuple and not positions:
+        return ()
     try:
         given = list(positions)
     except TypeError:

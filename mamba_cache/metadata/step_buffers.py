@@ -254,6 +254,7 @@ class StepBuffers:
             max_decode_len = int(np.maximum.reduce(decodes.ends - decodes.starts))
         max_seq_len = decodes.longest
         num_tokens, rows = num_decode_tokens, decodes.rows
+        # unnoticed: without it what is the same is written each time
         is_same = host.rows is rows and not num_prefills
         host.arrays["query_start_loc"][0] = 0
         if num_decodes:
@@ -262,6 +263,7 @@ class StepBuffers:
             rows = np.concatenate((rows, [s.row for s in prefills]))
             num_tokens += self._fill_prefills(host, plan)
             max_seq_len = max(max_seq_len, *(s.start + len(s.token_ids) for s in prefills))
+        # unnoticed: a shortcut, the longer way gives the same
         num_chunks = self._fill_chunks(host, plan) if num_prefills or host.has_chunks else 0
         if not is_same:
             self._fill_rows(host, rows, num_decodes)
@@ -299,13 +301,14 @@ class StepBuffers:
             first = np.arange(0, total, width)
         else:
             arrays["query_start_loc"][: count + 1] = bounds
-            host.width = -1
+            host.width = -1  # unnoticed: any number that is no width
             first, lengths = bounds[:-1], np.diff(bounds)
         positions, shifts, which = decodes.starts, decodes.place_shifts, decodes.crossing
         if total > count:
             # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
             positions = (positions - first).repeat(lengths)
             positions += np.arange(total)
+            # unnoticed: a shortcut, the longer way gives the same
             rows = rows if shifts is not None and not len(which) else rows.repeat(lengths)
             shifts = None if shifts is None else shifts.repeat(lengths)
         if shifts is None:
@@ -313,6 +316,7 @@ class StepBuffers:
         else:
             places = positions + shifts
             if len(which):
+                # unnoticed: of any dtype what is not 0 is found
                 is_crossing = np.zeros(count, dtype=bool)
                 is_crossing[which] = True
                 tokens = is_crossing.repeat(lengths).nonzero()[0]
@@ -503,9 +507,11 @@ class _HostSide:
             array.fill(0)
         self._used = {name: len(array) for name, array in self.arrays.items()}
         self.rows: _IntArray | None = None  # unnoticed: nothing else is the same as it, either
-        self._size = -1, -1
+        self._size = -1, -1  # unnoticed: any numbers that are no sizes
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
-        self.width = -1  # of decodes: tokens of each, if all have equally many
+        # Of decodes: tokens of each, if all have equally many.
+        # unnoticed: it is overwritten before it is read
+        self.width = -1
         self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
 
     def fill(self, name: str, values: Any, padding: int, *, pads_all: bool = False) -> None:

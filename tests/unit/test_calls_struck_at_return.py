@@ -77,10 +77,11 @@ BLOCK_CALLS = {
 }
 
 
-def blocks_in_use(policy):
+def blocks_in_use(policy, *, is_observed):
     """A pool with blocks of each kind."""
     pool = KVBlockAllocator(13, eviction_policy=policy)
-    pool.add_observer(lambda event: None)
+    if is_observed:
+        pool.add_observer(lambda event: None)
     held = {"used": pool.allocate_memory_blocks(2), "arriving": pool.begin_arriving(1)}
     gone = pool.allocate_memory_blocks(1)
     pool.register_kv_block_hashes(gone, prefix(5))
@@ -93,12 +94,13 @@ def blocks_in_use(policy):
     return pool, held
 
 
+@pytest.mark.parametrize("is_observed", [False, True])
 @pytest.mark.parametrize("policy", EvictionPolicy)
 @pytest.mark.parametrize("name", BLOCK_CALLS)
-def test_a_pool_of_blocks_is_poisoned(name, policy):
+def test_a_pool_of_blocks_is_poisoned(name, policy, is_observed):
     method, call = BLOCK_CALLS[name]
-    call(*blocks_in_use(policy))  # as it is meant
-    pool, held = blocks_in_use(policy)
+    call(*blocks_in_use(policy, is_observed=is_observed))  # as it is meant
+    pool, held = blocks_in_use(policy, is_observed=is_observed)
     struck(KVBlockAllocator, method, lambda: call(pool, held))
     with pytest.raises(PoisonedError, match="reset"):
         pool.allocate_memory_blocks(0)

@@ -156,15 +156,22 @@ class StagedBuffer(step_buffers._HostSide):
         super().__init__(layout, self.buffer)
 
     def send(self, num_bytes):
+        self.num_sent = num_bytes
         self.device_buffer[:num_bytes] = self.buffer[:num_bytes]
 
 
+@pytest.mark.parametrize("num_prefills", [0, 2])
 @pytest.mark.parametrize("num_decodes", [0, 1, 2])
-def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes):
+def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes, num_prefills):
     monkeypatch.setattr(step_buffers, "_HostSide", StagedBuffer)
-    plan = StepPlan(decodes=decode_batch(DECODES[:num_decodes]))
-    metadata = make_buffers().fill(plan)
-    wanted = TABLES[ROWS[:num_decodes]].tolist()
+    decodes = decode_batch(DECODES[:num_decodes])
+    buffers = make_buffers()
+    metadata = buffers.fill(StepPlan(decodes=decodes, prefills=PLAN.prefills[:num_prefills]))
+    rows = [*ROWS[:num_decodes], *ROWS[2 : 2 + num_prefills]]
+    row_bytes = 4 * MAX_BLOCKS
+    before = metadata.block_tables.storage_offset() * 4
+    assert next(buffers._host_buffers).num_sent == before + len(rows) * row_bytes
+    wanted = TABLES[rows].tolist()
     assert metadata.block_tables.tolist() == padded(wanted, MAX_REQUESTS, [0] * MAX_BLOCKS)
     assert metadata.boundary_positions.tolist() == [-1] * MAX_REQUESTS
 

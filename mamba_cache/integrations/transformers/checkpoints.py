@@ -20,7 +20,7 @@ _NEARBY = 64
 def message_ends(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any
 ) -> list[int]:
-    """Finds where each message of a chat ends in its prompt.
+    """Find where each message of a chat ends in its prompt.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
@@ -144,7 +144,7 @@ def _next_parting(
 
 
 def read_checkpoints(checkpoints: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Returns what a caller names as checkpoints, a list for each row.
+    """Return what a caller names as checkpoints, a list for each row.
 
     Args:
         checkpoints: Ints for all rows, or a collection of ints for each row.
@@ -184,7 +184,7 @@ def _tokens(tokenizer: Any, text: str) -> Sequence[int]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how many items two sequences have in common from the first on."""
+    """Return how many items two sequences have in common from the first on."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2

@@ -74,7 +74,7 @@ class ModelFingerprint:
         self.key = ""
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
-        """Runs the model, and takes for no setting and no weight what that rewrites.
+        """Run the model, and take for no setting and no weight what that rewrites.
 
         Args:
             run: Forwards of the model, which has run before, so that nothing is made only now.
@@ -95,7 +95,7 @@ class ModelFingerprint:
         self._settings.leave_out(frozenset(changed))
 
     def begin(self, *, may_differ: bool = False) -> None:
-        """Reads the settings, and begins to compare the weights.
+        """Read the settings, and begin to compare the weights.
 
         On a GPU that is enqueued, and ``confirm`` tells the result.
 
@@ -118,7 +118,7 @@ class ModelFingerprint:
         self._is_unchecked = False
 
     def confirm(self) -> None:
-        """Waits for the comparison that ``begin`` began, if nobody has yet.
+        """Wait for the comparison that ``begin`` began, if nobody has yet.
 
         Raises:
             ModelChangedError: The weights are not those of before.
@@ -131,7 +131,7 @@ class ModelFingerprint:
         return self._current_key() == self.key
 
     def forget(self) -> None:
-        """Takes the weights as they are from now on.
+        """Take the weights as they are from now on.
 
         They are read at once, so that the next prompt does not wait for it; what hinders that is
         told by the next ``begin``.
@@ -204,7 +204,7 @@ class _Weights:
             self.confirm()
 
     def confirm(self) -> None:
-        """Waits for what ``begin`` began.
+        """Wait for what ``begin`` began.
 
         Raises:
             ModelChangedError: The weights are others, and must not be.
@@ -218,7 +218,7 @@ class _Weights:
             self._take(dict(self._measured()), is_changed=True)
 
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, object]]:
-        """Returns what each of the tensors holds."""
+        """Return what each of the tensors holds."""
         self._tensors = {path: _parts(tensor) for path, tensor in tensors.items()}
         self._special = {path: t for path, t in tensors.items() if not _is_plain(t)}
         self._flat = [part for parts in self._tensors.values() for part in parts]
@@ -236,7 +236,7 @@ class _Weights:
         self._versions = _versions(self._flat) if self.kind != "full" else []
 
     def _take(self, found: dict[str, object], *, is_changed: bool) -> None:
-        """Expects what was found, or says that it is not what was expected."""
+        """Expect what was found, or say that it is not what was expected."""
         known = self._expected
         changed = [path for path, value in found.items() if known.get(path, value) != value]
         if self._may_differ:
@@ -271,7 +271,7 @@ class _Weights:
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
-    """Returns the tensors with memory of their own that make up one: none if nothing can be read.
+    """Return the tensors with memory of their own that make up one: none if nothing can be read.
 
     A tensor on the meta device has no values; what stands in for it, such as the map of offloaded
     weights in a hook of accelerate, is found where it is.
@@ -298,7 +298,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _traits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Returns what the values of a tensor's bytes depend on."""
+    """Return what the values of a tensor's bytes depend on."""
     traits = (tensor.dtype, tensor.size(), tensor.stride())
     if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
         return (*traits, tensor.q_scale(), tensor.q_zero_point())
@@ -306,7 +306,7 @@ def _traits(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _layout(tensors: list[torch.Tensor]) -> list[Any]:
-    """Returns where tensors lie and how, for comparison. Every call does it, so in C loops."""
+    """Return where tensors lie and how, for comparison. Every call does it, so in C loops."""
     return [
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.size, tensors)),

@@ -134,7 +134,7 @@ class Generation:
         self._undo.close()
 
     def watch(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Keeps states at block boundaries; a stopping criterion that stops nothing.
+        """Keep states at block boundaries; a stopping criterion that stops nothing.
 
         Args:
             input_ids: [rows, length] int64: all tokens so far, of which the last has not gone
@@ -157,12 +157,12 @@ class Generation:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def streamed(self, streamer: Any) -> Any:
-        """Returns what hands tokens on to a caller's streamer, the first one before it is kept."""
+        """Return what hands tokens on to a caller's streamer, the first one before it is kept."""
         self._streamer = _EarlyStreamer(streamer)
         return self._streamer
 
     def publish(self) -> None:
-        """Makes the answers findable, once ``generate`` has returned."""
+        """Make the answers findable, once ``generate`` has returned."""
         if self._ids is None or not self._keeps_answers or len(self._columns) < 2:
             return  # the last token of an answer has not gone through the model
         if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
@@ -176,7 +176,7 @@ class Generation:
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
 
     def first_forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Computes what is left of the prompts, in the place of the model's first forward.
+        """Compute what is left of the prompts, in the place of the model's first forward.
 
         Args:
             forward: The model's forward.
@@ -201,7 +201,7 @@ class Generation:
                     raise
 
     def _retries(self, error: BaseException) -> bool:
-        """Prepares for trying the one prompt again; it must have been begun, and get smaller."""
+        """Prepare for trying the one prompt again; it must have been begun, and get smaller."""
         prefills, self._prefills = [*self._prefills.values()], {}
         self._is_retry = True
         return bool(prefills) and all(self._prefiller.retry(p, error) for p in prefills)
@@ -232,7 +232,7 @@ class Generation:
 
     @contextmanager
     def _capturing(self, prompts: Sequence[Prompt]) -> Iterator[set[int]]:
-        """Captures states from a forward over a prompt alone; those of a batch are not its."""
+        """Capture states from a forward over a prompt alone; those of a batch are not its."""
         if _is_batch(prompts):
             yield set()
             return
@@ -241,7 +241,7 @@ class Generation:
             yield captured
 
     def _fill(self, prompts: Sequence[Prompt]) -> int:
-        """Fills the cache; returns how many columns of the batch are in it."""
+        """Fill the cache; return how many columns of the batch are in it."""
         if not _is_batch(prompts):
             return self._fill_one(prompts[0])
         named = self._checkpoints_of(prompts)
@@ -285,7 +285,7 @@ class Generation:
         return prefill.segments[-1].start
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
-        """Returns how many tokens of each row the forward of the batch computes.
+        """Return how many tokens of each row the forward of the batch computes.
 
         Raises:
             InvalidArgumentError: A row has fewer than the model can be given, and others do not.
@@ -301,7 +301,7 @@ class Generation:
         return left
 
     def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
-        """What was named, by prompt; ``generate`` repeats a row for each of its answers."""
+        """Return what was named, by prompt; ``generate`` repeats a row for each of its answers."""
         named: dict[bytes, set[int]] = defaultdict(set)
         for row, checkpoints in enumerate(self._checkpoints):
             named[prompts[row * len(prompts) // len(self._checkpoints)].key].update(checkpoints)
@@ -325,7 +325,7 @@ class Generation:
         return read_layers(self.cache, self._store.layout.layers, self._ids.shape[1] - 1)
 
     def _publish_prompts(self) -> None:
-        """Caches what the first forward completed, before any row goes its own way."""
+        """Cache what the first forward completed, before any row goes its own way."""
         memory = self._memory()
         memory.logits = self._logits
         is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
@@ -341,7 +341,7 @@ class Generation:
             )
 
     def _keep_boundaries(self) -> None:
-        """Copies the states of rows whose answer has just completed a block.
+        """Copy the states of rows whose answer has just completed a block.
 
         They are for rows that end before others: one row ends with the call.
         """
@@ -385,7 +385,7 @@ class Generation:
                 answer.extend(tokens)
 
     def _answer(self, index: int) -> list[int]:
-        """The tokens of a row that it generated and that went through the model, to its end."""
+        """Return the tokens of a row that were generated and went through the model, to its end."""
         tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
         return tokens[: ends[0]] if ends else tokens
@@ -426,7 +426,7 @@ _armed: dict[int, Generation] = {}
 
 
 def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
-    """Makes what stands in the place of a model's forward while a ``Generation`` is open.
+    """Make what stands in the place of a model's forward while a ``Generation`` is open.
 
     Args:
         forward: The model's.
@@ -448,11 +448,11 @@ def _is_batch(prompts: Sequence[Prompt]) -> bool:
 
 
 def _nothing(_: Any) -> None:
-    """Takes the place of a compiled call."""
+    """Take the place of a compiled call."""
 
 
 def remove_hooks(store: PrefixStore) -> None:
-    """Takes from a model what generations put there that broke off before they could undo it.
+    """Take from a model what generations put there that broke off before they could undo it.
 
     Args:
         store: Whose generations; those of another cache of the same model are left alone.

@@ -75,7 +75,7 @@ class SequenceMemory:
     logits: torch.Tensor | None = None
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
-        """Returns views of one row without the ``padding`` tokens on its left."""
+        """Return views of one row without the ``padding`` tokens on its left."""
         if not padding and self.num_rows == 1:
             return self
         num_tokens = self.num_tokens - padding
@@ -94,11 +94,11 @@ class SequenceMemory:
         return self.states[0].shape[0]
 
     def dtypes(self) -> list[torch.dtype]:
-        """Returns the dtype of each tensor, in the order of the attributes."""
+        """Return the dtype of each tensor, in the order of the attributes."""
         return [tensor.dtype for tensor in (*self.states, *self.windows, *self.tokens)]
 
     def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
-        """Returns copies with the dtypes that ``dtypes`` of another one returned."""
+        """Return copies with the dtypes that ``dtypes`` of another one returned."""
         wanted = iter(dtypes)
         states, windows, tokens = (
             [tensor.to(next(wanted)) for tensor in tensors]
@@ -108,7 +108,7 @@ class SequenceMemory:
 
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
-    """Makes one batch of sequences, padded on the left with zeros.
+    """Make one batch of sequences, padded on the left with zeros.
 
     Args:
         memories: One row each, in the order of the rows; the same one may come repeatedly.
@@ -124,7 +124,7 @@ def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> Seque
 
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
-    """Finds out what each layer of a cache keeps.
+    """Find out what each layer of a cache keeps.
 
     Args:
         cache: A transformers cache that a forward has filled.
@@ -151,7 +151,7 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
-    """Returns the tensors of a cache, not copied.
+    """Return the tensors of a cache, not copied.
 
     Args:
         cache: A cache whose layers are ``layers``.
@@ -170,14 +170,14 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
 
 
 def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Tensor:
-    """Pads each of ``rows``, [1, heads, tokens, head_dim], by as many tokens as it is short."""
+    """Pad each of ``rows``, [1, heads, tokens, head_dim], by as many tokens as it is short."""
     padded = [functional.pad(row, (0, 0, n, 0)) for row, n in zip(rows, short, strict=True)]
     length = min(row.shape[2] for row in padded)  # a window drops what is before it
     return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
 def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMemory) -> None:
-    """Fills a fresh cache; it copies what it is given.
+    """Fill a fresh cache; it copies what it is given.
 
     Args:
         cache: A cache that no forward has used.
@@ -211,7 +211,7 @@ class EmptyCache:
         self._layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
 
     def copy(self) -> Any:
-        """Returns an empty cache that shares nothing with others that is written to."""
+        """Return an empty cache that shares nothing with others that is written to."""
         made = copy.copy(self._cache)
         made.layers = []
         for kind, plain, nested in self._layers:
@@ -225,7 +225,7 @@ class EmptyCache:
 
 
 def _split(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Returns the attributes that are not written into, and those that are."""
+    """Return the attributes that are not written into, and those that are."""
     nested = [(name, x) for name, x in attributes.items() if isinstance(x, (dict, list))]
     return {name: x for name, x in attributes.items() if name not in dict(nested)}, nested
 
@@ -260,7 +260,7 @@ class CacheFiller:
         self._changes = [_split(changed) for changed in changes]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Makes a fresh cache own what is in ``memory``, one row.
+        """Make a fresh cache own what is in ``memory``, one row.
 
         Args:
             cache: A cache that no forward has used.
@@ -348,7 +348,7 @@ def _parts_of(index: int, layer: Any) -> LayerParts:
 
 
 def _numbered(states: Any) -> dict[int, Any]:
-    """A layer has a dict of states; before transformers 5.15 it had at most one of a kind."""
+    """Return a layer's dict of states; before transformers 5.15 it had at most one of a kind."""
     return states if isinstance(states, dict) else {0: states}
 
 

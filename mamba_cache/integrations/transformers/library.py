@@ -12,7 +12,7 @@ __all__ = ["transformers"]
 
 
 def transformers() -> Any:
-    """Returns the library's module.
+    """Return the library's module.
 
     Raises:
         MissingExtraError: It is not installed.

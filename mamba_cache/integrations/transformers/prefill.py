@@ -202,7 +202,7 @@ class Prefiller:
         put_back(self._capture)
 
     def retry(self, prefill: Prefill, error: BaseException) -> bool:
-        """Prepares for computing a prompt again, in smaller segments, if that can help.
+        """Prepare for computing a prompt again, in smaller segments, if that can help.
 
         Args:
             prefill: It failed. Its record is closed, and its cache is as fresh as it was.
@@ -235,7 +235,7 @@ class Prefiller:
         )
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
-        """Computes segments, and caches what they complete after each."""
+        """Compute segments, and cache what they complete after each."""
         for segment in segments:
             tokens = prefill.tokens[segment.start : segment.end]
             with self.captured(prefill, segment) as captured:
@@ -249,7 +249,7 @@ class Prefiller:
 
     @contextmanager
     def captured(self, prefill: Prefill, segment: Segment) -> Iterator[set[int]]:
-        """Captures the states inside a segment from the forward that runs inside.
+        """Capture the states inside a segment from the forward that runs inside.
 
         Yields:
             A set that holds, once the forward has ended, the positions whose states were written
@@ -270,7 +270,7 @@ class Prefiller:
             yield captured
 
     def expected_saving(self, cached_tokens: int, new_tokens: int) -> float | None:
-        """Returns the seconds by which a hit is faster than none, None if that is not known.
+        """Return the seconds by which a hit is faster than none, None if that is not known.
 
         Args:
             cached_tokens: Tokens that it does not compute.
@@ -279,7 +279,7 @@ class Prefiller:
         return self._saving(cached_tokens, cached_tokens + new_tokens)
 
     def break_even_tokens(self, new_tokens: int) -> int | None:
-        """Returns from how many cached tokens on a hit wins, None if that is not known.
+        """Return from how many cached tokens on a hit wins, None if that is not known.
 
         Args:
             new_tokens: Tokens that follow them.
@@ -314,7 +314,7 @@ class Prefiller:
         return layout.bytes_per_slot + blocks * layout.bytes_per_block
 
     def _saving(self, position: int, end: int) -> float | None:
-        """Returns the seconds that a state at ``position`` saves a prompt of ``end`` tokens."""
+        """Return the seconds that a state at ``position`` saves a prompt of ``end`` tokens."""
         restore = self._costs.restore_seconds(self._restored_bytes(position))
         whole = None if restore is None else self._seconds(0, end)
         rest = None if whole is None else self._seconds(position, end)
@@ -323,7 +323,7 @@ class Prefiller:
         return whole - rest - restore
 
     def _seconds(self, start: int, end: int) -> float | None:
-        """Returns what the forwards over a part of a prompt take, None if that is not known."""
+        """Return what the forwards over a part of a prompt take, None if that is not known."""
         if self._is_stepwise and start:
             one = self._costs.forward_seconds(1, start)
             return None if one is None else one * (end - start)
@@ -337,7 +337,7 @@ class Prefiller:
         return total
 
     def _split_seconds(self, position: int, start: int, end: int) -> float | None:
-        """Returns what it takes to save a state inside a prompt, None if that is not known."""
+        """Return what it takes to save a state inside a prompt, None if that is not known."""
         if self._capture is not None:
             return self._costs.cut_seconds()
         parts = self._seconds(start, position), self._seconds(position, end)
@@ -420,7 +420,7 @@ class Prefiller:
         ]
 
     def _segment_ends(self, start: int, end: int) -> range:
-        """Returns where a part of a prompt is divided because of the memory that it needs."""
+        """Return where a part of a prompt is divided because of the memory that it needs."""
         first = start // self._segment_tokens + 1
         return range(first * self._segment_tokens, end, self._segment_tokens)
 

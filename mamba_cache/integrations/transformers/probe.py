@@ -66,7 +66,7 @@ class _Trace:
 
 
 def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
-    """Runs random tokens whole, in two parts, and token by token, and compares.
+    """Run random tokens whole, in two parts, and token by token, and compare.
 
     The runs in parts begin with a cache that went through a slot and a KV block. All that the
     layers keep is compared, and the logits. What rounding does to this model is measured: whole
@@ -114,7 +114,7 @@ def _noise(
     whole: list[_Trace],
     steps: list[float],
 ) -> list[float]:
-    """Returns by how much each trace of a whole run differs when the embeddings are rounded.
+    """Return by how much each trace of a whole run differs when the embeddings are rounded.
 
     Where the embeddings cannot be had, what single tokens differ by stands in for it.
     """
@@ -150,7 +150,7 @@ class _Rounding:
 
 
 def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | None:
-    """Tries whether states can be taken out of the middle of a forward.
+    """Try whether states can be taken out of the middle of a forward.
 
     Random tokens are run whole, while the state after a block is captured, and in two parts, the
     first of which ends there. Both ways compute the end of the sequence, so what they differ by
@@ -184,13 +184,13 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
 
 
 def _kept(layout: PrefixLayout, cache: Any, num_tokens: int) -> list[torch.Tensor]:
-    """Returns what a slot would keep of a cache now, not copied."""
+    """Return what a slot would keep of a cache now, not copied."""
     memory = read_layers(cache, layout.layers, num_tokens)
     return [*memory.states, *layout.pad_windows(memory)]
 
 
 def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Returns how far a tensor is off, relative to its size; infinite if it is no number."""
+    """Return how far a tensor is off, relative to its size; infinite if it is no number."""
     size = torch.linalg.vector_norm(expected.double())
     error = torch.linalg.vector_norm(actual.double() - expected.double())
     relative = (error / size.clamp_min(torch.finfo(torch.float64).tiny)).item()
@@ -206,7 +206,7 @@ def _random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) 
 
 @contextmanager
 def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
-    """Turns whatever a model raises over a cache of transformers' own layers into one error."""
+    """Turn whatever a model raises over a cache of transformers' own layers into one error."""
     try:
         yield
     except Exception as error:
@@ -217,7 +217,7 @@ def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
 
 
 def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayout, SequenceMemory]:
-    """Computes one block, and returns it from where it was saved."""
+    """Compute one block, and return it from where it was saved."""
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
         logits = runner.forward(prefix, cache, 0)
@@ -262,7 +262,7 @@ def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
 
 
 def _differences(expected: list[_Trace], actual: list[_Trace]) -> list[float]:
-    """Returns for each trace how far it is off, relative to its size, where it is most."""
+    """Return for each trace how far it is off, relative to its size, where it is most."""
     differences = []
     for one, other in zip(expected, actual, strict=True):
         a, b = one.tensor.double(), other.tensor.double()
@@ -280,7 +280,7 @@ def _first_fault(
     differences: list[float],
     bounds: list[float],
 ) -> str | None:
-    """Describes the first trace that is out of bounds, None if there is none."""
+    """Describe the first trace that is out of bounds, None if there is none."""
     pairs = zip(differences, bounds, strict=True)
     wrong = next((i for i, (difference, bound) in enumerate(pairs) if not difference <= bound), -1)
     if wrong < 0:

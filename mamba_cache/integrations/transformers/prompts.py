@@ -39,7 +39,7 @@ def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:
 
 
 def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int) -> None:
-    """Checks a batch.
+    """Check a batch.
 
     Args:
         input_ids: [rows, length] token ids.
@@ -83,7 +83,7 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
 def pad_prompts(
     prompts: Any, vocabulary: int, pad_token_id: int | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes a batch of prompts of different lengths, padded on the left.
+    """Make a batch of prompts of different lengths, padded on the left.
 
     Args:
         prompts: A list of prompts, each a list of token ids.
@@ -129,7 +129,7 @@ def pad_prompts(
 
 
 def read_prompt(input_ids: Any, vocabulary: int) -> npt.NDArray[np.int32]:
-    """Returns one prompt's token ids.
+    """Return one prompt's token ids.
 
     Args:
         input_ids: A tensor [1, length] or [length], or a list of ints.
@@ -159,7 +159,7 @@ def read_prompt(input_ids: Any, vocabulary: int) -> npt.NDArray[np.int32]:
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
-    """Takes a batch apart.
+    """Take a batch apart.
 
     Args:
         input_ids: [rows, length] token ids.

@@ -63,12 +63,12 @@ class ModelSettings:
         self.left_out: frozenset[str] = frozenset()
 
     def leave_out(self, paths: frozenset[str]) -> None:
-        """Reads these paths no more."""
+        """Read these paths no more."""
         self.left_out |= paths
         self._reading = None
 
     def refresh(self) -> bool:
-        """Reads the model again if anything changed since; says whether it had to."""
+        """Read the model again if anything changed since; say whether it had to."""
         if self._reading is not None and self._reading.is_current():
             return False
         reading = _Reading(self._identities, self.left_out)
@@ -168,7 +168,7 @@ class _Reading:
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     def is_current(self) -> bool:
-        """Compares what was read, all of it in loops that Python runs in C."""
+        """Compare what was read, all of it in loops that Python runs in C."""
         try:
             return (
                 self._containers == self._copies
@@ -252,13 +252,13 @@ class _Reading:
         self._read(path, value, depth + 1)
 
     def _read_hooks(self, path: str, hooks: Any) -> None:
-        """Reads hooks in their order; the numbers that they have in torch are others each time."""
+        """Read hooks in their order; the numbers that they have in torch are others each time."""
         self._watch(hooks)
         for position, hook in enumerate(hooks.values()):
             self._read_captured(f"{path}[{position}]", hook, 0)
 
     def _read_captured(self, path: str, value: Any, depth: int) -> None:
-        """Reads something that is called, or what that has at hand."""
+        """Read something that is called, or what that has at hand."""
         if path in self._left_out:
             return
         if isinstance(value, _PLAIN):
@@ -342,7 +342,7 @@ class _Reading:
         return type(value).__module__.startswith(_OPAQUE)
 
     def _read_code(self, model: torch.nn.Module) -> None:
-        """Reads the classes of the model's modules, and the names that their code finds.
+        """Read the classes of the model's modules, and the names that their code finds.
 
         Kernels and fused functions are put into the place of the library's own there.
         """
@@ -405,7 +405,7 @@ class _Reading:
 
 
 def _classes_of(kinds: list[type]) -> list[type]:
-    """The classes that the code of ``kinds`` is in, torch's own left out, in a stable order."""
+    """Return the classes that have the code of ``kinds``, but torch's own, in a stable order."""
     found = {
         f"{kind.__module__}.{kind.__qualname__} {id(kind)}": kind
         for one in set(kinds)
@@ -416,7 +416,7 @@ def _classes_of(kinds: list[type]) -> list[type]:
 
 
 def global_settings() -> tuple[object, ...]:
-    """Returns what PyTorch's results depend on beside the model: precision and choice of kernels.
+    """Return what PyTorch's results depend on beside the model: precision and choice of kernels.
 
     Autocast, the precision of float32 products, reductions in lower precision, deterministic
     algorithms, which attention kernels are allowed, and the default dtype.

@@ -127,7 +127,7 @@ def _segments(source: torch.Tensor, destination: torch.Tensor) -> Iterator[_Segm
 
 
 def _power_of_2(count: int) -> int:
-    """The least power of two that is not below ``count``, nor below 1."""
+    """Return the least power of two that is not below ``count``, nor below 1."""
     return 1 << max(count - 1, 0).bit_length()
 
 

@@ -117,7 +117,7 @@ def _chances(values: torch.Tensor, hash_seed: int) -> torch.Tensor:
 
 
 def _mixed(keys: torch.Tensor) -> torch.Tensor:
-    """The 32-bit mixer "lowbias32" by Wellons, 2018 (public domain)."""
+    """Apply the 32-bit mixer "lowbias32" by Wellons, 2018 (public domain)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         keys = ((keys ^ (keys >> shift)) * factor) & _UINT32
     return keys ^ (keys >> 16)
