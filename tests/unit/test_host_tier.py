@@ -6,6 +6,7 @@ import pytest
 import torch
 from context_rig import (
     MODEL,
+    MODEL_CONFIG,
     add,
     assert_same_run,
     generate,
@@ -36,7 +37,7 @@ from mamba_cache.errors import (
     InvariantError,
     RequestCapacityError,
 )
-from mamba_cache.reference import Engine, SamplingParams, verify_greedy_on_device
+from mamba_cache.reference import Engine, HybridModel, SamplingParams, verify_greedy_on_device
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import LoadPlanner, Rates, Refusal, tenant_digest
@@ -169,6 +170,22 @@ def test_models_without_attention_need_no_rows_for_blocks():
     context = DynamicInferenceContext(config, spec, KVCacheSpec(0, 1, 4, torch.float32))
     assert host_stats(context).rows == {"kv": 0, "state": 16}
     assert context._tiering._has_kv is False
+
+
+def test_models_without_attention_resume_too():
+    """There is nothing in their blocks that would have to be there."""
+    shape = dataclasses.replace(MODEL_CONFIG, layer_pattern="MM")
+    model = HybridModel(shape, dtype=torch.float64, seed=3)
+    sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 9, "num_host_states": 30}
+    context = make_context(make_config(**sizes), model=model, load_planner=always())
+    wanted = generate(context, PROMPT, 3, model=model)[0]
+    for prompt in OTHERS:
+        generate(context, prompt, 1, model=model)
+    tokens, _, admission = generate(context, PROMPT, 3, model=model)
+    assert tokens == wanted
+    assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
+    assert host_stats(context).restored == 1
+    context.check_invariants()
 
 
 def test_what_a_tier_needs():
@@ -548,7 +565,14 @@ def test_rates_are_measured_while_it_runs():
     assumed = planner.rates
     first(context)
     assert planner.rates.tokens_per_second != assumed.tokens_per_second
-    planner.record_prefill(1, 10.0)
+    # What is not over yet is measured later.
+    transfers, known = context._tiering.transfers, planner.rates
+    transfers.seconds_between = lambda begun, ended: None
+    generate(context, PROMPT, 1)
+    assert planner.rates == known
+    del transfers.seconds_between
+    context._tiering.poll()
+    assert planner.rates != known
     context._tiering.planner = always()
     evict(context)
     context._tiering.planner = planner
