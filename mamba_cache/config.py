@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -83,6 +84,11 @@ class CacheConfig:
         num_host_states: States in the tier, likewise.
         max_tier_copies: Entries that may be under way to the tier at once; more are dropped and
             counted.
+        disk_cache_path: A directory for a tier on disk below the host tier. What lies there
+            outlives the process; it needs ``hash_secret``, and an identity of model and weights.
+        disk_cache_gb: What everything below that path may take, in GiB.
+        disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
+            1: as soon as it is in the host tier.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -118,6 +124,9 @@ class CacheConfig:
     num_host_blocks: int | None = None
     num_host_states: int | None = None
     max_tier_copies: int = 256
+    disk_cache_path: str | None = None
+    disk_cache_gb: float | None = None
+    disk_write_on_use: int = 2
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -132,6 +141,7 @@ class CacheConfig:
         self._check_counts()
         self._check_budgets()
         self._check_host_tier()
+        self._check_disk_tier()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -210,6 +220,29 @@ class CacheConfig:
             raise InvalidArgumentError(
                 "give host_cache_gb (GiB), or both num_host_blocks and num_host_states, "
                 f"got {self.num_host_blocks} and {self.num_host_states}"
+            )
+
+    def _check_disk_tier(self) -> None:
+        uses = check_int("disk_write_on_use", self.disk_write_on_use, minimum=1, maximum=2)
+        object.__setattr__(self, "disk_write_on_use", uses)
+        if self.disk_cache_path is None and self.disk_cache_gb is None:
+            return
+        if self.disk_cache_path is None or self.disk_cache_gb is None:
+            raise InvalidArgumentError(
+                "give both disk_cache_path and disk_cache_gb (GiB), "
+                f"got {self.disk_cache_path!r} and {self.disk_cache_gb!r}"
+            )
+        if not isinstance(self.disk_cache_path, (str, os.PathLike)):
+            raise InvalidArgumentError(
+                f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
+            )
+        gb = check_number("disk_cache_gb", self.disk_cache_gb, maximum=_MAX_GB)
+        object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
+        object.__setattr__(self, "disk_cache_gb", gb)
+        if not self.has_host_tier:
+            raise InvalidArgumentError(
+                "a disk tier needs a host tier, through whose rows entries come and go: give "
+                "host_cache_gb (GiB)"
             )
 
     def _check_alignment(self) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "RequestCapacityError",
     "SequenceLengthError",
     "StepOrderError",
+    "TierInUseError",
     "TokenCapacityError",
     "UnknownBlockError",
     "UnknownRequestError",
@@ -110,6 +111,10 @@ class ModelChangedError(MambaCacheError, RuntimeError):
 
 class UnwrittenStateWarning(MambaCacheError, RuntimeWarning):  # noqa: N818 (a warning)
     """A step's forward did not write states that it was to save, so they are not published."""
+
+
+class TierInUseError(MambaCacheError, RuntimeError):
+    """A folder of a disk cache is used by another process; the message says which."""
 
 
 class DivergenceError(MambaCacheError, RuntimeError):

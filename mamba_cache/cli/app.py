@@ -10,6 +10,7 @@ import typer
 from mamba_cache._version import __version__
 from mamba_cache.bench.command import exit_code
 from mamba_cache.bench.command import main as run_benchmark
+from mamba_cache.cli.cache import cache
 from mamba_cache.cli.demo import demo
 from mamba_cache.cli.doctor import doctor
 from mamba_cache.cli.output import Command, Group
@@ -34,6 +35,9 @@ for _command in (demo, plan, doctor):
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(serve)
+
+
+app.add_typer(cache, name="cache")
 
 
 @app.command(

@@ -56,8 +56,15 @@ class Admitter:
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
-        match = self._match_on_gpu(hashes, num_tokens)
-        return match if self._tiering is None else self._tiering.extend(match, hashes)
+        if self._tiering is None:
+            return self._match_on_gpu(hashes, num_tokens)
+        lower = self._tiering.lower
+        if lower is not None:
+            self._tiering.poll()  # what has arrived from below counts
+        match = self._tiering.extend(self._match_on_gpu(hashes, num_tokens), hashes)
+        if lower is None:
+            return match
+        return replace(match, arriving_tokens=lower.arriving_tokens(hashes))
 
     def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:
@@ -97,8 +104,11 @@ class Admitter:
             if found is not None and self._enter(
                 active, found[0], chunk_tokens, token_room, found[1], match.skip_tokens
             ):
+                self._tiering.offer_used(active, found[0].state_matched_blocks)
                 return
         self._enter(active, match, chunk_tokens, token_room)
+        if self._tiering is not None:
+            self._tiering.offer_used(active, match.state_matched_blocks)
 
     def _find_below(
         self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._checks import check_int, check_kind
+from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, exclusive, guarded, query
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
@@ -34,6 +35,7 @@ from mamba_cache.context.memory import (
     paired,
     slot_spec,
 )
+from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_rows import Int64Array, RequestRows
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
@@ -57,7 +59,8 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
-from mamba_cache.context.tier_memory import make_tiering
+from mamba_cache.context.tier_memory import identity_of, make_tiering
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy, scrub_free_slots
@@ -70,7 +73,14 @@ from mamba_cache.states import (
     as_device,
     plan_extraction,
 )
-from mamba_cache.tiers import CacheIdentity, HostTier, LoadPlanner, TierStats
+from mamba_cache.tiers import (
+    CacheIdentity,
+    DiskTier,
+    HostTier,
+    LoadPlanner,
+    ModelIdentity,
+    TierStats,
+)
 
 __all__ = ["DynamicInferenceContext"]
 
@@ -112,7 +122,8 @@ class DynamicInferenceContext:
             least recently.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
-        identity: What all processes that share entries have in common. Default: nobody shares.
+        identity: What all processes that share entries have in common: what the embedder says of
+            the model, or all of it. Default: nobody shares.
 
     Attributes:
         config: Settings.
@@ -144,7 +155,7 @@ class DynamicInferenceContext:
         placement: CheckpointPlacement | None = None,
         host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
-        identity: CacheIdentity | None = None,
+        identity: CacheIdentity | ModelIdentity | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -168,10 +179,13 @@ class DynamicInferenceContext:
             kv_cache=self.kv_cache,
             planner=load_planner,
             state_policy=host_state_policy,
-            identity=identity,
+            identity=identity_of(identity, config, state_spec, kv_spec),
         )
         if self._tiering is not None:
             self._tiering.host.join(self._guard)
+            if self._tiering.lower is not None:
+                # Its threads and its lock would outlive a context that nobody closes.
+                self._closes_lower = weakref.finalize(self, self._tiering.lower.tier.close)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -301,6 +315,35 @@ class DynamicInferenceContext:
         prepared = self._prepared(request)
         chain = prepared.chain_for(self._preparer)
         return self._admitter.match(chain.hashes, len(prepared.tokens))
+
+    @exclusive
+    def prefetch(
+        self, request: Request | PreparedRequest, *, timeout_seconds: float | None = None
+    ) -> Prefetch:
+        """Begin to bring what the disk has of a request to the host tier; it does not wait.
+
+        Args:
+            request: The request, prepared or not; it is added later, when the handle is done.
+            timeout_seconds: Seconds after which the handle says that it is done, whatever came.
+                Default: it takes as long as it takes.
+
+        Returns:
+            A handle; done at once if there is nothing to bring, or no disk.
+
+        Raises:
+            InvalidArgumentError: As in ``prepare``, another context prepared the request, or
+                ``timeout_seconds`` is no number >= 0.
+            SequenceLengthError: As in ``prepare``.
+        """
+        if timeout_seconds is not None:
+            timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
+        prepared = self._prepared(request)
+        chain = prepared.chain_for(self._preparer)
+        match = self._admitter.match(chain.hashes, len(prepared.tokens))
+        if self._tiering is None:
+            request_id = prepared.request.request_id
+            return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
+        return self._tiering.prefetch(prepared, chain, match, timeout_seconds)
 
     @exclusive
     def add_request(
@@ -962,7 +1005,27 @@ class DynamicInferenceContext:
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down; none without tiers."""
-        return () if self._tiering is None else (self._tiering.host.stats(),)
+        if self._tiering is None:
+            return ()
+        host = self._tiering.host.stats()
+        return (host,) if self.disk_tier is None else (host, self.disk_tier.tier_stats())
+
+    @property
+    def disk_tier(self) -> DiskTier | None:
+        """Entries on disk; None without such a tier."""
+        lower = None if self._tiering is None else self._tiering.lower
+        return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
+
+    def close(self) -> None:
+        """End the disk tier: its threads, its files, and its hold on their folder.
+
+        Whatever is still to be written is written before. The context goes on without that tier. It
+        is called when the context is collected, or at the end of the process, but then what is
+        queued is given up.
+        """
+        if self._tiering is not None and self._tiering.lower is not None:
+            self._wait_for_lower(self._tiering)
+            self._closes_lower()
 
     @exclusive
     def wait_for_tiers(self) -> None:
@@ -972,6 +1035,14 @@ class DynamicInferenceContext:
         """
         if self._tiering is not None:
             self._tiering.wait()
+            self._wait_for_lower(self._tiering)
+
+    @staticmethod
+    def _wait_for_lower(tiering: Tiering) -> None:
+        """Wait until a lower tier has ended what it was given, and end it here too."""
+        if tiering.lower is not None:
+            tiering.lower.tier.flush()
+            tiering.poll()
 
     def fingerprint(self) -> int:
         """Digest what decides the next step: slots, rows, block tables, progress and due chunks.

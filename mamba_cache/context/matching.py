@@ -43,6 +43,8 @@ class PrefixMatch:
         loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
             ``block_ids``.
         loads_state: Whether the state is loaded from there as well.
+        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
+            nothing is under way.
     """
 
     prompt_tokens: int
@@ -52,6 +54,7 @@ class PrefixMatch:
     miss_reason: MissReason | None
     loaded_blocks: int = 0
     loads_state: bool = False
+    arriving_tokens: int = 0
 
     @property
     def kv_matched_blocks(self) -> int:

@@ -9,16 +9,20 @@ import torch
 from mamba_cache._checks import check_kind
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
+from mamba_cache.context.prefetch import LowerTierLink
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.slots.policies import check_policy
+from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import (
     CacheIdentity,
     CudaTransfers,
+    DiskTier,
     EntryKind,
     HostTier,
     LoadPlanner,
+    ModelIdentity,
     PlainTransfers,
     RowFormat,
     RowLayout,
@@ -26,7 +30,38 @@ from mamba_cache.tiers import (
     pinner_for,
 )
 
-__all__ = ["make_tiering"]
+__all__ = ["identity_of", "make_tiering"]
+
+
+def identity_of(
+    given: CacheIdentity | ModelIdentity | None,
+    config: CacheConfig,
+    state_spec: StateSpec,
+    kv_spec: KVCacheSpec | None,
+) -> CacheIdentity | None:
+    """Return the identity of a context's entries.
+
+    Args:
+        given: What the embedder says of the model, or all of it; None: nobody shares.
+        config: Settings.
+        state_spec: What a state holds.
+        kv_spec: What a token's keys and values hold.
+
+    Raises:
+        InvalidArgumentError: It is of another kind, of other specs or settings than these, or the
+            secret is unset.
+    """
+    if given is None:
+        return None
+    if isinstance(given, ModelIdentity):
+        return CacheIdentity.of(given, config, state_spec, kv_spec)
+    check_kind("identity", given, CacheIdentity)
+    own = CacheIdentity.of(given.model, config, state_spec, kv_spec)
+    if own != given:
+        raise InvalidArgumentError(
+            f"identity is of another context: it differs in {', '.join(given.differences(own))}"
+        )
+    return given
 
 
 def make_tiering(
@@ -51,14 +86,15 @@ def make_tiering(
         identity: What processes that share entries have in common; None: nobody shares.
 
     Raises:
-        InvalidArgumentError: The embedder keeps keys and values itself, the device is neither a CPU
+        InvalidArgumentError: A disk tier has no identity, the embedder keeps keys and values
+            itself, the device is neither a CPU
             nor a GPU of CUDA, or an argument is of a wrong kind.
         BudgetError: The budget holds no row.
+        TierInUseError: Another process uses the disk tier's folder.
+        OSError: The folder cannot be made or opened.
     """
     if planner is not None:
         check_kind("load_planner", planner, LoadPlanner)
-    if identity is not None:
-        check_kind("identity", identity, CacheIdentity)
     if state_policy is not None:
         check_policy(state_policy)
     if not config.has_host_tier or not config.enable_prefix_caching:
@@ -86,16 +122,54 @@ def make_tiering(
         copies = CudaTransfers(layouts, host.memory, device)
     else:
         copies = PlainTransfers(layouts, host.memory)
+    planner = LoadPlanner() if planner is None else planner
+    has_kv = bool(tensors[EntryKind.KV])
+    lower = None
+    if config.disk_cache_path is not None:
+        lower = LowerTierLink(
+            host,
+            _open_disk(config, identity, host),
+            block_size_tokens=config.block_size_tokens,
+            min_computed_tokens=config.min_computed_tokens,
+            has_kv=has_kv,
+            host_planner=planner,
+        )
     return Tiering(
         config,
         host,
         copies,
         kv_blocks,
         slots,
-        planner=LoadPlanner() if planner is None else planner,
-        has_kv=bool(tensors[EntryKind.KV]),
+        planner=planner,
+        has_kv=has_kv,
         identity=identity,
         max_copies=config.max_tier_copies,
+        lower=lower,
+    )
+
+
+def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
+    """Open the disk tier.
+
+    Raises:
+        InvalidArgumentError: There is no identity.
+    """
+    if identity is None:
+        raise InvalidArgumentError(
+            "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
+            "process, and nothing else says which model and weights they are of"
+        )
+    assert config.disk_cache_path is not None, "the caller has looked"
+    assert config.disk_cache_gb is not None, "the settings have both or none"
+    sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
+    return DiskTier(
+        config.disk_cache_path,
+        identity,
+        int(config.disk_cache_gb * 2**30),
+        state_bytes=sizes[EntryKind.STATE],
+        kv_bytes=sizes[EntryKind.KV],
+        state_share=config.host_state_share,
+        write_on_use=config.disk_write_on_use,
     )
 
 

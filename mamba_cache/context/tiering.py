@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from mamba_cache._weak_callback import WeakCallback
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.blocks import BlockHashChain, BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.requests import ActiveRequest, PlannedLoad
+from mamba_cache.context.prefetch import LowerTierLink, Prefetch
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    PlannedLoad,
+    PreparedRequest,
+    TokenArray,
+)
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers import (
@@ -99,6 +105,10 @@ class Tiering:
         has_kv: Whether blocks hold anything: not if the model has no attention.
         identity: Enters the key of each entry. Default: one that no other process has.
         max_copies: Spills that may be under way at once.
+        lower: Keeps entries of the host tier on a disk or in a store; None: nothing does.
+
+    Attributes:
+        lower: As given.
     """
 
     def __init__(
@@ -113,8 +123,10 @@ class Tiering:
         has_kv: bool,
         identity: TierKey | None = None,
         max_copies: int = 64,
+        lower: LowerTierLink | None = None,
     ) -> None:
         self.host, self.transfers, self.planner = host, transfers, planner
+        self.lower = lower
         self._slots = slots
         self._block_size = config.block_size_tokens
         self._min_computed = config.min_computed_tokens
@@ -202,6 +214,42 @@ class Tiering:
                 return None
             leases.append(lease)
         return PlannedLoad(leases, first)
+
+    def offer_used(self, active: ActiveRequest, blocks: int) -> None:
+        """Offer to the lower tier what a request resumes from, if the host tier has it.
+
+        Args:
+            active: The request.
+            blocks: Blocks before the boundary that it resumes from.
+        """
+        if self.lower is not None:
+            self.lower.offer_used(blocks, lambda kind, index: self._facts(active, kind, index))
+
+    def prefetch(
+        self, prepared: PreparedRequest, chain: BlockHashChain, match: PrefixMatch,
+        timeout_seconds: float | None,
+    ) -> Prefetch:
+        """Begin to bring what a lower tier has of a request; nothing without one.
+
+        Args:
+            prepared: The request.
+            chain: Its block hashes.
+            match: What the GPU and the host tier have of it.
+            timeout_seconds: When it is to be given up; None: never.
+        """
+        if self.lower is None:
+            return Prefetch(prepared.request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+        size, hashes = self._block_size, chain.hashes
+        tenant = tenant_digest(self._secret, prepared.request.cache_salt)
+
+        def facts_of(kind: EntryKind, index: int) -> EntryFacts:
+            tokens = prepared.tokens[index * size : (index + 1) * size]
+            content = chain.parent_digest(index), tokens
+            return self._facts_of(kind, index, tenant, hashes.digest(index), content)
+
+        return self.lower.prefetch(
+            prepared.request.request_id, match, hashes, facts_of, timeout_seconds
+        )
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""
@@ -377,6 +425,8 @@ class Tiering:
             for lease in self._retiring[0][1]:
                 self.host.release(lease)
             del self._retiring[0]
+        if self.lower is not None:
+            self.lower.poll()
         while self._timed:
             begun, ended, num_tokens = self._timed[0]
             seconds = self.transfers.seconds_between(begun, ended)
@@ -397,6 +447,8 @@ class Tiering:
         self._offers, self._spills, self._retiring = [], [], []
         self._watched.clear()
         self._begun, self._timed = None, []
+        if self.lower is not None:
+            self.lower.reset()
         self.host.reset()
 
     def scrub(self) -> None:
@@ -437,19 +489,25 @@ class Tiering:
             kind: What the entry is.
             index: The block that it is of, or at whose end the state is.
         """
-        parent, tokens = active.block_content(index)
-        key = EntryKey(
-            self._identity.digest,
-            tenant_digest(self._secret, active.request.cache_salt),
+        return self._facts_of(
             kind,
+            index,
+            tenant_digest(self._secret, active.request.cache_salt),
             active.hashes.digest(index),
-            self._identity.rank,
+            active.block_content(index),
         )
+
+    def _facts_of(
+        self,
+        kind: EntryKind,
+        index: int,
+        tenant: bytes,
+        digest: bytes,
+        content: tuple[bytes, TokenArray],
+    ) -> EntryFacts:
+        key = EntryKey(self._identity.digest, tenant, kind, digest, self._identity.rank)
         return EntryFacts(
-            key,
-            (index + 1) * self._block_size,
-            block_digest(parent, tokens),
-            self.host.row_bytes(kind),
+            key, (index + 1) * self._block_size, block_digest(*content), self.host.row_bytes(kind)
         )
 
     def _is_there(self, offer: _Offer) -> bool:
@@ -466,8 +524,10 @@ class Tiering:
             self._give_up(offer, Drop.GONE)
             return
         self._forget(offer)
-        self.host.complete(lease)
+        is_kept = self.host.complete(lease)
         offer.lease = None
+        if is_kept and self.lower is not None:
+            self.lower.offer(offer.facts)
 
     def _give_up(self, offer: _Offer, reason: str) -> None:
         assert offer.lease is not None, "it has a row since it was begun"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.config import CacheConfig
@@ -32,6 +32,7 @@ from mamba_cache.reference.sampling import SamplingParams, sample, verify
 from mamba_cache.reference.scheduler import Scheduler, check_hashable
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity
 
 __all__ = ["Engine", "LanguageModel", "ModelShape", "token_progress"]
 
@@ -112,6 +113,9 @@ class Engine:
             one. Not called without ``num_speculative_tokens``.
         slot_policy: As for ``DynamicInferenceContext``.
         placement: Likewise.
+        load_planner: Likewise.
+        identity: Likewise; ``CacheConfig.disk_cache_path`` needs it.
+        prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
 
     Attributes:
         context: The requests' memory, and the cache; ``context.stats()`` says what it did.
@@ -119,8 +123,9 @@ class Engine:
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
-        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0, or the config's
-            ``ssm_chunk_size`` or ``vocab_size`` is larger than the model's.
+        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0, ``prefetch_seconds`` is no
+            number >= 0, or the config's ``ssm_chunk_size`` or ``vocab_size`` is larger than the
+            model's.
     """
 
     def __init__(
@@ -133,6 +138,9 @@ class Engine:
         drafter: Callable[[], Drafter] = NgramDrafter,
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
+        load_planner: LoadPlanner | None = None,
+        identity: CacheIdentity | ModelIdentity | None = None,
+        prefetch_seconds: float = 5.0,
     ) -> None:
         max_wait_steps = check_int("max_wait_steps", max_wait_steps, minimum=0)
         self.context = DynamicInferenceContext(
@@ -142,11 +150,15 @@ class Engine:
             device=model.device,
             slot_policy=slot_policy,
             placement=placement,
+            load_planner=load_planner,
+            identity=identity,
         )
         self._model = model
         self._make_drafter = drafter if config.num_speculative_tokens else None
         self._scheduler = Scheduler(
-            self.context, max_wait_steps=max_wait_steps if wait_for_prefix else 0
+            self.context,
+            max_wait_steps=max_wait_steps if wait_for_prefix else 0,
+            prefetch_seconds=check_number("prefetch_seconds", prefetch_seconds, maximum=1e9),
         )
         self.decoding = DecodingStats()
         self._ids = count()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import eq
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
+from mamba_cache.context import Admission, Prefetch, PreparedRequest, ScheduledRequest
 from mamba_cache.errors import CapacityError
 from mamba_cache.reference.drafting import Drafter
 from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
@@ -43,6 +43,7 @@ class EngineRequest:
         fork_of: The request of the same prompt that it is to be a fork of, once that has its first
             token; None: it is computed by itself.
         forks: Those that are to be forks of it.
+        prefetch: What the disk brings for it; None: nobody has asked.
     """
 
     prepared: PreparedRequest
@@ -62,6 +63,7 @@ class EngineRequest:
     waited_steps: int = 0
     fork_of: EngineRequest | None = None
     forks: list[EngineRequest] = field(default_factory=list)
+    prefetch: Prefetch | None = None
     _tokens: list[int] = field(default_factory=list)
 
     @classmethod
@@ -93,6 +95,11 @@ class EngineRequest:
     def prompt_tokens(self) -> int:
         """Tokens of its prompt."""
         return len(self.prepared.tokens)
+
+    @property
+    def awaits_prefetch(self) -> bool:
+        """Whether something of its prompt is still to come from the disk."""
+        return self.prefetch is not None and not self.prefetch.is_done
 
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached when it first ran: that is what is reported."""

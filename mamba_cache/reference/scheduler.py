@@ -44,10 +44,18 @@ class Scheduler:
         context: Where requests run.
         max_wait_steps: Steps in which a queued request may wait for a prefix that another one
             computes; 0: nobody waits.
+        prefetch_seconds: How long one may wait for what the disk has of its prompt.
     """
 
-    def __init__(self, context: DynamicInferenceContext, *, max_wait_steps: int) -> None:
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        *,
+        max_wait_steps: int,
+        prefetch_seconds: float = 0.0,
+    ) -> None:
         self._context = context
+        self._prefetch_seconds = prefetch_seconds
         self._block_size = context.config.block_size_tokens
         # Without slots nothing can be resumed from, so waiting would gain nothing.
         self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
@@ -165,8 +173,15 @@ class Scheduler:
         Returns:
             The step; None if no request is left that could run.
         """
-        while (shortage := self._schedule()) and not self._has_work():
-            self._make_room(*shortage)
+        self._prefetch()
+        while True:
+            while (shortage := self._schedule()) and not self._has_work():
+                self._make_room(*shortage)
+            handles = [request.prefetch for request in self._requests.values()]
+            arriving = [each for each in handles if each is not None and not each.is_done]
+            if self._has_work() or not arriving:
+                break
+            arriving[0].wait()
         drafts = self._propose_drafts()
         while self._has_work():
             decoding = self._with_status(RequestStatus.DECODING)
@@ -178,6 +193,17 @@ class Scheduler:
                 else:
                     self._make_room(decoding[-1], error)
         return None
+
+    def _prefetch(self) -> None:
+        """Have the disk bring what it has of queued requests; the others' steps go on meanwhile."""
+        if self._context.disk_tier is None:
+            return
+        statuses = self._context.statuses()
+        for request in self._requests.values():
+            if request.prefetch is None and request.request_id not in statuses:
+                request.prefetch = self._context.prefetch(
+                    request.prepared, timeout_seconds=self._prefetch_seconds
+                )
 
     def _propose_drafts(self) -> dict[Hashable, list[int]]:
         """Collect drafts for the step, the oldest request's first, while its buffers last."""
@@ -209,6 +235,7 @@ class Scheduler:
             if request_id not in statuses
             and request.error is None
             and not self._awaits_fork(request)
+            and not request.awaits_prefetch
         }
         for place, requests in (
             (self._continue, self._with_status(RequestStatus.PREFILLING)),

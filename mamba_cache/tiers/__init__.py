@@ -5,6 +5,8 @@ request derived, field by field and by digest; what does not match is a counted 
 """
 
 from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
+from mamba_cache.tiers.directory import CacheFolder, FolderLock, folders, remove_folder
+from mamba_cache.tiers.disk import DiskStats, DiskTier
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
@@ -23,6 +25,7 @@ from mamba_cache.tiers.identity import (
     ParallelRank,
     tenant_digest,
 )
+from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
 from mamba_cache.tiers.protocols import Done, LowerTier
@@ -38,15 +41,19 @@ from mamba_cache.tiers.transfers import (
 
 __all__ = [
     "HEADER_BYTES",
+    "CacheFolder",
     "CacheIdentity",
     "CopyJob",
     "CudaTransfers",
+    "DiskStats",
+    "DiskTier",
     "Done",
     "Drop",
     "EntryFacts",
     "EntryHeader",
     "EntryKey",
     "EntryKind",
+    "FolderLock",
     "HostLease",
     "HostTier",
     "LoadPlanner",
@@ -66,11 +73,16 @@ __all__ = [
     "RowMemory",
     "RowPolicy",
     "RowPool",
+    "RowReport",
     "Ticket",
     "TierStats",
     "Transfers",
     "block_digest",
+    "count_rows",
+    "folders",
+    "inspect_rows",
     "payload_digest",
     "pinner_for",
+    "remove_folder",
     "tenant_digest",
 ]

@@ -299,6 +299,7 @@ class HostTier:
         Raises:
             DoubleFreeError: The lease was ended before.
         """
+        self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.cancel(lease.lease)
         if reason is not None:
             self.dropped[reason] += 1

@@ -60,5 +60,15 @@ class LowerTier(Protocol):
             False if it is not taken, as in ``put``.
         """
 
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until what was queued so far is over.
+
+        Args:
+            timeout_seconds: How long. Default: as long as it takes.
+
+        Returns:
+            Whether it is.
+        """
+
     def close(self) -> None:
         """End its threads; what is queued is given up, and ``done`` called for each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -34,9 +35,11 @@ from mamba_cache.integrations.transformers.prompts import check_prompts, pad_pro
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
+from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.slots import CheckpointPlacement, ConsumedSlotPolicy, SlotEvictionPolicy
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
+from mamba_cache.tiers import TierStats
 
 __all__ = ["PrefixCache"]
 
@@ -85,12 +88,20 @@ class PrefixCache:
             to pay: hits that restore more slowly than the whole prompt is computed, and states
             inside a prompt that cost more than they will save. False: every hit is used, and what
             is computed depends on the prompts alone. Measured on CPUs and CUDA devices.
+        host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
+            hold. Default: none are kept there.
+        disk_cache_path: A directory in which prefixes outlive the process: a second one with the
+            same weights, settings and versions finds them. It needs ``host_cache_gb``, through
+            which they come and go, and has one user at a time.
+        disk_cache_gb: What everything below that path may take, in GiB.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
             range.
         UnresumableModelError: The model does not go on correctly from a saved state.
         BudgetError: A budget does not hold one state, or one block.
+        TierInUseError: Another process uses ``disk_cache_path``.
+        OSError: It cannot be made or opened.
         MissingExtraError: transformers is not installed.
         UnsupportedVersionError: It is too old.
     """
@@ -109,11 +120,16 @@ class PrefixCache:
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
         measure_costs: bool = True,
+        host_cache_gb: float | None = None,
+        disk_cache_path: str | os.PathLike[str] | None = None,
+        disk_cache_gb: float = 16.0,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
+        if disk_cache_path is not None and host_cache_gb is None:
+            raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -146,6 +162,14 @@ class PrefixCache:
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
+        if host_cache_gb is not None:
+            self._store.tiers = PrefixTiers(
+                self._store,
+                self._runner,
+                host_cache_gb=host_cache_gb,
+                disk_cache_path=disk_cache_path,
+                disk_cache_gb=disk_cache_gb,
+            )
 
     def __enter__(self) -> PrefixCache:
         """Returns itself."""
@@ -264,6 +288,10 @@ class PrefixCache:
         """Returns what the cache did so far, what that took and saved, and what it holds now."""
         return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
 
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
+        return () if self._store.tiers is None else self._store.tiers.stats()
+
     def break_even_tokens(self, new_tokens: int = 256) -> int | None:
         """Returns from how many cached tokens on a hit wins, by what was measured in calls.
 
@@ -312,6 +340,9 @@ class PrefixCache:
         """Gives the memory back; after it the cache cannot be used. The model can."""
         self._is_closed = True
         self._remove_hooks()
+        tiers, self._store.tiers = self._store.tiers, None
+        if tiers is not None:
+            tiers.close()
         self._store.reset()
         self._store.tensors.clear()
 
@@ -323,6 +354,8 @@ class PrefixCache:
             InvariantError: They contradict themselves: a bug in this package.
         """
         self._store.check_invariants()
+        if self._store.tiers is not None:
+            self._store.tiers.check_invariants()
 
     @guarded(renews=True, waits=True)
     def _reset(self) -> None:
@@ -330,6 +363,8 @@ class PrefixCache:
         self._store.reset()
         self._costs.spent.reset()
         self._runner.fingerprint.forget()
+        if self._store.tiers is not None:
+            self._store.tiers.take_weights()
 
     def _take_back(self) -> None:
         """Give back what a call that broke off held, and prove the books."""

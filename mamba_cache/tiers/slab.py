@@ -1,0 +1,235 @@
+"""Slab files: rows of one size, each an entry's header and its payload."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+__all__ = ["PAGE_BYTES", "SlabFile", "row_bytes_of"]
+
+PAGE_BYTES: Final = 4096
+"""Rows begin at multiples of it, because direct input and output move whole pages."""
+
+_GROWTH_BYTES: Final = 256 * 2**20
+
+
+def row_bytes_of(payload_bytes: int) -> int:
+    """Return the bytes of one row: a page for the header, and the pages of the payload."""
+    return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class SlabFile:
+    """A file of rows. Any thread may read and write them; who may use which is not decided here.
+
+    With ``O_DIRECT``, where the file system has it, nothing goes through the page cache: entries
+    are read once in a while, and would only push out what others need of it.
+
+    Args:
+        path: The file, which is made if there is none.
+        payload_bytes: Bytes of every payload.
+        max_rows: Rows that the file is never larger than; a longer one is cut.
+
+    Attributes:
+        payload_bytes: As given.
+        row_bytes: Bytes of one row.
+        max_rows: As given.
+        num_rows: Rows that the file has room for now.
+        is_direct: Whether it goes past the page cache.
+
+    Raises:
+        OSError: The file cannot be made or opened.
+    """
+
+    def __init__(self, path: Path, payload_bytes: int, *, max_rows: int) -> None:
+        self.payload_bytes = payload_bytes
+        self.row_bytes = row_bytes_of(payload_bytes)
+        self.max_rows = max_rows
+        self._buffers = threading.local()
+        self._fd, self.is_direct = _open(path)
+        try:
+            if os.fstat(self._fd).st_size > max_rows * self.row_bytes:
+                os.ftruncate(self._fd, max_rows * self.row_bytes)
+            self.num_rows = os.fstat(self._fd).st_size // self.row_bytes
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    @property
+    def growth(self) -> int:
+        """How many rows it is best made longer by; 0 if the file is as large as it may be."""
+        step = max(1, _GROWTH_BYTES // self.row_bytes)
+        return min(step, self.max_rows - self.num_rows)
+
+    def grow(self, count: int) -> None:
+        """Add rows whose room on the disk is taken at once, so that it cannot be full later.
+
+        Args:
+            count: How many; not more than ``growth``.
+
+        Raises:
+            OSError: The disk is full, or the file cannot grow.
+        """
+        end = (self.num_rows + count) * self.row_bytes
+        try:
+            os.posix_fallocate(self._fd, 0, end)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            os.ftruncate(self._fd, end)  # the file system takes no room ahead
+        self.num_rows += count
+
+    def write(self, row: int, header: bytes, payload: memoryview) -> None:
+        """Write a row. It is on the disk after ``sync``.
+
+        Args:
+            row: Which one.
+            header: At most a page; the rest of the page is zero.
+            payload: [payload_bytes] bytes.
+
+        Raises:
+            OSError: It was not written, or only in part.
+        """
+        first, last = self._pages()
+        first[:] = header.ljust(PAGE_BYTES, b"\0")
+        body, rest = self._split(payload)
+        if self._is_unaligned(body):
+            whole = self._whole_row()[: len(body)]
+            whole[:] = body
+            body = whole
+        buffers = [first, *([body] if len(body) else [])]
+        if len(rest):
+            last[:] = bytes(rest).ljust(PAGE_BYTES, b"\0")
+            buffers.append(last)
+        missing = _transfer(os.pwritev, self._fd, buffers, row * self.row_bytes)
+        if missing:
+            raise OSError(errno.EIO, f"{missing} bytes of a row were not written")
+
+    def read(self, row: int, into: memoryview) -> bytes:
+        """Read a row.
+
+        Args:
+            row: Which one.
+            into: [payload_bytes] bytes to write the payload to.
+
+        Returns:
+            The page with the header; less than a page if the file ends before the row does.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        first, last = self._pages()
+        body, rest = self._split(into)
+        target = self._whole_row()[: len(body)] if self._is_unaligned(body) else body
+        buffers = [first, *([target] if len(body) else []), *([last] if len(rest) else [])]
+        if _transfer(os.preadv, self._fd, buffers, row * self.row_bytes):
+            return b""
+        if target is not body:
+            body[:] = target
+        rest[:] = last[: len(rest)]
+        return bytes(first)
+
+    def read_header(self, row: int) -> bytes:
+        """Read the page with a row's header; less than a page if the file ends before.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        first, _ = self._pages()
+        missing = _transfer(os.preadv, self._fd, [first], row * self.row_bytes)
+        return bytes(first[: PAGE_BYTES - missing])
+
+    def erase_header(self, row: int) -> None:
+        """Write zeroes over a row's header, so that nobody finds the entry when it is opened.
+
+        Raises:
+            OSError: They were not written.
+        """
+        first, _ = self._pages()
+        first[:] = bytes(PAGE_BYTES)
+        if _transfer(os.pwritev, self._fd, [first], row * self.row_bytes):
+            raise OSError(errno.EIO, "a header was not erased")
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk.
+
+        Raises:
+            OSError: Some of it may not be.
+        """
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _pages(self) -> tuple[memoryview, memoryview]:
+        """Return two pages of this thread, at an address that direct reads and writes take."""
+        if not hasattr(self._buffers, "pages"):
+            pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+            self._buffers.pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
+        both: tuple[memoryview, memoryview] = self._buffers.pages
+        return both
+
+    def _whole_row(self) -> memoryview:
+        """Return a row of this thread, for payloads at an address that is no page's."""
+        if not hasattr(self._buffers, "row"):
+            self._buffers.row = memoryview(mmap.mmap(-1, self.row_bytes))
+        row: memoryview = self._buffers.row
+        return row
+
+    def _split(self, payload: memoryview) -> tuple[memoryview, memoryview]:
+        """Split a payload into whole pages and the rest."""
+        end = len(payload) // PAGE_BYTES * PAGE_BYTES
+        return payload[:end], payload[end:]
+
+    def _is_unaligned(self, body: memoryview) -> bool:
+        return self.is_direct and np.frombuffer(body, np.uint8).ctypes.data % PAGE_BYTES != 0
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open a file past the page cache if its file system lets us.
+
+    Raises:
+        OSError: It cannot be opened at all.
+    """
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o600), False
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: list[memoryview],
+    offset: int,
+) -> int:
+    """Read or write buffers one behind the other.
+
+    Returns:
+        How many bytes at their end were not: the file ends there, or it moved part of a page.
+
+    Raises:
+        OSError: It failed.
+    """
+    left = sum(len(buffer) for buffer in buffers)
+    while left:
+        moved = call(fd, buffers, offset)
+        left -= moved
+        if moved % PAGE_BYTES or not moved:
+            break
+        offset += moved
+        while buffers and moved >= len(buffers[0]):
+            moved -= len(buffers.pop(0))
+        if moved:
+            buffers[0] = buffers[0][moved:]
+    return left

@@ -1,0 +1,113 @@
+"""A disk tier of few small rows, and entries for it."""
+
+import mmap
+import threading
+
+import numpy as np
+import torch
+
+from mamba_cache import CacheConfig, KVCacheSpec, StateSpec
+from mamba_cache.tiers import CacheIdentity, EntryFacts, EntryKey, EntryKind, ModelIdentity
+from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.slab import row_bytes_of
+
+STATE_BYTES = 9000
+"""Two pages and some bytes."""
+
+KV_BYTES = 4096
+TENANT = b"t" * 16
+
+
+def make_identity(weights="w", **config):
+    model = ModelIdentity(name="model", weights=weights)
+    settings = {"num_kv_blocks": 4, "max_slots": 2, "hash_secret": b"secret"} | config
+    state = StateSpec.mamba(1, (4, 3), (2, 4, 8), torch.float32, torch.float32)
+    kv = KVCacheSpec(1, 1, 8, torch.float32)
+    return CacheIdentity.of(model, CacheConfig(**settings), state, kv)
+
+
+IDENTITY = make_identity()
+
+
+def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None, **changes):
+    """The facts of one of any number of entries."""
+    size = STATE_BYTES if kind is EntryKind.STATE else KV_BYTES
+    key = {
+        "identity": identity.digest,
+        "tenant": TENANT,
+        "kind": kind,
+        "digest": number.to_bytes(16, "little"),
+        "rank": identity.rank,
+    }
+    own = {
+        "prefix_tokens": 256 * (number + 1),
+        "block_digest": number.to_bytes(16, "big"),
+        "payload_bytes": num_bytes or size,
+    }
+    key |= {name: value for name, value in changes.items() if name in key or name == "chunk"}
+    own |= {name: value for name, value in changes.items() if name in own}
+    return EntryFacts(EntryKey(**key), **own)
+
+
+def payload_of(number, kind=EntryKind.STATE):
+    size = STATE_BYTES if kind is EntryKind.STATE else KV_BYTES
+    return memoryview(np.random.default_rng([number, size]).bytes(size))
+
+
+def buffer_for(facts, *, offset=0):
+    """Bytes of ones, at a page's begin or some bytes beyond."""
+    whole = memoryview(mmap.mmap(-1, facts.payload_bytes + offset))
+    whole[:] = b"\xff" * len(whole)
+    return whole[offset:]
+
+
+def capacity_for(states, blocks=0):
+    """Bytes that hold so many rows of each kind, with a share of one half."""
+    return 2 * max(states * row_bytes_of(STATE_BYTES), blocks * row_bytes_of(KV_BYTES))
+
+
+def open_tier(path, *, states=4, blocks=4, identity=IDENTITY, **options):
+    options = {"write_on_use": 1, "num_readers": 2} | options
+    return DiskTier(
+        path,
+        identity,
+        capacity_for(states, blocks),
+        state_bytes=STATE_BYTES,
+        kv_bytes=KV_BYTES,
+        **options,
+    )
+
+
+class Answer:
+    """Stands for ``done``: remembers what it was called with, and lets a test wait for it."""
+
+    def __init__(self):
+        self.calls = []
+        self._came = threading.Event()
+
+    def __call__(self, refusal):
+        self.calls.append(refusal)
+        self._came.set()
+
+    def get(self):
+        """What it was called with, once."""
+        assert self._came.wait(60), "done was never called"
+        assert len(self.calls) == 1
+        return self.calls[0]
+
+
+def put(tier, number, kind=EntryKind.STATE, **changes):
+    """Offer an entry and wait for the answer; False if it was not taken."""
+    answer = Answer()
+    taken = tier.put(facts_of(number, kind, **changes), payload_of(number, kind), answer)
+    return answer.get() if taken else False
+
+
+def load(tier, number, kind=EntryKind.STATE, *, offset=0, **changes):
+    """Load an entry; its bytes, why it is refused, or False if the call was not taken."""
+    expected, answer = facts_of(number, kind, **changes), Answer()
+    into = buffer_for(expected, offset=offset)
+    if not tier.load(expected, into, answer):
+        return False
+    refusal = answer.get()
+    return bytes(into) if refusal is None else refusal

@@ -1,0 +1,62 @@
+"""An engine over a disk, and a program that runs one: ``python restart_rig.py PATH SEED ...``.
+
+The program prints one JSON object: of each prompt its answer and the tokens that it skipped.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+from engine_rig import MODEL, cache_config
+
+from mamba_cache.reference import Engine, SamplingParams
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
+
+NUM_TOKENS = 6
+PROMPT_TOKENS = 163  # 20 blocks of 8 tokens, and three
+
+
+def prompts(seed, count=6):
+    """Prompts that share nothing."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(1, MODEL.config.vocab_size, (count, PROMPT_TOKENS)).tolist()
+
+
+def slow_prefill():
+    """A planner for which any load is quicker than computing, however quick the test's model."""
+    return LoadPlanner(Rates(tokens_per_second=1e-3), learns=False)
+
+
+def make_engine(path, *, weights="w", model=MODEL, **changes):
+    settings = {
+        "num_kv_blocks": 400,
+        "max_slots": 60,
+        "max_tokens": 400,
+        "max_sequence_length": 256,
+        "num_host_blocks": 300,
+        "num_host_states": 60,
+        "disk_cache_path": str(path),
+        "disk_cache_gb": 0.02,
+        "disk_write_on_use": 1,
+        "hash_secret": b"of this test",
+    }
+    identity = ModelIdentity(name="model", weights=weights)
+    config = cache_config(**(settings | changes))
+    return Engine(model, config, identity=identity, load_planner=slow_prefill())
+
+
+def run(engine, seed, **options):
+    """Answers and skipped tokens of the prompts of a seed."""
+    completions = engine.generate(
+        prompts(seed, **options), SamplingParams(max_new_tokens=NUM_TOKENS)
+    )
+    return [each.tokens for each in completions], [each.skipped_tokens for each in completions]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    engine = make_engine(sys.argv[1])
+    results = [run(engine, int(seed)) for seed in sys.argv[2:]]
+    engine.context.close()
+    print(json.dumps(results))

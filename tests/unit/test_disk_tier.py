@@ -1,0 +1,949 @@
+"""The disk tier: what it stores it finds again, verified, also in the next process."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from disk_rig import (
+    IDENTITY,
+    KV_BYTES,
+    STATE_BYTES,
+    Answer,
+    buffer_for,
+    capacity_for,
+    facts_of,
+    load,
+    make_identity,
+    open_tier,
+    payload_of,
+    put,
+)
+
+from mamba_cache import BudgetError, InvalidArgumentError, TierInUseError
+from mamba_cache.tiers import EntryHeader, EntryKind, Refusal
+from mamba_cache.tiers import directory as directories
+from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers import slab as slabs
+from mamba_cache.tiers.directory import folder_of, folders, remove_folder, slab_path
+from mamba_cache.tiers.slab import PAGE_BYTES, SlabFile, row_bytes_of
+
+STATE, KV = EntryKind.STATE, EntryKind.KV
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = open_tier(tmp_path)
+    yield tier
+    tier.check_invariants()
+    tier.close()
+
+
+def has(tier, *numbers, kind=STATE):
+    return tier.has_many([facts_of(number, kind).key for number in numbers])
+
+
+def state_file(tmp_path, identity=IDENTITY):
+    return slab_path(folder_of(tmp_path, identity), STATE)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The tier's clock stands still, until the test sets ``now``."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(disks, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("kind", EntryKind)
+@pytest.mark.parametrize("offset", [0, 8])
+def test_an_entry_is_loaded_as_it_was_put(tier, kind, offset) -> None:
+    """Into a buffer at a page's begin, and at any other address."""
+    assert put(tier, 1, kind) is None
+    assert load(tier, 1, kind, offset=offset) == payload_of(1, kind)
+    stats = tier.stats()
+    assert (stats.puts, stats.written, stats.loads, stats.hits) == (1, 1, 1, 1)
+    assert stats.written_bytes == stats.read_bytes == len(payload_of(1, kind))
+    assert stats.entries == {"state": int(kind is STATE), "kv": int(kind is KV)}
+    assert stats.refused == stats.not_written == stats.not_recovered == {}
+
+
+def test_payloads_at_any_address_are_stored(tier) -> None:
+    """Direct writes take whole pages only; the tier copies what is not."""
+    for number, offset in enumerate((0, 1, 4095)):
+        facts, answer = facts_of(number), Answer()
+        payload = buffer_for(facts, offset=offset)
+        payload[:] = payload_of(number)
+        assert tier.put(facts, payload, answer)
+        assert answer.get() is None
+        assert load(tier, number) == payload_of(number)
+
+
+def test_what_is_not_there_is_a_counted_miss(tier) -> None:
+    assert has(tier, 1) == [False]
+    assert load(tier, 1) is Refusal.MISSING
+    assert tier.stats().refused == {"missing": 1}
+
+
+def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:
+    assert put(tier, 1, STATE) is None
+    assert has(tier, 1, kind=KV) == [False]
+    assert load(tier, 1, KV) is Refusal.MISSING
+    assert put(tier, 1, KV) is None
+    assert load(tier, 1, KV) == payload_of(1, KV)
+    assert load(tier, 1, STATE) == payload_of(1, STATE)
+
+
+def test_tenants_and_chunks_are_apart(tier) -> None:
+    assert put(tier, 1) is None
+    assert load(tier, 1, tenant=b"u" * 16) is Refusal.MISSING
+    assert load(tier, 1, chunk=0) is Refusal.MISSING
+    assert put(tier, 1, chunk=0) is None
+    assert load(tier, 1, chunk=0) == payload_of(1)
+
+
+def test_another_identity_is_never_found(tier) -> None:
+    other = make_identity("other weights")
+    assert put(tier, 1) is None
+    key = facts_of(1, identity=other).key
+    assert tier.has_many([key]) == [False]
+    assert load(tier, 1, identity=other) is Refusal.IDENTITY
+    assert load(tier, 1, rank=1) is Refusal.IDENTITY
+    with pytest.raises(InvalidArgumentError, match="another identity"):
+        tier.put(facts_of(1, identity=other), payload_of(1), Answer())
+
+
+def test_sizes_are_checked(tier) -> None:
+    for facts, payload in (
+        (facts_of(1, num_bytes=STATE_BYTES - 1), payload_of(1)),
+        (facts_of(1), payload_of(1)[:-1]),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"must have {STATE_BYTES} bytes"):
+            tier.put(facts, payload, Answer())
+        with pytest.raises(InvalidArgumentError, match=f"must have {STATE_BYTES} bytes"):
+            tier.load(facts, payload, Answer())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prefix_tokens": 1}, Refusal.PREFIX_TOKENS),
+        ({"block_digest": b"x" * 16}, Refusal.BLOCK_DIGEST),
+    ],
+)
+def test_what_the_request_derived_is_compared(tier, change, reason) -> None:
+    """A digest that collides is refused; what does not match is not found again."""
+    assert put(tier, 1) is None
+    assert load(tier, 1, **change) is reason
+    assert has(tier, 1) == [False]
+    assert tier.stats().refused == {reason.value: 1}
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_an_entry_is_written_at_its_second_use(tmp_path) -> None:
+    tier = open_tier(tmp_path, write_on_use=2)
+    assert put(tier, 1) is False
+    assert has(tier, 1) == [False]
+    assert put(tier, 1) is None
+    assert has(tier, 1) == [True]
+    assert put(tier, 1) is None  # it is there
+    assert tier.stats().not_written == {"first_use": 1}
+    assert (tier.stats().puts, tier.stats().written) == (3, 1)
+    tier.close()
+
+
+def test_first_uses_are_forgotten_when_there_are_many(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disks, "_MAX_FIRST_USES", 2)
+    tier = open_tier(tmp_path, write_on_use=2)
+    for number in (1, 2, 3):
+        assert put(tier, number) is False
+    assert put(tier, 1) is False
+    assert put(tier, 3) is None
+    tier.close()
+
+
+def test_the_least_recently_used_goes_and_the_end_of_a_prefix_before_its_beginning(tier) -> None:
+    for number in range(4):
+        assert put(tier, number) is None
+    assert has(tier, 0, 1, 2, 3) == [True] * 4  # one prefix, from its start
+    assert put(tier, 4) is None
+    assert has(tier, 3) == [False]
+    assert has(tier, 0, 1, 2) == [True] * 3
+    assert put(tier, 5) is None
+    assert has(tier, 4) == [False]  # 4 was used before 0, 1 and 2 were
+    stats = tier.stats()
+    assert stats.evicted == 2
+    assert stats.entries["state"] == stats.rows["state"] == stats.max_rows["state"] == 4
+
+
+def test_the_capacity_is_held(tmp_path) -> None:
+    tier = open_tier(tmp_path, states=3, blocks=3)
+    for number in range(20):
+        assert put(tier, number) is None
+        assert put(tier, number, KV) is None
+    size = sum(file.stat().st_size for file in folder_of(tmp_path, IDENTITY).glob("*.slab"))
+    assert size <= capacity_for(3, 3)
+    assert tier.stats().disk_bytes == size
+    tier.close()
+
+
+def test_the_next_process_finds_what_was_stored(tmp_path) -> None:
+    first = open_tier(tmp_path)
+    for number in range(3):
+        assert put(first, number) is None
+        assert put(first, number, KV) is None
+    first.close()
+    second = open_tier(tmp_path)
+    assert second.stats().recovered == 6
+    assert has(second, 0, 1, 2, 3) == [True, True, True, False]
+    for number in range(3):
+        assert load(second, number) == payload_of(number)
+        assert load(second, number, KV) == payload_of(number, KV)
+    assert put(second, 3) is None
+    assert put(second, 4) is None  # the file is full: one goes
+    assert second.stats().entries["state"] == 4
+    assert load(second, 4) == payload_of(4)
+    second.check_invariants()
+    second.close()
+
+
+def test_after_a_restart_the_end_of_a_prefix_goes_first(tmp_path) -> None:
+    first = open_tier(tmp_path)
+    for number in (2, 0, 3, 1):
+        assert put(first, number) is None
+    first.close()
+    second = open_tier(tmp_path)
+    assert put(second, 9) is None
+    assert has(second, 0, 1, 2, 3) == [True, True, True, False]
+    second.close()
+
+
+@pytest.mark.parametrize("weights", ["other weights"])
+def test_the_next_process_with_another_identity_finds_nothing(tmp_path, weights) -> None:
+    first = open_tier(tmp_path)
+    assert put(first, 1) is None
+    first.close()
+    second = open_tier(tmp_path, identity=make_identity(weights))
+    assert second.stats().recovered == 0
+    second.close()
+
+
+def test_a_foreign_slab_in_the_folder_is_refused(tmp_path) -> None:
+    """Whoever moves files by hand: each header is of another identity."""
+    other = make_identity("other weights")
+    first = open_tier(tmp_path, identity=other)
+    assert put(first, 1, identity=other) is None
+    first.close()
+    second = open_tier(tmp_path)
+    second.close()
+    state_file(tmp_path).write_bytes(state_file(tmp_path, other).read_bytes())
+    third = open_tier(tmp_path)
+    assert third.stats().not_recovered == {"identity": 1}
+    assert has(third, 1) == [False]
+    third.close()
+
+
+def test_a_slab_of_the_other_kind_is_refused(tmp_path) -> None:
+    both = {"state_bytes": KV_BYTES, "kv_bytes": KV_BYTES, "write_on_use": 1}
+    path = tmp_path / "cache"
+    first = disks.DiskTier(path, IDENTITY, 10**6, **both)
+    answer = Answer()
+    assert first.put(facts_of(1, KV), payload_of(1, KV), answer)
+    assert answer.get() is None
+    first.close()
+    slab_path(first.folder, STATE).write_bytes(slab_path(first.folder, KV).read_bytes())
+    second = disks.DiskTier(path, IDENTITY, 10**6, **both)
+    assert second.stats().not_recovered == {"kind": 1}
+    assert second.stats().entries == {"state": 0, "kv": 1}
+    second.close()
+
+
+def test_headers_of_payloads_of_another_size_are_refused(tmp_path) -> None:
+    first = open_tier(tmp_path)
+    assert put(first, 1) is None
+    first.close()
+    second = disks.DiskTier(
+        tmp_path, IDENTITY, 10**6, state_bytes=STATE_BYTES + 1, kv_bytes=KV_BYTES
+    )
+    assert second.stats().not_recovered == {"payload_bytes": 1}
+    second.close()
+
+
+def test_an_entry_that_is_there_twice_is_found_once(tmp_path) -> None:
+    first = open_tier(tmp_path)
+    assert put(first, 1) is None
+    assert put(first, 2) is None
+    first.close()
+    file = state_file(tmp_path)
+    row = row_bytes_of(STATE_BYTES)
+    data = bytearray(file.read_bytes())
+    data[row : 2 * row] = data[:row]
+    file.write_bytes(data)
+    second = open_tier(tmp_path)
+    assert second.stats().recovered == 1
+    assert load(second, 1) == payload_of(1)
+    second.check_invariants()
+    second.close()
+
+
+def test_a_smaller_capacity_cuts_the_file(tmp_path) -> None:
+    first = open_tier(tmp_path)
+    for number in range(4):
+        assert put(first, number) is None
+    first.close()
+    second = open_tier(tmp_path, states=2, blocks=1)
+    assert second.stats().recovered == 2
+    assert second.stats().rows["state"] == 2
+    assert [load(second, number) for number in (0, 1)] == [payload_of(0), payload_of(1)]
+    second.close()
+
+
+# Damage. The first state is in row 0: a page with the header, and three pages with the payload.
+
+DAMAGE = {
+    "a bit of the payload": (PAGE_BYTES + 77, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
+    "the payload's last byte": (PAGE_BYTES + STATE_BYTES - 2, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
+    "a bit of the header": (60, b"\x01", Refusal.CHECKSUM),
+    "zeroes": (0, bytes(row_bytes_of(STATE_BYTES)), Refusal.MAGIC),
+    "the version": (8, b"\x07", Refusal.VERSION),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, damage) -> None:
+    offset, data, reason = DAMAGE[damage]
+    assert put(tier, 0) is None
+    assert put(tier, 1) is None
+    with state_file(tmp_path).open("r+b") as file:
+        file.seek(offset)
+        before = file.read(len(data))
+        file.seek(offset)
+        file.write(
+            bytes(a ^ b for a, b in zip(before, data, strict=True)) if len(data) == 2 else data
+        )
+    assert load(tier, 0) is reason
+    assert tier.stats().refused == {reason.value: 1}
+    assert has(tier, 0) == [False]
+    assert load(tier, 1) == payload_of(1)
+    assert put(tier, 0) is None
+    assert load(tier, 0) == payload_of(0)
+
+
+def test_what_was_refused_is_not_recovered_either(tmp_path) -> None:
+    tier = open_tier(tmp_path)
+    assert put(tier, 0) is None
+    with state_file(tmp_path).open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        file.write(b"other bytes")
+    assert load(tier, 0) is Refusal.PAYLOAD_DIGEST
+    tier.close()
+    again = open_tier(tmp_path)
+    assert again.stats().recovered == 0
+    again.close()
+
+
+def test_swapped_entries_are_refused(tier, tmp_path) -> None:
+    assert put(tier, 0) is None
+    assert put(tier, 1) is None
+    row = row_bytes_of(STATE_BYTES)
+    with state_file(tmp_path).open("r+b") as file:
+        data = file.read(2 * row)
+        file.seek(0)
+        file.write(data[row:] + data[:row])
+    assert load(tier, 0) is Refusal.DIGEST
+    assert load(tier, 1) is Refusal.DIGEST
+
+
+def test_an_older_entry_of_the_row_is_refused(tier, tmp_path) -> None:
+    """A write that the disk said it had done, and had not."""
+    assert put(tier, 0) is None
+    row = row_bytes_of(STATE_BYTES)
+    old = state_file(tmp_path).read_bytes()[:row]
+    assert load(tier, 0, prefix_tokens=5) is Refusal.PREFIX_TOKENS
+    for number in (1, 2, 3, 0):
+        assert put(tier, number) is None
+    with state_file(tmp_path).open("r+b") as file:
+        file.seek(0)
+        header = EntryHeader.read(file.read(row))
+        assert header.facts == facts_of(0)
+        file.seek(0)
+        file.write(old)
+    assert load(tier, 0) is Refusal.GENERATION
+
+
+def test_a_file_cut_short_is_refused(tier, tmp_path) -> None:
+    assert put(tier, 0) is None
+    assert put(tier, 1) is None
+    row = row_bytes_of(STATE_BYTES)
+    os.truncate(state_file(tmp_path), row + PAGE_BYTES)
+    assert load(tier, 1) is Refusal.SHORT
+    assert load(tier, 0) == payload_of(0)
+    tier.close()
+    again = open_tier(tmp_path)
+    assert again.stats().recovered == 1
+    again.close()
+
+
+def test_a_header_that_is_damaged_while_nobody_looks_is_not_recovered(tmp_path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(2):
+        assert put(tier, number) is None
+    tier.close()
+    with state_file(tmp_path).open("r+b") as file:
+        file.seek(100)
+        file.write(b"?")
+    again = open_tier(tmp_path)
+    assert again.stats().not_recovered == {"checksum": 1}
+    assert again.stats().recovered == 1
+    again.close()
+
+
+# What the system refuses.
+
+
+def failing(error, *, times=None):
+    """A stand-in for a system call that fails, so many times or for ever."""
+    left = [times]
+
+    def call(*_):
+        if left[0] == 0:
+            return original(*_)
+        left[0] = None if left[0] is None else left[0] - 1
+        raise OSError(error, os.strerror(error))
+
+    original = None
+
+    def patch(monkeypatch, name):
+        nonlocal original
+        original = getattr(os, name)
+        monkeypatch.setattr(slabs.os, name, call)
+
+    call.patch = patch
+    return call
+
+
+def test_a_failed_read_is_a_counted_miss(tier, monkeypatch) -> None:
+    assert put(tier, 1) is None
+    failing(errno.EIO, times=1).patch(monkeypatch, "preadv")
+    assert load(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().refused == {"io_error": 1}
+    assert tier.stats().io_errors == 1
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_a_failed_write_is_counted_and_not_findable(tier, monkeypatch, call) -> None:
+    failing(errno.EIO, times=1).patch(monkeypatch, call)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert has(tier, 1) == [False]
+    assert tier.stats().not_written == {"io_error": 1}
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_a_short_write_is_no_entry(tier, monkeypatch) -> None:
+    write, calls = os.pwritev, []
+
+    def one_page(fd, buffers, offset):
+        calls.append(offset)
+        return write(fd, [buffers[0][:PAGE_BYTES]], offset) if len(calls) == 1 else 0
+
+    monkeypatch.setattr(slabs.os, "pwritev", one_page)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert has(tier, 1) == [False]
+
+
+def test_a_header_that_cannot_be_erased_is_counted(tier, monkeypatch) -> None:
+    assert put(tier, 1) is None
+    monkeypatch.setattr(slabs.os, "pwritev", lambda *_: 0)
+    assert load(tier, 1, prefix_tokens=1) is Refusal.PREFIX_TOKENS
+    assert tier.stats().io_errors == 1
+    assert has(tier, 1) == [False]
+
+
+def test_transfers_in_parts_are_put_together(tier, monkeypatch) -> None:
+    """The kernel may move less than was asked for."""
+    write, read = os.pwritev, os.preadv
+
+    def first_page(call):
+        def moved(fd, buffers, offset):
+            return call(fd, [buffers[0][:PAGE_BYTES]], offset)
+
+        return moved
+
+    monkeypatch.setattr(slabs.os, "pwritev", first_page(write))
+    monkeypatch.setattr(slabs.os, "preadv", first_page(read))
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch, clock) -> None:
+    assert put(tier, 0) is None
+    reads = failing(errno.EIO)
+    reads.patch(monkeypatch, "preadv")
+    assert put(tier, 1) is None
+    assert load(tier, 0) is Refusal.IO_ERROR
+    assert tier.is_healthy
+    assert load(tier, 1) is Refusal.IO_ERROR
+    assert not tier.is_healthy
+    assert has(tier, 0, 1) == [False, False]
+    assert load(tier, 0) is False
+    assert put(tier, 2) is False
+    assert tier.stats().not_written == {"unhealthy": 1}
+    monkeypatch.undo()
+    monkeypatch.setattr(disks, "time", clock)
+    clock.now += 4.9
+    assert not tier.is_healthy
+    clock.now += 0.2
+    assert tier.is_healthy
+    assert put(tier, 2) is None
+    assert load(tier, 2) == payload_of(2)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) -> None:
+    failing(error).patch(monkeypatch, "posix_fallocate")
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert put(tier, 2) is Refusal.IO_ERROR
+    stats = tier.stats()
+    assert stats.not_written == {"disk_full": 2}
+    assert stats.io_errors == 0
+    assert tier.is_healthy
+    monkeypatch.undo()
+    monkeypatch.setattr(disks, "time", clock)
+    assert put(tier, 3) is Refusal.IO_ERROR  # not asked again at once
+    clock.now += 6
+    assert put(tier, 3) is None
+    assert load(tier, 3) == payload_of(3)
+
+
+def test_a_disk_that_is_nearly_full_gives_what_it_has(tier, monkeypatch) -> None:
+    allocate = os.posix_fallocate
+
+    def only_two_rows(fd, start, size):
+        if size > 2 * row_bytes_of(STATE_BYTES):
+            raise OSError(errno.ENOSPC, "full")
+        allocate(fd, start, size)
+
+    monkeypatch.setattr(slabs.os, "posix_fallocate", only_two_rows)
+    for number in range(5):
+        assert put(tier, number) is None
+    assert tier.stats().rows["state"] == 2
+    assert tier.stats().evicted == 3
+
+
+def test_a_file_that_cannot_grow_is_an_error_of_the_disk(tier, monkeypatch) -> None:
+    failing(errno.EIO).patch(monkeypatch, "posix_fallocate")
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().io_errors == 2
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_takes_no_room_ahead_will_do(tier, monkeypatch, error) -> None:
+    failing(error).patch(monkeypatch, "posix_fallocate")
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_a_file_system_without_direct_reads_is_used_and_told(tmp_path, monkeypatch) -> None:
+    system_open = os.open
+
+    def refuse_direct(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct input and output")
+        return system_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(slabs.os, "open", refuse_direct)
+    tier = open_tier(tmp_path)
+    assert not tier.stats().is_direct
+    assert put(tier, 1) is None
+    assert load(tier, 1, offset=3) == payload_of(1)
+    tier.close()
+
+
+def test_direct_reads_are_used_where_there_are_any(tmp_path) -> None:
+    """As on ext4, xfs, and on tmpfs of newer kernels."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        expected = False
+    else:
+        expected = True
+    tier = open_tier(tmp_path)
+    assert tier.stats().is_direct is expected
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path, monkeypatch) -> None:
+    system_open = os.open
+
+    def no_slab(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise PermissionError(errno.EACCES, "no slab")
+        return system_open(path, flags, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slabs.os, "open", no_slab)
+        with pytest.raises(PermissionError, match="no slab"):
+            open_tier(tmp_path)
+    with monkeypatch.context() as patch:
+        failing(errno.EIO).patch(patch, "ftruncate")
+        with pytest.raises(OSError, match="Input/output"):
+            open_tier(tmp_path)
+    open_tier(tmp_path).close()  # nothing was left open
+    slab = state_file(tmp_path)
+    slab.write_bytes(bytes(100 * row_bytes_of(STATE_BYTES)))
+    monkeypatch.setattr(slabs.os, "ftruncate", cut_fails(os.ftruncate))
+    with pytest.raises(OSError, match="cannot be cut"):
+        open_tier(tmp_path)
+    monkeypatch.undo()
+    open_tier(tmp_path).close()
+
+
+def cut_fails(truncate):
+    def call(fd, size):
+        if size:
+            raise OSError(errno.EIO, "cannot be cut")
+        truncate(fd, size)
+
+    return call
+
+
+def test_headers_that_cannot_be_read_at_the_start_are_counted(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(2):
+        assert put(tier, number) is None
+    tier.close()
+    failing(errno.EIO, times=1).patch(monkeypatch, "preadv")
+    again = open_tier(tmp_path, num_readers=1)
+    assert again.stats().not_recovered == {"io_error": 1}
+    assert again.stats().recovered == 1
+    again.close()
+
+
+# One user at a time.
+
+
+def test_a_second_user_of_a_folder_is_refused(tier, tmp_path) -> None:
+    with pytest.raises(TierInUseError, match=f"in use by process {os.getpid()}"):
+        open_tier(tmp_path)
+    other = open_tier(tmp_path, identity=make_identity("other weights"))  # kept apart
+    other.close()
+
+
+def test_a_second_process_is_refused_and_the_first_ones_end_frees_the_folder(tmp_path) -> None:
+    program = (
+        "import sys, disk_rig; tier = disk_rig.open_tier(sys.argv[1]); "
+        "print(disk_rig.put(tier, 1), flush=True); sys.stdin.read(); import os; os._exit(1)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as process:
+        assert process.stdout.readline().strip() == b"None"
+        with pytest.raises(TierInUseError, match=f"in use by process {process.pid}"):
+            open_tier(tmp_path)
+        process.kill()
+        process.wait()
+    tier = open_tier(tmp_path)
+    assert load(tier, 1) == payload_of(1)
+    tier.close()
+
+
+def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monkeypatch) -> None:
+    open_tier(tmp_path).close()
+    folder = folder_of(tmp_path, IDENTITY)
+    monkeypatch.setattr(directories, "_is_same_file", lambda *_: False)
+    with pytest.raises(TierInUseError, match="was removed"):
+        directories.FolderLock(folder)
+    monkeypatch.undo()
+    lock = directories.FolderLock(folder)
+    (folder / "lock").rename(folder / "elsewhere")
+    assert not directories._is_same_file(lock._fd, folder / "lock")
+    lock.release()
+
+
+def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
+    others = [make_identity(f"weights {number}") for number in range(3)]
+    for age, identity in enumerate(others):
+        other = open_tier(tmp_path, identity=identity, states=8)
+        assert put(other, 1, identity=identity) is None
+        other.close()
+        os.utime(folder_of(tmp_path, identity), (1000 + age, 1000 + age))
+    held = open_tier(tmp_path, identity=others[0], states=8)
+    os.utime(held.folder, (1, 1))
+    tier = open_tier(tmp_path, states=4)
+    for number in range(4):
+        assert put(tier, number) is None
+    there = {each.path for each in folders(tmp_path)}
+    assert there == {tier.folder, held.folder, folder_of(tmp_path, others[2])}
+    assert sum(each.num_bytes for each in folders(tmp_path)) <= capacity_for(4) + 2 * PAGE_BYTES
+    assert load(held, 1, identity=others[0]) == payload_of(1)
+    held.close()
+    tier.close()
+
+
+def test_room_that_others_use_is_not_taken(tmp_path, monkeypatch, clock) -> None:
+    identity = make_identity("other weights")
+    other = open_tier(tmp_path, identity=identity, states=8)
+    assert put(other, 1, identity=identity) is None
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"disk_full": 1}
+    other.close()
+    clock.now += 6
+    assert put(tier, 1) is None
+    tier.close()
+
+
+def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, clock) -> None:
+    identity = make_identity("other weights")
+    other = open_tier(tmp_path, identity=identity, states=8)
+    assert put(other, 1, identity=identity) is None
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    monkeypatch.setattr(directories, "_is_in_use", lambda folder: False)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert load(other, 1, identity=identity) == payload_of(1)
+    other.close()
+    tier.close()
+
+
+def test_folders_are_listed_and_removed(tmp_path) -> None:
+    with pytest.raises(InvalidArgumentError, match="there is no directory"):
+        folders(tmp_path / "nowhere")
+    assert folders(tmp_path) == []
+    tier = open_tier(tmp_path)
+    [folder] = folders(tmp_path)
+    assert (folder.identity, folder.is_in_use) == (IDENTITY, True)
+    with pytest.raises(TierInUseError):
+        remove_folder(folder)
+    tier.close()
+    [folder] = folders(tmp_path)
+    assert not folder.is_in_use
+    (folder.path / "identity.json").write_text("{}")
+    [folder] = folders(tmp_path)
+    assert folder.identity is None
+    open_tier(tmp_path).close()  # writes it anew
+    assert folders(tmp_path)[0].identity == IDENTITY
+    (folder.path / "lock").unlink()
+    assert not folders(tmp_path)[0].is_in_use
+    remove_folder(folder)
+    assert folders(tmp_path) == []
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_not_held(tmp_path, monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directories.os, "utime", refuse)
+        with pytest.raises(OSError, match="read-only"):
+            open_tier(tmp_path)
+    open_tier(tmp_path).close()
+
+
+# Threads.
+
+
+def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path, max_queued=1, num_readers=1)
+    assert put(tier, 8, KV) is None
+    hold, entered = threading.Event(), threading.Semaphore(0)
+    sync, read = SlabFile.sync, SlabFile.read
+
+    def held(call):
+        def wait(*args):
+            entered.release()
+            assert hold.wait(60)
+            return call(*args)
+
+        return wait
+
+    monkeypatch.setattr(SlabFile, "sync", held(sync))
+    monkeypatch.setattr(SlabFile, "read", held(read))
+    puts = [Answer() for _ in range(2)]
+    assert tier.put(facts_of(0), payload_of(0), puts[0])
+    entered.acquire()
+    assert not tier.put(facts_of(0), payload_of(0), Answer())
+    assert tier.put(facts_of(1), payload_of(1), puts[1])
+    assert not tier.put(facts_of(2), payload_of(2), Answer())
+    assert has(tier, 0) == [False]  # not before it is on the disk
+    loads, facts = [Answer() for _ in range(2)], facts_of(8, KV)
+    assert tier.load(facts, buffer_for(facts), loads[0])
+    entered.acquire()
+    assert tier.load(facts, buffer_for(facts), loads[1])
+    assert not tier.load(facts, buffer_for(facts), Answer())
+    assert tier.num_queued == 4
+    assert not tier.flush(0)
+    hold.set()
+    assert tier.flush()
+    assert tier.num_queued == 0
+    assert [each.get() for each in puts + loads] == [None] * 4
+    assert tier.stats().not_written == {"in_flight": 1, "queue_full": 1}
+    tier.close()
+
+
+def test_rows_that_are_read_are_not_given_away(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path, states=1, blocks=1)
+    assert put(tier, 0) is None
+    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
+
+    def held(*args):
+        entered.set()
+        assert hold.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(SlabFile, "read", held)
+    answer, into = Answer(), buffer_for(facts_of(0))
+    assert tier.load(facts_of(0), into, answer)
+    assert entered.wait(60)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"no_row": 1}
+    hold.set()
+    assert answer.get() is None
+    assert into == payload_of(0)
+    assert tier.flush()
+    assert put(tier, 1) is None
+    tier.close()
+
+
+def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path, num_readers=1)
+    assert put(tier, 8, KV) is None
+    hold, entered = threading.Event(), threading.Semaphore(0)
+    sync, read = SlabFile.sync, SlabFile.read
+
+    def held(call):
+        def wait(*args):
+            entered.release()
+            assert hold.wait(60)
+            return call(*args)
+
+        return wait
+
+    monkeypatch.setattr(SlabFile, "sync", held(sync))
+    monkeypatch.setattr(SlabFile, "read", held(read))
+    facts = facts_of(8, KV)
+    puts, loads = [Answer(), Answer()], [Answer(), Answer()]
+    assert tier.put(facts_of(0), payload_of(0), puts[0])
+    assert tier.load(facts, buffer_for(facts), loads[0])
+    entered.acquire()
+    entered.acquire()
+    assert tier.put(facts_of(1), payload_of(1), puts[1])
+    assert tier.load(facts, buffer_for(facts), loads[1])
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while tier.is_healthy:
+        pass
+    assert not tier.put(facts_of(2), payload_of(2), Answer())
+    assert not tier.load(facts, buffer_for(facts), Answer())
+    assert has(tier, 8, kind=KV) == [False]
+    hold.set()
+    closing.join()
+    assert [each.get() for each in puts] == [None, Refusal.ABORTED]
+    assert [each.get() for each in loads] == [None, Refusal.ABORTED]
+    assert tier.stats().not_written == {"aborted": 1, "unhealthy": 1}
+    tier.check_invariants()
+    tier.close()  # again: nothing
+    open_tier(tmp_path).close()
+
+
+def test_a_call_that_comes_just_as_it_closes_is_not_taken(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path)
+    tier.close()
+    monkeypatch.setattr(disks.DiskTier, "is_healthy", True)
+    assert put(tier, 1) is False
+    assert load(tier, 1) is False
+    assert tier.stats().not_written == {"aborted": 1}
+
+
+def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+
+    def broken(refusal):
+        raise ZeroDivisionError(refusal)
+
+    assert tier.put(facts_of(1), payload_of(1), broken)
+    assert tier.flush()
+    assert tier.load(facts_of(1), buffer_for(facts_of(1)), broken)
+    assert tier.flush()
+    assert [each.exc_type for each in shown] == [ZeroDivisionError] * 2
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    assert put(tier, 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "payload_digest", None)
+        assert load(tier, 1) is Refusal.IO_ERROR
+    assert [each.exc_type for each in shown] == [TypeError]
+    assert put(tier, 1) is None
+
+
+def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
+    assert put(tier, 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(disks.os, "getpid", lambda: -1)
+        assert not tier.is_healthy
+        assert has(tier, 1) == [False]
+        assert load(tier, 1) is False
+        assert put(tier, 2) is False
+        tier.close()
+    assert load(tier, 1) == payload_of(1)
+
+
+# Settings.
+
+
+def test_settings_are_checked(tmp_path) -> None:
+    usual = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
+    for change, error, message in (
+        ({"state_bytes": 0, "kv_bytes": 0}, InvalidArgumentError, "both are 0"),
+        ({"state_bytes": -1}, InvalidArgumentError, "state_bytes must be"),
+        ({"kv_bytes": 10**7}, BudgetError, "50% of it is for kv entries"),
+        ({"state_share": 1.0}, BudgetError, "0% of it is for kv entries"),
+        ({"state_share": 2}, InvalidArgumentError, "state_share must be"),
+        ({"write_on_use": 3}, InvalidArgumentError, "write_on_use must be"),
+        ({"num_readers": 0}, InvalidArgumentError, "num_readers must be"),
+        ({"max_queued": 0}, InvalidArgumentError, "max_queued must be"),
+    ):
+        with pytest.raises(error, match=message):
+            disks.DiskTier(tmp_path, IDENTITY, 10**6, **(usual | change))
+    for identity, capacity, name in (("i", 10**6, "identity"), (IDENTITY, -1, "capacity_bytes")):
+        with pytest.raises(InvalidArgumentError, match=f"{name} must be"):
+            disks.DiskTier(tmp_path, identity, capacity, **usual)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_kind_alone_has_the_whole_capacity(tmp_path) -> None:
+    row = row_bytes_of(STATE_BYTES)
+    tier = disks.DiskTier(
+        tmp_path, IDENTITY, 3 * row, state_bytes=STATE_BYTES, kv_bytes=0, write_on_use=1
+    )
+    assert tier.stats().max_rows == {"state": 3}
+    assert load(tier, 1) is Refusal.MISSING
+    assert tier.has_many([facts_of(1, KV).key]) == [False]
+    with pytest.raises(InvalidArgumentError, match="a kv must have None bytes"):
+        tier.load(facts_of(1, KV), payload_of(1, KV), Answer())
+    tier.close()
+
+
+def test_nobody_else_may_read_the_files(tier) -> None:
+    assert tier.folder.stat().st_mode & 0o077 == 0
+    assert put(tier, 1) is None
+    for file in tier.folder.iterdir():
+        assert file.stat().st_mode & 0o077 == 0

@@ -1,0 +1,446 @@
+"""Prefetches: what lies below the host tier is brought there, and nothing of it is wrong."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from context_rig import MODEL, assert_same_run, generate, make_config, make_context
+from restart_rig import slow_prefill
+
+from mamba_cache import InvalidArgumentError, Request
+from mamba_cache.context import PrefetchState
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.context.tier_memory import identity_of
+from mamba_cache.reference import HybridModel, HybridModelConfig
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.tiers import CacheIdentity, EntryKind, LoadPlanner, ModelIdentity, Rates, Refusal
+
+MODEL_IDENTITY = ModelIdentity(name="model", weights="w")
+PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
+OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
+
+
+class HeldTier:
+    """A lower tier of plain dicts. It answers when the test says so, in the test's thread."""
+
+    name = "held"
+
+    def __init__(self):
+        self.is_healthy = True
+        self.stored = {}
+        self.puts, self.loads = [], []
+        self.takes = True
+
+    def has_many(self, keys):
+        return [key in self.stored for key in keys]
+
+    def put(self, facts, payload, done):
+        if self.takes:
+            self.puts.append((facts, payload, done))
+        return self.takes
+
+    def load(self, expected, into, done):
+        if self.takes:
+            self.loads.append((expected, into, done))
+        return self.takes
+
+    def end_puts(self):
+        for facts, payload, done in self.puts:
+            self.stored[facts.key] = facts, bytes(payload)
+            done(None)
+        self.puts = []
+
+    def end_loads(self, *refusals):
+        """End as many as there are answers for, or all well."""
+        for index, (expected, into, done) in enumerate(self.loads):
+            refusal = refusals[index] if refusals else None
+            if refusal is None:
+                facts, payload = self.stored[expected.key]
+                assert facts == expected
+                into[:] = payload
+            done(refusal)
+        self.loads = []
+
+    def flush(self, timeout_seconds=None):
+        self.end_puts()
+        self.end_loads()
+        return True
+
+    def close(self):
+        self.is_healthy = False
+
+
+def make(path, *, tier=None, planner=None, **changes):
+    """A context over a disk, or over a tier that the test holds."""
+    settings = {
+        "num_host_blocks": 40,
+        "num_host_states": 20,
+        "disk_cache_path": path,
+        "disk_cache_gb": 0.01,
+        "disk_write_on_use": 1,
+        "hash_secret": b"secret",
+    }
+    context = make_context(
+        make_config(**(settings | changes)),
+        identity=MODEL_IDENTITY,
+        load_planner=planner or slow_prefill(),
+        placement=EveryNthBlock(1),
+    )
+    if tier is not None:
+        context.disk_tier.close()
+        context._tiering.lower.tier = tier
+    return context
+
+
+@pytest.fixture
+def tier():
+    """A lower tier that has the prompt's entries."""
+    return HeldTier()
+
+
+@pytest.fixture
+def context(tmp_path, tier):
+    """A context that has nothing, over a tier that has the prompt."""
+    first = make(tmp_path, tier=tier)
+    generate(first, PROMPT, 2)
+    first.wait_for_tiers()
+    first.close()
+    tier.is_healthy = True
+    context = make(tmp_path, tier=tier)
+    yield context
+    context.check_invariants()
+
+
+def ask(context, prompt=PROMPT, **options):
+    return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
+
+
+def match(context, prompt=PROMPT):
+    return context.match(Request(request_id="one", prompt_tokens=prompt))
+
+
+def entries(context):
+    return context.host_tier.stats().entries
+
+
+def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
+    assert match(context).skip_tokens == 0
+    prefetch = ask(context)
+    assert (prefetch.state, prefetch.is_done) == (PrefetchState.PENDING, False)
+    assert (prefetch.request_id, prefetch.skip_tokens, prefetch.num_entries) == ("one", 56, 8)
+    assert len(tier.loads) == 8
+    found = match(context)
+    assert (found.skip_tokens, found.arriving_tokens) == (0, 56)
+    assert match(context, OTHER).arriving_tokens == 0
+    assert match(context, PROMPT[:20]).arriving_tokens == 0
+    tier.end_loads()
+    assert prefetch.state is prefetch.wait() is PrefetchState.READY
+    assert (prefetch.num_arrived, prefetch.refusals) == (8, ())
+    found = match(context)
+    assert (found.skip_tokens, found.arriving_tokens, found.loaded_blocks) == (56, 0, 7)
+    run = generate(context, PROMPT, 4)
+    assert run[2].skip_tokens == 56
+    assert_same_run(run, PROMPT)
+
+
+def test_nothing_is_brought_twice(context, tier) -> None:
+    """Two requests of one prefix share a flight."""
+    first, second = ask(context), ask(context)
+    assert len(tier.loads) == 8
+    assert (first.num_entries, second.num_entries) == (8, 8)
+    tier.end_loads()
+    assert (first.state, second.state) == (PrefetchState.READY,) * 2
+    assert ask(context).state is PrefetchState.NOTHING
+    assert tier.loads == []
+
+
+def test_a_flight_that_is_over_is_not_joined(context, tier, monkeypatch) -> None:
+    """Another thread ends it between the look and the joining: then the row is there."""
+    ask(context)
+    join = prefetching._Flight.join
+
+    def late(flight, prefetch):
+        tier.end_loads()
+        return join(flight, prefetch)
+
+    monkeypatch.setattr(prefetching._Flight, "join", late)
+    second = ask(context)
+    assert second.state is PrefetchState.INCOMPLETE
+    assert match(context).skip_tokens == 56
+
+
+def test_without_a_disk_there_is_nothing_to_bring(tmp_path) -> None:
+    for settings in ({}, {"num_host_blocks": 4, "num_host_states": 4}):
+        context = make_context(make_config(**settings))
+        prefetch = ask(context, timeout_seconds=1)
+        assert prefetch.state is prefetch.wait() is PrefetchState.NOTHING
+        assert (prefetch.skip_tokens, prefetch.num_bytes) == (0, 0)
+        assert context.disk_tier is None
+        context.close()
+        context.wait_for_tiers()
+
+
+def test_there_is_nothing_to_bring_of_another_prompt_or_salt(context, tier) -> None:
+    assert ask(context, OTHER).state is PrefetchState.NOTHING
+    assert ask(context, PROMPT[:8]).state is PrefetchState.NOTHING  # nothing would be left
+    salted = Request(request_id="one", prompt_tokens=PROMPT, cache_salt="other")
+    assert context.prefetch(salted).state is PrefetchState.NOTHING
+    assert tier.loads == []
+
+
+def test_a_tier_that_is_not_well_is_not_asked(context, tier) -> None:
+    tier.is_healthy = False
+    assert ask(context).state is PrefetchState.NOTHING
+    generate(context, OTHER, 2)
+    generate(context, OTHER, 2)
+    assert (tier.puts, tier.loads) == ([], [])
+
+
+def test_a_tier_that_takes_nothing_costs_rows_nothing(context, tier) -> None:
+    tier.takes = False
+    prefetch = ask(context)
+    assert prefetch.state is PrefetchState.INCOMPLETE
+    assert prefetch.refusals == (Refusal.ABORTED,) * 8
+    assert context.host_tier.stats().dropped == {"queue_full": 8}
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    assert entries(context) == {"kv": 7, "state": 7}
+    tier.takes = True
+    assert generate(context, PROMPT, 3)[2].skip_tokens == 56
+
+
+def test_what_is_refused_below_is_computed(context, tier) -> None:
+    """The fourth block is damaged: what lies before the last whole boundary is all that counts."""
+    prefetch = ask(context)
+    tier.end_loads(None, None, None, Refusal.PAYLOAD_DIGEST, None, None, None, None)
+    assert prefetch.state is PrefetchState.INCOMPLETE
+    assert prefetch.refusals == (Refusal.PAYLOAD_DIGEST,)
+    assert prefetch.num_arrived == 7
+    assert match(context).skip_tokens == 0
+    assert entries(context) == {"kv": 6, "state": 1}
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+
+
+def test_the_next_best_boundary_is_brought_where_a_block_is_missing(context, tier) -> None:
+    hashes = context.prepare(Request(request_id="x", prompt_tokens=PROMPT)).hashes
+    last = hashes.digest(6)
+    tier.stored = {
+        key: value
+        for key, value in tier.stored.items()
+        if not (key.kind is EntryKind.KV and key.digest == last)
+    }
+    prefetch = ask(context)
+    assert (prefetch.skip_tokens, prefetch.num_entries) == (48, 7)
+    tier.end_loads()
+    assert match(context).skip_tokens == 48
+
+
+def test_what_the_host_tier_has_is_not_brought(tmp_path, context, tier) -> None:
+    """And what it has makes no room for what comes."""
+    prefetch = ask(context, PROMPT[:50])
+    assert prefetch.skip_tokens == 48
+    tier.end_loads()
+    prefetch = ask(context)
+    assert (prefetch.skip_tokens, prefetch.num_entries) == (56, 2)
+    tier.end_loads()
+    assert match(context).skip_tokens == 56
+
+
+def test_a_deadline_ends_the_waiting_and_what_comes_later_is_kept(context, tier) -> None:
+    prefetch = ask(context, timeout_seconds=0)
+    assert prefetch.wait() is PrefetchState.TIMED_OUT
+    assert not match(context).skip_tokens
+    tier.end_loads()
+    assert prefetch.state is PrefetchState.TIMED_OUT
+    assert match(context).skip_tokens == 56
+
+
+def test_one_waits_until_it_is_over_or_late(context, tier) -> None:
+    for timeout in (None, 1e6):
+        context.reset()
+        prefetch = ask(context, timeout_seconds=timeout)
+        states = []
+        waiting = threading.Thread(target=lambda: states.append(prefetch.wait()))  # noqa: B023
+        waiting.start()
+        tier.end_loads()
+        waiting.join()
+        assert states == [prefetch.state]
+
+
+def test_what_is_cancelled_leaves_rows_free(context, tier) -> None:
+    prefetch = ask(context)
+    prefetch.cancel()
+    assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
+    tier.end_loads()
+    assert prefetch.refusals == (Refusal.ABORTED,) * 8
+    assert match(context).skip_tokens == 0
+    assert entries(context) == {"kv": 0, "state": 0}
+    done = ask(context)
+    tier.end_loads()
+    done.cancel()  # too late to matter
+    assert done.state is PrefetchState.READY
+
+
+def test_what_another_still_wants_is_kept_when_one_cancels(context, tier) -> None:
+    first, second = ask(context), ask(context)
+    first.cancel()
+    tier.end_loads()
+    assert (first.state, second.state) == (PrefetchState.CANCELLED, PrefetchState.READY)
+    assert match(context).skip_tokens == 56
+
+
+def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
+    """The row has another generation by then."""
+    prefetch = ask(context)
+    loads, tier.loads = tier.loads, []
+    context.reset()
+    assert prefetch.state is PrefetchState.CANCELLED
+    again = ask(context)
+    tier.loads, later = loads, tier.loads
+    tier.end_loads()
+    assert match(context).skip_tokens == 0
+    context.check_invariants()
+    tier.loads = later
+    tier.end_loads()
+    assert again.state is PrefetchState.READY
+    assert match(context).skip_tokens == 56
+
+
+def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
+    small = make(tmp_path, tier=tier, num_host_blocks=3, num_host_states=1)
+    prefetch = ask(small)
+    assert prefetch.refusals == (Refusal.ABORTED,) * 4
+    tier.end_loads()
+    assert prefetch.state is PrefetchState.INCOMPLETE
+    assert match(small).skip_tokens == 0
+    assert_same_run(generate(small, PROMPT, 3), PROMPT)
+    small.check_invariants()
+
+
+def test_a_slow_tier_is_not_worth_it(tmp_path, context, tier) -> None:
+    fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
+    quick = make(tmp_path, tier=tier, planner=fast)
+    assert ask(quick).state is PrefetchState.NOTHING
+    # Nor is what the host tier has: it is not brought again.
+    ask(context)
+    tier.end_loads()
+    assert match(context).skip_tokens == 56
+    context._tiering.planner.rates = fast.rates
+    assert match(context).skip_tokens == 0
+    assert ask(context).state is PrefetchState.NOTHING
+
+
+def test_hits_are_offered_again(context, tier) -> None:
+    """So that what is used for the second time is written, wherever it was found."""
+    tier.stored.clear()
+    generate(context, PROMPT, 2)
+    tier.puts = [(facts, payload, done) for facts, payload, done in tier.puts]
+    offered = {facts.key for facts, _, _ in tier.puts}
+    for _, _, done in tier.puts:
+        done(Refusal.IO_ERROR)  # none was stored
+    tier.puts = []
+    assert generate(context, PROMPT, 2)[2].skip_tokens == 56
+    again = {facts.key for facts, _, _ in tier.puts}
+    assert len(again & offered) == 8
+    tier.end_puts()
+    generate(context, PROMPT, 2)
+    assert not {facts.key for facts, _, _ in tier.puts} & again
+    tier.end_puts()
+
+
+def test_an_entry_that_is_damaged_in_host_memory_is_not_offered(context, tier) -> None:
+    tier.stored.clear()
+    generate(context, PROMPT, 2)
+    tier.end_puts()
+    tier.stored.clear()
+    for entry in context.host_tier._entries.values():
+        entry.headers[:] = 0
+    generate(context, PROMPT, 2)
+    assert [facts.key for facts, _, _ in tier.puts] == []
+
+
+def test_models_without_attention_bring_states_alone(tmp_path) -> None:
+    shape = {name: getattr(MODEL.config, name) for name in MODEL.config.__dataclass_fields__}
+    model = HybridModel(HybridModelConfig(**(shape | {"layer_pattern": "MM"})), dtype=torch.float64)
+    tier = HeldTier()
+    settings = {
+        "num_host_states": 9, "num_host_blocks": 0, "disk_cache_path": tmp_path,
+        "disk_cache_gb": 0.01, "disk_write_on_use": 1, "hash_secret": b"s",
+    }  # fmt: skip
+    contexts = []
+    for _ in range(2):
+        context = make_context(
+            make_config(**settings), model=model, identity=MODEL_IDENTITY,
+            load_planner=slow_prefill(),
+        )  # fmt: skip
+        context.disk_tier.close()
+        context._tiering.lower.tier = tier
+        contexts.append(context)
+    first, second = contexts
+    tokens = generate(first, PROMPT, 4, model=model)[0]
+    first.wait_for_tiers()
+    prefetch = second.prefetch(Request(request_id="one", prompt_tokens=PROMPT))
+    assert (prefetch.num_entries, prefetch.skip_tokens) == (1, 56)
+    tier.end_loads()
+    again = generate(second, PROMPT, 4, model=model)
+    assert (again[0], again[2].skip_tokens) == (tokens, 56)
+
+
+def test_arguments_are_checked(context, tmp_path) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout_seconds must be a number"):
+        ask(context, timeout_seconds=-1)
+    with pytest.raises(InvalidArgumentError, match="give a Request"):
+        context.prefetch("one")
+    settings = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
+    on_disk = settings | {"disk_cache_path": tmp_path / "x", "disk_cache_gb": 0.01}
+    with pytest.raises(InvalidArgumentError, match="disk_cache_path needs identity"):
+        make_context(make_config(**on_disk))
+    with pytest.raises(InvalidArgumentError, match="identity must be a CacheIdentity"):
+        make_context(make_config(**on_disk), identity="model")
+    with pytest.raises(InvalidArgumentError, match="hash_secret must be given"):
+        make_context(make_config(**(on_disk | {"hash_secret": None})), identity=MODEL_IDENTITY)
+    for change, message in (
+        ({"disk_cache_gb": None}, "give both disk_cache_path and disk_cache_gb"),
+        ({"disk_cache_path": None}, "give both disk_cache_path and disk_cache_gb"),
+        ({"disk_cache_path": 3}, "disk_cache_path must be a path"),
+        ({"disk_cache_gb": -1}, "disk_cache_gb must be a number"),
+        ({"disk_write_on_use": 0}, "disk_write_on_use must be"),
+        ({"num_host_blocks": None, "num_host_states": None}, "a disk tier needs a host tier"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            make_config(**(on_disk | change))
+
+
+def test_an_identity_must_be_this_contexts(tmp_path) -> None:
+    specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
+    config = make_config(hash_secret=b"s")
+    own = CacheIdentity.of(MODEL_IDENTITY, config, *specs)
+    assert own.model == MODEL_IDENTITY
+    assert identity_of(own, config, *specs) == own
+    assert identity_of(MODEL_IDENTITY, config, *specs) == own
+    assert identity_of(None, config, *specs) is None
+    with pytest.raises(InvalidArgumentError, match=r"it differs in hash\.secret"):
+        identity_of(own, make_config(hash_secret=b"other"), *specs)
+
+
+def test_a_context_that_nobody_closes_lets_go_of_the_disk(tmp_path) -> None:
+    context = make(tmp_path)
+    generate(context, PROMPT, 2)
+    gone = weakref.ref(context.disk_tier)
+    tier = gone()
+    del context
+    gc.collect()
+    assert not tier.is_healthy
+    assert make(tmp_path).disk_tier.is_healthy
+
+
+def test_after_close_a_context_goes_on_without_the_disk(tmp_path) -> None:
+    context = make(tmp_path)
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    context.close()
+    context.close()
+    assert ask(context, OTHER).state is PrefetchState.NOTHING
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    assert [stats.name for stats in context.tier_stats()] == ["host", "disk"]
+    assert context.tier_stats()[1].entries == {"state": 7, "kv": 7}
