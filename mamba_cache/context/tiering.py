@@ -226,7 +226,10 @@ class Tiering:
             self.lower.offer_used(blocks, lambda kind, index: self._facts(active, kind, index))
 
     def prefetch(
-        self, prepared: PreparedRequest, chain: BlockHashChain, match: PrefixMatch,
+        self,
+        prepared: PreparedRequest,
+        chain: BlockHashChain,
+        match: PrefixMatch,
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what a lower tier has of a request; nothing without one.
