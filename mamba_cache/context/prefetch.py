@@ -286,24 +286,43 @@ class LowerTierLink:
         plan = self._plan(match, hashes, facts_of)
         if plan is None:
             return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        boundary = hashes.digest(plan.blocks - 1)
-        num_bytes = sum(facts.payload_bytes for facts in plan.wanted)
-        prefetch = Prefetch(
-            request_id,
-            plan.blocks * self._block_size,
-            len(plan.wanted),
-            num_bytes,
-            timeout_seconds,
+        prefetch = self.bring(
+            plan.wanted,
+            plan.kept,
+            request_id=request_id,
+            skip_tokens=plan.blocks * self._block_size,
+            timeout_seconds=timeout_seconds,
         )
-        # What is there already must not make room for what comes.
-        kept = [self._host.read(facts) for facts in plan.kept]
-        held = [lease for lease in kept if not isinstance(lease, Refusal)]
-        for facts in plan.wanted:
+        self._under_way[hashes.digest(plan.blocks - 1)] = prefetch
+        return prefetch
+
+    def bring(
+        self,
+        wanted: Sequence[EntryFacts],
+        kept: Sequence[EntryFacts] = (),
+        *,
+        request_id: Hashable,
+        skip_tokens: int,
+        timeout_seconds: float | None,
+    ) -> Prefetch:
+        """Begin to bring entries, whether that is quicker than computing or not.
+
+        Args:
+            wanted: Entries that the host tier does not have.
+            kept: Entries that it has, and that must not make room for what comes.
+            request_id: Of the request.
+            skip_tokens: What it can skip then.
+            timeout_seconds: When it is to be given up; None: never.
+        """
+        num_bytes = sum(facts.payload_bytes for facts in wanted)
+        prefetch = Prefetch(request_id, skip_tokens, len(wanted), num_bytes, timeout_seconds)
+        read = [self._host.read(facts) for facts in kept]
+        held = [lease for lease in read if not isinstance(lease, Refusal)]
+        for facts in wanted:
             self._load(facts, prefetch)
         self._host.use(held)
         for lease in held:
             self._host.release(lease)
-        self._under_way[boundary] = prefetch
         return prefetch
 
     def arriving_tokens(self, hashes: BlockHashes) -> int:

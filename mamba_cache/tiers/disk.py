@@ -120,6 +120,7 @@ class DiskTier:
     Attributes:
         name: "disk".
         folder: Where the files are.
+        state_lengths: Tokens of the prefixes whose states were there when it was opened.
 
     Raises:
         BudgetError: The capacity does not hold one row of each kind.
@@ -172,6 +173,7 @@ class DiskTier:
         self._rests_until = 0.0
         self._full_until = 0.0
         self._is_closing = False
+        self.state_lengths: set[int] = set()
         self.folder, self._folder_lock = open_folder(self._path, identity, sizes)
         self._files: dict[EntryKind, _File] = {}
         try:
@@ -583,6 +585,8 @@ class DiskTier:
             elif header is not None and (name := _name(header.facts.key)) not in names:
                 names.add(name)
                 entries[row] = header
+                if header.facts.key.kind is EntryKind.STATE:
+                    self.state_lengths.add(header.facts.prefix_tokens)
         file.rows.adopt(file.slab.num_rows, entries)
         self._counts["recovered"] += len(entries)
 

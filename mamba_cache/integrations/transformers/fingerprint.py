@@ -125,6 +125,23 @@ class ModelFingerprint:
         """
         self._weights.confirm()
 
+    def portable_key(self) -> str | None:
+        """Return what stands for the settings in all processes; None if nothing can."""
+        digest = self._settings.portable_digest
+        return None if digest is None else f"{digest} {global_settings()}"
+
+    def weights_digest(self) -> str | None:
+        """Return a digest of what the weights hold, as ``begin`` found them.
+
+        None if it has not, or does not read them.
+        """
+        if self._weights.kind == "off" or not self._weights.expected:
+            return None
+        digest = hashlib.sha256()
+        for path, value in sorted(self._weights.expected.items()):
+            digest.update(f"{path} {value!r}\n".encode())
+        return digest.hexdigest()
+
     def is_current(self) -> bool:
         """Says whether the settings are still those of ``key``."""
         self._refresh()
@@ -175,6 +192,11 @@ class _Weights:
         self._is_pending = False
         self._may_differ = False
         self._num_calls = 0
+
+    @property
+    def expected(self) -> Mapping[str, object]:
+        """What each tensor held when it was first seen, by path."""
+        return self._expected
 
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool, may_differ: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -43,6 +44,7 @@ from mamba_cache.integrations.transformers.prompts import check_prompts, pad_pro
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
+from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.slots import (
     CheckpointPlacement,
     ConsumedSlotPolicy,
@@ -51,6 +53,7 @@ from mamba_cache.slots import (
 )
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
+from mamba_cache.tiers import TierStats
 
 __all__ = ["PrefixCache"]
 
@@ -105,12 +108,20 @@ class PrefixCache:
         batch_share: What part of both budgets ``generate_batch`` has, from its first call on. It
             keeps prefixes of its own, and that call forgets those of ``generate``, whose room
             becomes less.
+        host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
+            hold. Default: none are kept there.
+        disk_cache_path: A directory in which prefixes outlive the process: a second one with the
+            same weights, settings and versions finds them. It needs ``host_cache_gb``, through
+            which they come and go, and has one user at a time.
+        disk_cache_gb: What everything below that path may take, in GiB.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
             range.
         UnresumableModelError: The model does not go on correctly from a saved state.
         BudgetError: A budget does not hold one state, or one block.
+        TierInUseError: Another process uses ``disk_cache_path``.
+        OSError: It cannot be made or opened.
         MissingExtraError: transformers is not installed.
         UnsupportedVersionError: It is too old.
     """
@@ -131,6 +142,9 @@ class PrefixCache:
         measure_costs: bool = True,
         max_batch_size: int = 64,
         batch_share: float = 0.5,
+        host_cache_gb: float | None = None,
+        disk_cache_path: str | os.PathLike[str] | None = None,
+        disk_cache_gb: float = 16.0,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -139,6 +153,8 @@ class PrefixCache:
         check_int("max_batch_size", max_batch_size, minimum=1)
         _check_share(batch_share)
         register_attention()
+        if disk_cache_path is not None and host_cache_gb is None:
+            raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -173,6 +189,14 @@ class PrefixCache:
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
+        if host_cache_gb is not None:
+            self._store.tiers = PrefixTiers(
+                self._store,
+                self._runner,
+                host_cache_gb=host_cache_gb,
+                disk_cache_path=disk_cache_path,
+                disk_cache_gb=disk_cache_gb,
+            )
 
     def _make_store(self, layout: PrefixLayout, num_slots: int, num_blocks: int) -> None:
         store = PrefixStore(
@@ -364,7 +388,8 @@ class PrefixCache:
                 f"block, got {slots} of {self._num_slots} and {blocks} of {self._num_blocks}"
             )
         fewest = self._prefiller.fewest_tokens
-        # What generate has cached goes before new room is taken.
+        # What generate has cached goes before new room is taken; what lies below it stays.
+        tiers, self._store.tiers = self._store.tiers, None
         self._store.reset()
         self._store.tensors.clear()
         rest = max(self._num_slots - slots, 1), max(self._num_blocks - blocks, 1)
@@ -391,6 +416,8 @@ class PrefixCache:
             raise
         finally:
             self._make_store(layout, *rest)
+            if tiers is not None:
+                tiers.move_to(self._store)
         self._batcher = batcher
         return batcher
 
@@ -457,6 +484,10 @@ class PrefixCache:
         """Returns what the cache did so far, what that took and saved, and what it holds now."""
         return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
 
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
+        return () if self._store.tiers is None else self._store.tiers.stats()
+
     def break_even_tokens(self, new_tokens: int = 256) -> int | None:
         """Returns from how many cached tokens on a hit wins, by what was measured in calls.
 
@@ -505,6 +536,9 @@ class PrefixCache:
         """Gives the memory back; after it the cache cannot be used. The model can."""
         self._is_closed = True
         self._remove_hooks()
+        tiers, self._store.tiers = self._store.tiers, None
+        if tiers is not None:
+            tiers.close()
         self._store.reset()
         self._store.tensors.clear()
         self._batcher = None
@@ -519,6 +553,8 @@ class PrefixCache:
         self._store.check_invariants()
         if self._batcher is not None:
             self._batcher.context.check_invariants()
+        if self._store.tiers is not None:
+            self._store.tiers.check_invariants()
 
     @guarded(renews=True, waits=True)
     def _reset(self) -> None:
@@ -528,6 +564,8 @@ class PrefixCache:
             self._batcher.reset()
         self._costs.spent.reset()
         self._runner.fingerprint.forget()
+        if self._store.tiers is not None:
+            self._store.tiers.take_weights()
 
     def _take_back(self) -> None:
         """Give back what a call that broke off held, and prove the books."""

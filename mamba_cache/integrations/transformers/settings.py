@@ -83,6 +83,21 @@ class ModelSettings:
         return self._reading.digest
 
     @property
+    def portable_digest(self) -> str | None:
+        """Names all settings so that another process names equal ones alike.
+
+        There a function counts by what its code does, for two processes may number different ones
+        alike. None if something closes over tensors, which no name tells.
+        """
+        assert self._reading is not None
+        if self._reading.has_captured_tensors:
+            return None
+        digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        for code in self._reading.codes:
+            _add_code(digest, code)
+        return digest.hexdigest()
+
+    @property
     def values(self) -> Mapping[str, str]:
         """What was read, by path."""
         assert self._reading is not None
@@ -155,6 +170,7 @@ class _Reading:
         self._cells: list[Any] = []
         self._cell_values: list[object] = []
         self._counted: list[torch.Tensor] = []
+        self.codes: list[types.CodeType] = []
         self._versions: list[int] = []
         self.digest = ""
 
@@ -166,6 +182,11 @@ class _Reading:
         self._versions = [_version(tensor) for tensor in self._counted]
         lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+    @property
+    def has_captured_tensors(self) -> bool:
+        """Whether a hook or a function closes over a tensor."""
+        return bool(self._counted)
 
     def is_current(self) -> bool:
         """Compare what was read, all of it in loops that Python runs in C."""
@@ -293,6 +314,7 @@ class _Reading:
 
     def _read_function(self, path: str, function: types.FunctionType, depth: int) -> None:
         code = function.__code__
+        self.codes.append(code)
         self.values[path] = (
             f"function {function.__module__}.{function.__qualname__} "
             f"{self._identities.number(code)}"
@@ -373,9 +395,13 @@ class _Reading:
                 continue
             if name.endswith("_cached_value"):  # transformers remembers what it learned of a class
                 continue
+            if name == "SESSION_ID":  # transformers' name for this process: nothing depends on it
+                continue
             self._refer(namespace, name, value)
             is_plain = isinstance(value, _PLAIN)
             self.values[f"{path}.{name}"] = repr(value) if is_plain else self._name(value)
+            if isinstance(value, types.FunctionType):
+                self.codes.append(value.__code__)
 
     def _name(self, thing: Any) -> str:
         name = getattr(thing, "__qualname__", type(thing).__name__)
@@ -402,6 +428,18 @@ class _Reading:
         self._owners.append(owner)
         self._names.append(name)
         self._objects.append(value)
+
+
+def _add_code(digest: Any, code: types.CodeType) -> None:
+    """Add what a function does, wherever it was defined, to a digest."""
+    digest.update(repr((code.co_name, code.co_code, code.co_names, code.co_varnames)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _add_code(digest, constant)
+        elif isinstance(constant, frozenset):
+            digest.update(repr(sorted(map(repr, constant))).encode())
+        else:
+            digest.update(repr(constant).encode())
 
 
 def _classes_of(kinds: list[type]) -> list[type]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,10 @@ from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.slots import SlotEvictionPolicy, SlotPool
+from mamba_cache.tiers import EntryKind
+
+if TYPE_CHECKING:
+    from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
 __all__ = ["PrefixHit", "PrefixStore", "SequenceRecord"]
 
@@ -78,10 +83,13 @@ class PrefixStore:
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
+        self.tiers: PrefixTiers | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is cached."""
+        """Whether nothing is cached, nor could be found below."""
+        if self.tiers is not None:
+            return False
         return not (self.kv_blocks.num_cached_blocks or self.kv_blocks.num_used_blocks)
 
     def join(self, guard: CallGuard) -> None:
@@ -96,6 +104,8 @@ class PrefixStore:
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
         self.slots.cancel_reserved(list(self.slots.reserved))
+        if self.tiers is not None:
+            self.tiers.let_go()
 
     def match(
         self,
@@ -170,6 +180,10 @@ class PrefixStore:
         self.tensors.save_logits(slot, logits)
         self._with_logits[slot] = int(self.slots.generations[slot])
 
+    def trust_logits(self, slot: int) -> None:
+        """Notes that the logits in a slot belong to the state that was loaded with them."""
+        self._with_logits[slot] = int(self.slots.generations[slot])
+
     def forget_logits(self, slot: int) -> None:
         """Notes that a state is written into a slot without the logits that follow."""
         self._with_logits.pop(slot, None)
@@ -233,8 +247,13 @@ class PrefixStore:
             InvalidArgumentError: What is given are no token ids, or no salt.
         """
         size = self.layout.block_size_tokens
-        chain = BlockHashChain(size, cache_salt=cache_salt, lora_id=lora_id)
+        tiers = self.tiers
+        hasher = None if tiers is None else tiers.hasher
+        key = lora_id if tiers is None else tiers.key_for(lora_id)
+        chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
+        if tiers is not None:
+            tiers.bring(chain, tokens, min_computed=min_computed, with_logits=with_logits)
         hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
         is_told = self.kv_blocks.is_observed and cache_salt is None
         if is_told:
@@ -257,6 +276,8 @@ class PrefixStore:
         self.counters.reset()
         self.live_dtypes.clear()
         self._told_lora_id = None
+        if self.tiers is not None:
+            self.tiers.reset()
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -474,6 +495,8 @@ class SequenceRecord:
         self._commit_reserved(())
         held, self._held, self._spare = self._held, [], []
         self._store.kv_blocks.release_memory_blocks(held)
+        if self._store.tiers is not None:
+            self._store.tiers.spill()
 
     def _block_ending_at(self, number: int) -> int | None:
         """Returns the block that is the sequence's ``number``-th, taking blocks up to it."""
@@ -515,6 +538,7 @@ class SequenceRecord:
             parent_hash=hashes[first - 1] if first else None,
             tokens=self._tokens[first * size : end] if self._is_told else None,
         )
+        self._offer_blocks(first, holders)
         # A block whose hash id belongs to another content stays private, and nothing after it can
         # be found.
         self.num_published += holders.index(None) if None in holders else len(holders)
@@ -572,7 +596,10 @@ class SequenceRecord:
         for block in taken:
             self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
             told = part if self._is_told else None
-            return self._store.register_part(block, self._chain, depth, part, told=told)
+            holder = self._store.register_part(block, self._chain, depth, part, told=told)
+            if holder is not None:
+                self._offer(EntryKind.KV, num_tokens, holder)
+            return holder
         return None
 
     def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:
@@ -580,6 +607,18 @@ class SequenceRecord:
         self._store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
         self._tokens_to_state = position
         self._store.counters.saved_states += 1
+        self._offer(EntryKind.STATE, position, block)
+
+    def _offer_blocks(self, first: int, holders: Sequence[int | None]) -> None:
+        for index, holder in enumerate(holders, first + 1):
+            if holder is not None:
+                self._offer(EntryKind.KV, index * self._store.layout.block_size_tokens, holder)
+
+    def _offer(self, kind: EntryKind, end: int, block: int) -> None:
+        """Offer what is findable now to the tiers below, unless it is of other dtypes."""
+        tiers = self._store.tiers
+        if tiers is not None and self._lora_id not in self._store.live_dtypes:
+            tiers.offer(kind, self._chain, self._tokens, end, block)
 
     def _take(self, count: int) -> list[int]:
         """Takes up to ``count`` blocks, as many as there are."""

@@ -123,6 +123,11 @@ class PrefixLayout:
         )
 
     @property
+    def description(self) -> str:
+        """Names all that says how slots and blocks are laid out."""
+        return f"{self.layers} {self._widths} {self._slot_groups} {self.token_groups}"
+
+    @property
     def has_attention(self) -> bool:
         """Whether any layer keeps keys and values."""
         return any(parts.has_tokens or parts.window for parts in self.layers)
@@ -185,6 +190,16 @@ class PrefixTensors:
             )
             for group in layout.token_groups
         ]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[num_slots, bytes_per_slot] uint8: what is in the slots."""
+        return self._slots
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """[layers, num_blocks, block_size_tokens, heads, head_dim] of each group of layers."""
+        return self._tokens
 
     def clear(self) -> None:
         """Gives the memory back."""

@@ -1,0 +1,559 @@
+"""Prefixes in host memory and on disk, below those that a prefix cache keeps beside the model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mamba_cache._checks import check_number
+from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
+from mamba_cache.errors import BlockCapacityError, BudgetError, InvalidArgumentError
+from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
+from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.states import StateSpec, StateTensorSpec
+from mamba_cache.tiers import (
+    CacheIdentity,
+    CopyJob,
+    CudaTransfers,
+    DiskTier,
+    EntryFacts,
+    EntryKey,
+    EntryKind,
+    HostLease,
+    HostTier,
+    LoadPlanner,
+    ModelIdentity,
+    Numerics,
+    PlainTransfers,
+    Refusal,
+    RowFormat,
+    RowLayout,
+    TierStats,
+    Transfers,
+    block_digest,
+    pinner_for,
+    tenant_digest,
+)
+
+__all__ = ["PrefixTiers"]
+
+_GIB: Final = 2**30
+_SECRET_FILE: Final = "secret"
+_FLAG_BYTES: Final = 16
+_STATE_SHARE: Final = 0.5
+_DEADLINE_SECONDS: Final = 30.0
+_KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
+
+
+class _Offer(NamedTuple):
+    """What is findable, and is to be copied to the host tier."""
+
+    facts: EntryFacts
+    block: int
+    place: int
+    generation: int
+
+
+class PrefixTiers:
+    """The tiers below one prefix cache.
+
+    What becomes findable is copied to host memory when its call is over, and from there to the
+    disk. A prompt of which more lies below than beside the model has that brought before it is
+    matched. Both wait for their copies: a prefix cache serves one call at a time.
+
+    Args:
+        store: What is kept beside the model.
+        runner: The model.
+        host_cache_gb: Budget of the host tier, in GiB.
+        disk_cache_path: Where the disk tier is; None: there is none.
+        disk_cache_gb: What it may take, in GiB.
+
+    Attributes:
+        hasher: Makes the hashes of blocks; with a disk, the same in each process.
+
+    Raises:
+        BudgetError: A budget holds no row of a kind.
+        InvalidArgumentError: A setting is out of range, or the weights are not to be read.
+        TierInUseError: Another process uses the disk tier's folder.
+        OSError: The folder cannot be made or opened.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        runner: ModelRunner,
+        *,
+        host_cache_gb: float,
+        disk_cache_path: str | os.PathLike[str] | None,
+        disk_cache_gb: float,
+    ) -> None:
+        budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
+        self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
+        self._path = None if disk_cache_path is None else Path(disk_cache_path)
+        self._store, self._runner = store, runner
+        layout, on_gpu = store.layout, store.layout.device.type == "cuda"
+        self._lay_out()
+        self._has_kv = bool(store.tensors.blocks)
+        shares = {EntryKind.STATE: _STATE_SHARE if self._has_kv else 1.0}
+        shares[EntryKind.KV] = 1 - shares[EntryKind.STATE]
+        formats = {
+            kind: _format(each, int(budget * shares[kind]), kind)
+            for kind, each in self._layouts.items()
+        }
+        self._host = HostTier(
+            formats[EntryKind.KV],
+            formats[EntryKind.STATE],
+            pinner=pinner_for(layout.device) if on_gpu else None,
+        )
+        self._copies = self._make_copies()
+        self._secret = secrets.token_bytes(32) if self._path is None else _secret_in(self._path)
+        self.hasher = BlockHasher("xxh3_128", self._secret)
+        self._offers: list[_Offer] = []
+        self._lengths: set[int] = set()
+        self._keys: dict[ExtraKey, str | None] = {}
+        self._key: str | None = None
+        self._last_has_logits = False
+        self._disk: DiskTier | None = None
+        self._link: LowerTierLink | None = None
+        if runner.fingerprint.weights_digest() is None:
+            raise InvalidArgumentError(
+                "host_cache_gb and disk_cache_path need weights_check='full' or 'sample': prefixes "
+                "outlive the weights that they were computed with, and must not be used with others"
+            )
+        self._begin()
+
+    def move_to(self, store: PrefixStore) -> None:
+        """Serve another store of the same layout; what the tiers hold stays."""
+        self._store = store
+        self._offers = []
+        self._lay_out()
+        self._copies = self._make_copies()
+        store.tiers = self
+
+    def _lay_out(self) -> None:
+        """Say how the rows of the store lie in its tensors."""
+        tensors, on_gpu = self._store.tensors, self._store.layout.device.type == "cuda"
+        slots = tensors.slots
+        # Whether the logits that follow a state are with it.
+        self._flags = torch.zeros(
+            (1, slots.shape[0], _FLAG_BYTES), dtype=torch.uint8, device=slots.device
+        )
+        self._layouts = {
+            EntryKind.STATE: RowLayout([slots[None], self._flags], sums_chunks=on_gpu),
+            EntryKind.KV: RowLayout(tensors.blocks, sums_chunks=on_gpu),
+        }
+
+    def _make_copies(self) -> Transfers:
+        device = self._store.layout.device
+        if device.type == "cuda":  # pragma: no cover - tests/gpu run it
+            return CudaTransfers(self._layouts, self._host.memory, device)
+        return PlainTransfers(self._layouts, self._host.memory)
+
+    def _begin(self) -> None:
+        """Take the weights as they are now, and open the disk tier for them."""
+        weights = self._runner.fingerprint.weights_digest()
+        is_known = weights is not None
+        name = weights or f"unknown {secrets.token_hex(16)}"
+        self._identity = _identity(self._store, self._runner, name, self._secret)
+        self._disk = self._link = None
+        if self._path is None or not is_known:
+            return
+        self._disk = DiskTier(
+            self._path,
+            self._identity,
+            self._disk_bytes,
+            state_bytes=self._layouts[EntryKind.STATE].row_bytes,
+            kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
+            write_on_use=1,
+        )
+        self._lengths |= self._disk.state_lengths
+        self._closes = weakref.finalize(self, self._disk.close)
+        self._link = LowerTierLink(
+            self._host,
+            self._disk,
+            block_size_tokens=self._store.layout.block_size_tokens,
+            min_computed_tokens=1,
+            has_kv=self._has_kv,
+            host_planner=LoadPlanner(),
+        )
+
+    def key_for(self, lora_id: ExtraKey) -> ExtraKey:
+        """Return what stands in block hashes for the model's settings, in all processes.
+
+        Args:
+            lora_id: What stands for them in this one: the fingerprint's key.
+        """
+        fingerprint: ModelFingerprint = self._runner.fingerprint
+        if lora_id not in self._keys:
+            self._keys[lora_id] = fingerprint.portable_key()
+        self._key = self._keys[lora_id]
+        return lora_id if self._key is None else self._key
+
+    def offer(
+        self,
+        kind: EntryKind,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        end: int,
+        block: int,
+    ) -> None:
+        """Have something copied to the host tier when the call is over.
+
+        Args:
+            kind: What it is.
+            chain: The sequence, hashed.
+            tokens: Its tokens.
+            end: Tokens of it up to the end of the block, or to the state.
+            block: The block that is found by that.
+        """
+        if self._key is None:
+            return
+        facts = self._facts(kind, chain, tokens, end)
+        if self._host.has(kind, facts.key.digest):
+            return
+        slots = self._store.slots
+        if kind is EntryKind.STATE:
+            place = slots.get_slot(block)
+            self._offers.append(_Offer(facts, block, place, slots.generations.item(place)))
+        elif self._has_kv:
+            self._offers.append(_Offer(facts, block, block, 0))
+
+    def spill(self) -> None:
+        """Copy what was offered, as far as it is still there, and offer it to the disk."""
+        offers, self._offers = self._offers, []
+        self._host.poll()
+        leases: list[tuple[_Offer, HostLease]] = []
+        for offer in offers:
+            if self._is_there(offer) and (lease := self._host.reserve(offer.facts)) is not None:
+                leases.append((offer, lease))
+                if offer.facts.key.kind is EntryKind.STATE:
+                    has_logits = self._store.has_logits(offer.place)
+                    self._flags[0, offer.place] = int(has_logits)
+        if not leases:
+            return
+        jobs = [CopyJob(each.facts.key.kind, each.place, row.lease.row) for each, row in leases]
+        self._copies.spill(jobs).wait()
+        for offer, lease in leases:
+            self._host.complete(lease)
+            if offer.facts.key.kind is EntryKind.STATE:
+                self._lengths.add(offer.facts.prefix_tokens)
+            if self._link is not None:
+                self._link.offer(offer.facts)
+
+    def bring(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        *,
+        min_computed: int,
+        with_logits: bool,
+    ) -> None:
+        """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
+
+        Args:
+            chain: The prompt, hashed.
+            tokens: Its tokens.
+            min_computed: Tokens that are left to compute in any case,
+            with_logits: but where all are cached, with the logits that follow.
+        """
+        self._host.poll()
+        if self._key is None:
+            return
+        num_tokens = len(tokens)
+        last = num_tokens if with_logits else num_tokens - min_computed
+        for end in sorted((n for n in self._lengths if n <= last), reverse=True):
+            hit = self._store.match(
+                chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits
+            )
+            if end <= hit.match.skip_tokens:
+                return
+            if end > num_tokens - min_computed and end < num_tokens:
+                continue
+            is_usable = self._bring_up_to(chain, tokens, end, list(hit.match.block_ids))
+            if is_usable and (end <= num_tokens - min_computed or self._last_has_logits):
+                return
+
+    def _bring_up_to(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        end: int,
+        matched: list[int],
+    ) -> bool:
+        """Bring a state and the blocks before it; say whether they are there now."""
+        size = self._store.layout.block_size_tokens
+        depth, rest = divmod(end, size)
+        matched = matched[:depth]
+        ends = [size * (index + 1) for index in range(len(matched), depth)]
+        part = self._store.find_part(chain, depth, tokens[end - rest : end]) if rest else None
+        if rest and part is None:
+            ends.append(end)
+        kv = [self._facts(EntryKind.KV, chain, tokens, each) for each in ends]
+        state = self._facts(EntryKind.STATE, chain, tokens, end)
+        wanted = [*(kv if self._has_kv else ()), state]
+        if not self._are_in_host(wanted):
+            return False
+        held = [*matched, *([] if part is None else [part])]
+        kv_blocks = self._store.kv_blocks
+        kv_blocks.retain_memory_blocks(held)
+        try:
+            try:
+                blocks = kv_blocks.allocate_memory_blocks(len(ends))
+            except BlockCapacityError:
+                return False
+            held += blocks
+            return self._load(chain, tokens, end, wanted, blocks, held[-1])
+        finally:
+            kv_blocks.release_memory_blocks(held)
+
+    def _load(  # noqa: PLR0917 (one prefix, part by part)
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        end: int,
+        wanted: Sequence[EntryFacts],
+        blocks: list[int],
+        last_block: int,
+    ) -> bool:
+        """Copy entries of the host tier to blocks and a slot, and make them findable if whole."""
+        store, host = self._store, self._host
+        leases: list[HostLease] = []
+        if store.slots.has_state(last_block):
+            return False
+        [slot] = store.slots.reserve_slots([last_block])
+        is_committed = False
+        try:
+            for facts in wanted if slot is not None else ():
+                lease = host.read(facts)
+                if isinstance(lease, Refusal):
+                    return False
+                leases.append(lease)
+            if slot is None:
+                return False
+            places = [*(blocks if self._has_kv else ()), slot]
+            jobs = [
+                CopyJob(lease.facts.key.kind, place, lease.lease.row)
+                for lease, place in zip(leases, places, strict=True)
+            ]
+            ticket = self._copies.load(jobs)
+            ticket.wait()
+            damaged = set(ticket.damaged())
+            if damaged:
+                read, leases = leases, []
+                for index, lease in enumerate(read):
+                    if index in damaged:
+                        host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+                    else:
+                        host.release(lease)
+                return False
+            host.use(leases)
+            host.count_restored(len(leases))
+            store.forget_logits(slot)
+            is_committed = self._publish(chain, tokens, end, blocks, slot)
+            return is_committed
+        finally:
+            for lease in leases:
+                host.release(lease)
+            if slot is not None and not is_committed:
+                store.slots.cancel_reserved([slot])
+
+    def _publish(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        end: int,
+        blocks: list[int],
+        slot: int,
+    ) -> bool:
+        """Make loaded blocks and their state findable; say whether they are."""
+        store, hashes = self._store, chain.hashes
+        depth, rest = divmod(end, store.layout.block_size_tokens)
+        part_tokens = tokens[end - rest : end]
+        part = store.find_part(chain, depth, part_tokens) if rest else None
+        whole = blocks[:-1] if rest and part is None else blocks
+        first = depth - len(whole)
+        if whole:
+            parent = hashes[first - 1] if first else None
+            holders = store.kv_blocks.register_kv_block_hashes(
+                whole, hashes[first:depth], parent_hash=parent
+            )
+            if None in holders:
+                return False
+        if rest:
+            if part is None:
+                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=None)
+            hash_id, block = chain.part_hash(depth, part_tokens)[0], part
+        else:
+            hash_id = hashes[depth - 1]
+            block = store.kv_blocks.find_block(hash_id, hashes.digest(depth - 1))
+        if block is None:
+            return False
+        store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[end])
+        self._last_has_logits = bool(self._flags[0, slot, 0])
+        if self._last_has_logits:
+            store.trust_logits(slot)
+        return True
+
+    def _are_in_host(self, wanted: Sequence[EntryFacts]) -> bool:
+        """Say whether the host tier has all entries, once those on the disk have been brought."""
+        below = [facts for facts in wanted if not self._is_in_host(facts)]
+        if not below:
+            return True
+        if self._link is None or self._disk is None:
+            return False
+        if not all(self._disk.has_many([facts.key for facts in below])):
+            return False
+        kept = [facts for facts in wanted if self._is_in_host(facts)]
+        prefetch = self._link.bring(
+            below, kept, request_id=None, skip_tokens=0, timeout_seconds=_DEADLINE_SECONDS
+        )
+        state = prefetch.wait()
+        self._host.poll()
+        self._link.poll()
+        return state is PrefetchState.READY
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return what each tier holds and did, from the top down."""
+        host = self._host.stats()
+        return (host,) if self._disk is None else (host, self._disk.tier_stats())
+
+    def let_go(self) -> None:
+        """Give back all that a call held which broke off: the host tier begins anew."""
+        self._offers = []
+        self._copies.wait()
+        if self._link is not None:
+            self._link.reset()
+        self._host.reset()
+
+    def reset(self) -> None:
+        """Forget what host memory holds. What is on the disk stays, and is found again."""
+        self.let_go()
+        self._keys.clear()
+
+    def take_weights(self) -> None:
+        """Take the weights as they are from now on: of others nothing below is found."""
+        self.let_go()
+        if self._disk is not None:
+            self._disk.close()
+        self._lengths.clear()
+        self._begin()
+
+    def close(self) -> None:
+        """Write what is still to be written, and give everything back."""
+        if self._disk is not None:
+            self._disk.flush()
+            self._host.poll()
+            self._disk.close()
+        self._host.close()
+
+    def check_invariants(self) -> None:
+        """Check the books, between calls.
+
+        Raises:
+            InvariantError: They contradict themselves.
+        """
+        self._host.check_invariants()
+        if self._disk is not None:
+            self._disk.check_invariants()
+
+    def _facts(
+        self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
+    ) -> EntryFacts:
+        """Derive what the entry that ends after ``end`` tokens must be."""
+        depth, rest = divmod(end, self._store.layout.block_size_tokens)
+        size = rest or self._store.layout.block_size_tokens
+        own = tokens[end - size : end]
+        index = depth if rest else depth - 1
+        digest = chain.part_hash(depth, own).digest(0) if rest else chain.hashes.digest(depth - 1)
+        key = EntryKey(
+            self._identity.digest,
+            tenant_digest(self._secret, None),  # the salt is in the digest
+            kind,
+            digest,
+            self._identity.rank,
+        )
+        row_bytes = self._layouts[kind].row_bytes
+        return EntryFacts(key, end, block_digest(chain.parent_digest(index), own), row_bytes)
+
+    def _is_in_host(self, facts: EntryFacts) -> bool:
+        return self._host.has(facts.key.kind, facts.key.digest)
+
+    def _is_there(self, offer: _Offer) -> bool:
+        slots = self._store.slots
+        if offer.facts.key.kind is EntryKind.STATE:
+            is_same = slots.get_slot(offer.block) == offer.place
+            return is_same and slots.generations.item(offer.place) == offer.generation
+        found = BlockHashes([offer.facts.key.digest])
+        return self._store.kv_blocks.find_block(found[0], found.digest(0)) == offer.block
+
+
+def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:
+    """Return rows within a budget.
+
+    Raises:
+        BudgetError: It holds none.
+    """
+    num_rows = budget // layout.row_bytes if layout.tensors else 0
+    if layout.tensors and not num_rows:
+        raise BudgetError(
+            f"host_cache_gb is too small: it holds no {kind.name.lower()} of {layout.row_bytes} "
+            "bytes"
+        )
+    return RowFormat(layout.row_bytes, layout.checksums, num_rows)
+
+
+def _secret_in(path: Path) -> bytes:
+    """Return the key of the block hashes that all processes on this path have in common."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = path / _SECRET_FILE
+    try:
+        with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+            out.write(secrets.token_bytes(32))
+    except FileExistsError:
+        pass
+    return file.read_bytes()
+
+
+def _identity(
+    store: PrefixStore, runner: ModelRunner, weights: str, secret: bytes
+) -> CacheIdentity:
+    """Return what entries of this model have in common in all processes."""
+    layout = store.layout
+    kernels = [f"{name} {version}" for name in _KERNEL_PACKAGES if (version := _version(name))]
+    kernels.append(f"python {sys.version_info.major}.{sys.version_info.minor}")
+    model: Any = runner.model
+    described = ModelIdentity(
+        name=f"{type(model).__module__}.{type(model).__qualname__}",
+        weights=weights,
+        settings=layout.description,
+        numerics=Numerics.of(layout.device, kernels=", ".join(kernels)),
+    )
+    config = CacheConfig(
+        num_kv_blocks=1,
+        max_slots=1,
+        block_size_tokens=layout.block_size_tokens,
+        ssm_chunk_size=1,
+        hash_secret=secret,
+    )
+    slot = StateTensorSpec("slot", 1, (layout.bytes_per_slot,), torch.uint8)
+    return CacheIdentity.of(described, config, StateSpec((slot,)), None)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
