@@ -142,6 +142,24 @@ def test_prompts_of_different_salts_share_nothing(cache, generator):
     assert cache.batch_stats().cache.skipped_tokens > 0
 
 
+def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
+    """Requests in high rows move down when the others have ended."""
+    cache = nemotron.cache(max_batch_size=8)
+    prompts = [tokens(generator, 5) for _ in range(8)]
+    lengths = [4, 5, 6, 7, 4, 20, 4, 3 * BLOCK]
+    configs = [nemotron.config(max_new_tokens=length) for length in lengths]
+    sizes = []
+    compute = cache.generate_batch([[5]], max_new_tokens=1) and cache._batcher._decode.compute
+    cache._batcher._graphs.compute = lambda size: sizes.append(size) or compute(size)
+    outputs = batch(cache, prompts, generation_config=configs)
+    wanted = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert answers(outputs) == wanted
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (8, 1)
+    assert sizes.count(2) >= 10
+    assert cache.batch_stats().counts.moves >= 2
+
+
 def test_limits_of_the_batching_config(cache, nemotron, generator):
     prompts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
     config = ContinuousBatchingConfig(

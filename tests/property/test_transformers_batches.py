@@ -20,6 +20,7 @@ PROMPT = st.tuples(
     st.integers(1, 3),  # answers
     st.integers(1, 2 * BLOCK),  # their length
 )
+CALLS = st.lists(st.lists(PROMPT, min_size=1, max_size=6), min_size=1, max_size=2)
 ROOM = st.fixed_dictionaries(
     {
         "blocks": st.integers(24, 80),
@@ -32,8 +33,7 @@ ROOM = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", SERVED)
 @few_examples(4)
-@given(stems=STEMS, calls=st.lists(st.lists(PROMPT, min_size=1, max_size=6), min_size=1, max_size=2),
-       room=ROOM, seed=st.integers(0, 2**16))  # fmt: skip
+@given(stems=STEMS, calls=CALLS, room=ROOM, seed=st.integers(0, 2**16))
 def test_every_answer_is_the_models_own(name, stems, calls, room, seed):
     """Hits, chunks, rectangles, forks, preemption and mixed lengths, as they come."""
     one, generator = subject(name), torch.Generator().manual_seed(seed)

@@ -17,6 +17,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import CacheStats, DynamicInferenceContext, Request, Step
 from mamba_cache.errors import (
     BlockCapacityError,
+    CapacityError,
     ModelChangedError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
@@ -350,7 +351,9 @@ class Batcher:
 
     def _begin(self) -> Step:
         queues = self._queues
-        if not queues.is_steady:
+        if queues.is_steady:
+            self._close_ranks()
+        else:
             queues.make_work(*self._limits)
         while True:
             try:
@@ -359,6 +362,26 @@ class Batcher:
                 queues.preempt_youngest()
             if not queues.has_work:
                 queues.make_work(*self._limits)
+
+    def _close_ranks(self) -> None:
+        """Moves requests to lower rows, if a smaller batch does for those that are left then."""
+        decoding, left = self._decoding, len(self._queues.decoding)
+        if len(decoding.requests) == left or self._size_for(left) >= decoding.size:
+            return
+        size = self._size_for(left)
+        rows = [(row, one) for row, one in enumerate(decoding.by_row) if one and not one.is_over]
+        if len(rows) != left:  # some have only begun: the next step tells their rows
+            return
+        for row, request in rows:
+            if row >= size:
+                try:
+                    self.context.fork(request.key, [self._num_requests])
+                except CapacityError:  # it takes a KV block for a moment
+                    return
+                self.context.finish(request.key)
+                self._queues.rename(request, self._num_requests)
+                self._num_requests += 1
+                self.counts.moves += 1
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
         """Computes the decoding requests; returns logits by row of the live states."""
@@ -538,8 +561,7 @@ class Batcher:
         return True
 
     def _end(self, request: BatchRequest) -> BatchRequest:
-        request.is_over = True
-        request.finished_time = time.perf_counter()
+        request.end()
         self._num_unfinished -= 1
         return request
 

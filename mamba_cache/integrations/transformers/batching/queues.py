@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.errors import BlockCapacityError, CapacityError
@@ -130,6 +130,16 @@ class BatchQueues:
         self._preempted[request.key] = request
         return request
 
+    def rename(self, request: BatchRequest, key: Hashable) -> None:
+        """Calls a decoding request by another name, which the context has for it now."""
+        old = request.key
+        request.prepared = replace(
+            request.prepared, request=replace(request.prepared.request, request_id=key)
+        )
+        for name in ("decoding", "running"):  # in the same order, which is that of precedence
+            queue = getattr(self, name)
+            setattr(self, name, {key if k == old else k: one for k, one in queue.items()})
+
     def finish(self, request: BatchRequest) -> None:
         """Ends a request whose answer is complete."""
         self._context.finish(request.key)
@@ -233,7 +243,7 @@ class BatchQueues:
 
     def _number(self, request: BatchRequest) -> None:
         request.admitted = self._num_admitted
-        request.started_time = time.perf_counter()
+        request.begin()
         self._num_admitted += 1
 
     def _chunk_tokens(self, start: int, end: int, budget: int) -> int:

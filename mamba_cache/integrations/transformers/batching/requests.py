@@ -88,6 +88,15 @@ class BatchRequest:
         """Whether it will be a fork of a request that has no token yet."""
         return self.parent is not None and not self.parent.is_over and not self.parent.answer
 
+    def begin(self) -> None:
+        """Notes when it was admitted first."""
+        self.started_time = time.perf_counter()
+
+    def end(self) -> None:
+        """Notes that it is over, and when."""
+        self.is_over = True
+        self.finished_time = time.perf_counter()
+
     def draw(self) -> Draw:
         """Returns how its next token is chosen."""
         tokens = [*self.prompt, *self.answer] if self.settings.processors is not None else ()

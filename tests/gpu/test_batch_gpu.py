@@ -1,0 +1,207 @@
+"""Batches on a GPU: decode steps from CUDA graphs, and what they fall back to."""
+
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from gpu_rig import waiting_raises
+from transformers import AutoModelForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mamba_cache.integrations.transformers import PrefixCache
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 64
+SIZES = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+SSD = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 64}
+LINEAR = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR["layer_types"] = [*LINEAR["layer_types"], "linear_attention"]
+DELTA = {
+    **LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+FAMILIES = {
+    "mamba2": {
+        "num_hidden_layers": 3, "state_size": 64, "num_heads": 8, "head_dim": 32, "n_groups": 1,
+        "chunk_size": BLOCK,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 64,
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "chunk_size": BLOCK,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128,
+        "mamba_chunk_size": BLOCK, **SSD,
+    },
+    "qwen3_5_text": DELTA,
+    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_chunk_size": BLOCK, **SSD},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+}  # fmt: skip
+EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
+
+
+def make_model(family, dtype=torch.bfloat16):
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {family}: needs the extra transformers")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})
+    )
+    return model.to("cuda", dtype).eval()
+
+
+def make_cache(model, **settings):
+    ample = {"mamba_cache_gb": 0.2, "kv_cache_gb": 0.2, "block_size_tokens": BLOCK}
+    return PrefixCache(model, **{**ample, "max_batch_size": 16, "measure_costs": False, **settings})
+
+
+def tokens(generator, count):
+    return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+
+def prompts_of(generator, count=10):
+    shared = tokens(generator, 2 * BLOCK)
+    return [shared + tokens(generator, 1 + 13 * n) for n in range(count)]
+
+
+def run(cache, prompts, **options):
+    options = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False, **options}
+    outputs = cache.generate_batch(prompts, **options)
+    cache.check_invariants()
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_steps_compute_what_eager_ones_do(family, generator):
+    model, prompts = make_model(family), prompts_of(generator)
+    eager, replayed = make_cache(model), make_cache(model)
+    lengths = {"max_new_tokens": 40}
+    expected = run(eager, prompts, continuous_batching_config=EAGER, **lengths)
+    assert run(replayed, prompts, **lengths) == expected
+    graphs = replayed.batch_stats().graphs
+    assert graphs.eager_steps == 0, graphs.eager_reason
+    assert graphs.replays == replayed.batch_stats().counts.decode_steps > 0
+    assert graphs.captures == len(graphs.sizes) == 5  # 1, 2, 4, 8 and 12
+    assert graphs.warm_up_seconds > 0
+    assert eager.batch_stats().graphs.replays == 0
+    assert eager.batch_stats().graphs.eager_reason == "use_cuda_graph is False"
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "mamba2"])
+def test_answers_in_single_precision_are_those_of_generate(family, generator):
+    model, prompts = make_model(family, torch.float32), prompts_of(generator, 5)
+    cache = make_cache(model)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16,
+            eos_token_id=None,
+        )  # fmt: skip
+        expected.append(output[0, len(prompt) :].tolist())
+    for _ in range(2):
+        assert run(cache, prompts, max_new_tokens=16) == expected
+
+
+def test_captures_between_calls_leave_what_is_cached_alone(generator):
+    model = make_model("nemotron_h")
+    cache, prompts = make_cache(model), prompts_of(generator, 12)
+    first = run(cache, prompts[:2])
+    assert cache.batch_stats().graphs.sizes == (1, 2)
+    everything = run(cache, prompts)  # captures larger batches beside cached blocks
+    assert everything[:2] == first
+    before = cache.batch_stats().cache.skipped_tokens
+    assert run(cache, prompts[:2]) == first
+    assert cache.batch_stats().cache.skipped_tokens > before
+    assert cache.batch_stats().graphs.captures == 5
+
+
+def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
+    model = make_model("nemotron_h")
+    cache, prompts = make_cache(model), prompts_of(generator, 2)
+    expected = run(cache, prompts)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    assert run(cache, prompts) == expected
+    assert cache.batch_stats().graphs.captures == 4
+    assert cache.batch_stats().graphs.eager_steps == 0
+
+
+def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
+    model, prompts = make_model("nemotron_h"), prompts_of(generator, 3)
+    expected = run(make_cache(model), prompts)
+    model.model.layers[0].register_forward_hook(lambda *args: args[2].sum().item() and None)
+    cache = make_cache(model)
+    assert run(cache, prompts) == expected
+    graphs = cache.batch_stats().graphs
+    assert (graphs.replays, graphs.sizes) == (0, ())
+    assert graphs.eager_reason.startswith("the model's decode step cannot be captured: ")
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20, "seeds": 3}], ids=str)
+def test_nothing_waits_for_the_device_but_for_the_tokens(generator, options, monkeypatch):
+    model, prompts = make_model("nemotron_h"), [tokens(generator, 20) for _ in range(8)]
+    cache = make_cache(model)
+    run(cache, prompts, **options)
+    batcher = cache._batcher
+    fetch, step, steady = batcher._fetch, batcher.step, []
+
+    @contextmanager
+    def allowed():
+        torch.cuda.set_sync_debug_mode("default")
+        yield
+        torch.cuda.set_sync_debug_mode("error")
+
+    def fetch_tokens(tensor):
+        if not steady:
+            return fetch(tensor)
+        with allowed():
+            return fetch(tensor)
+
+    def watched():
+        if not batcher._queues.is_steady:
+            return step()
+        steady.append(1)
+        with waiting_raises():
+            return step()
+
+    monkeypatch.setattr(batcher, "_fetch", fetch_tokens)
+    monkeypatch.setattr(batcher, "step", watched)
+    run(cache, prompts, max_new_tokens=100, **options)
+    assert len(steady) >= 95
+
+
+def test_requests_that_end_and_begin_while_others_decode(generator):
+    """Rows of every kind beside the decoding ones: free, in their prompt, and moved."""
+    model = make_model("nemotron_h")
+    lengths = [3, 40, 7, 25, 1, 60, 12, 33, 5, 9, 80, 2, 15, 21, 30, 6]
+    prompts = [tokens(generator, 5 + 31 * n) for n in range(len(lengths))]
+    limits = {"max_batch_tokens": 128, "max_requests_per_batch": 6}
+    together, alone = make_cache(model), make_cache(model, max_batch_size=1)
+    config = model.generation_config
+    configs = []
+    for length in lengths:
+        own = type(config)(**config.to_dict())
+        own.max_new_tokens, own.do_sample, own.eos_token_id = length, False, -1
+        configs.append(own)
+    outputs = together.generate_batch(prompts, configs, ContinuousBatchingConfig(**limits))
+    together.check_invariants()
+    singly = alone.generate_batch(prompts, configs)
+    same = [
+        one.generated_tokens == other.generated_tokens
+        for one, other in zip(outputs.values(), singly.values(), strict=True)
+    ]
+    # In half precision a batch rounds otherwise than one request does, which may turn a token.
+    assert [len(one.generated_tokens) for one in outputs.values()] == lengths
+    assert sum(same) >= 12
+    assert together.batch_stats().graphs.eager_steps == 0

@@ -1,0 +1,72 @@
+"""That the attention to KV blocks compiles for a GPU, and uses its matrix units.
+
+Triton compiles without a GPU, but not in a process that interprets kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+PRINT_INSTRUCTIONS = """
+import json, re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention as module
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+def compiled(kernel, types, constants, aligned, warps):
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=TARGET, options={"num_warps": warps})
+
+def attend(dtype, group, head_dim, block):
+    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    types |= dict.fromkeys(("sums", "peaks", "totals"), "*fp32")
+    types |= {"tables": "*i32", "places": "*i64", "lengths": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("query_stride", "table_stride", "token_stride"), "i32")
+    constants = {
+        "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": triton.next_power_of_2(max(group, 16)),
+        "HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(max(head_dim, 16)),
+        "BLOCK": block, "TILE": module._TILE, "SPLITS": 2,
+    }
+    aligned = ("query", "keys", "values", "query_stride", "token_stride")
+    made = compiled(module._attend_kernel, types, constants, aligned, 4)
+    ptx = made.asm["ptx"]
+    return ["mma" in ptx, made.metadata.shared, len(re.findall(r"st[.]local", ptx))]
+
+combine = compiled(
+    module._combine_kernel,
+    {"sums": "*fp32", "peaks": "*fp32", "totals": "*fp32", "output": "*bf16"},
+    {"GROUP": 4, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS": 2, "SPLITS_PAD": 2},
+    ("sums", "output"), 1,
+)
+print(json.dumps([
+    attend("bf16", 4, 128, 256), attend("bf16", 4, 64, 256), attend("bf16", 8, 256, 256),
+    attend("fp32", 4, 80, 48), bool(combine.asm["ptx"]),
+]))
+"""
+
+MOST_SHARED_BYTES = 227 * 1024
+"""Of one block on an H100 or H200."""
+
+
+def test_the_kernels_compile_for_a_gpu():
+    """Nemotron-H's, Granite's and Qwen3-Next's heads, and odd ones in single precision."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PRINT_INSTRUCTIONS],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    *kernels, combines = json.loads(ran.stdout)
+    assert combines
+    assert [uses_matrix_units for uses_matrix_units, _, _ in kernels[:3]] == [True] * 3
+    assert max(shared for _, shared, _ in kernels) < MOST_SHARED_BYTES
+    assert [spilled for _, _, spilled in kernels[:3]] == [0] * 3
