@@ -303,18 +303,20 @@ def _paged_mask(block_mask: Any, kv_cache: Tensor, batch: PackedBatch) -> Any:
     number = torch.full((len(metadata.block_tables), pool), -1, device=ends.device)
     number.scatter_(1, tables, numbers)
     number[:, pool - 1] = -1
-    first = number[request] * size
-    is_seen = (first >= 0) & (first <= positions[:, None])
-    is_seen = torch.unflatten(is_seen, 0, (-1, tile)).any(dim=1)
-    order = is_seen.int().argsort(dim=1, descending=True, stable=True).int()
+    number_of = number[request]
+    is_seen = (number_of >= 0) & (number_of * size <= positions[:, None])
+    # In the order of each sequence, whatever the pool's: sums are rounded alike then.
+    unseen = len(tables) * tables.shape[1]
+    rank = torch.where(is_seen, request[:, None] * tables.shape[1] + number_of, unseen)
+    rank = torch.unflatten(rank, 0, (-1, tile)).amin(dim=1)
 
     def is_visible(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = number[request[query], key // size] * size + key % size
         return (at >= 0) & (at <= positions[query])
 
     return block_mask.from_kv_blocks(
-        is_seen.sum(dim=1, dtype=torch.int32)[None, None],
-        order[None, None],
+        (rank < unseen).sum(dim=1, dtype=torch.int32)[None, None],
+        rank.argsort(dim=1, stable=True).int()[None, None],
         BLOCK_SIZE=(tile, size),
         mask_mod=is_visible,
         seq_lengths=(num_tokens, pool * size),

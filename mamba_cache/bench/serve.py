@@ -645,7 +645,7 @@ class _Report:
         )
         return self._subject.prefix_cache(
             num_tokens=2 * tokens,
-            num_calls=max(len(one.prompts) for one in self._workloads) + max(self._decode_rows),
+            num_calls=max(len(one.prompts) for one in self._workloads) + 8,
             max_batch_size=max([*self._decode_rows, *(one.num_answers for one in self._workloads)]),
             batch_share=0.9 if "batch" in self._ways else 0.5,
         )
