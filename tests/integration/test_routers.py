@@ -38,7 +38,7 @@ ROUTERS = [
 ]
 dynamo_only = pytest.mark.skipif(not two.has_dynamo(), reason="needs the extra routers")
 
-LOAD = two.Load(conversations=40, turns=3, system_prompts=4)
+LOAD = two.Load(conversations=40, turns=3, question_tokens=80)
 SIZES = {"num_blocks": 512, "num_slots": 128}
 POINTS = 0.03
 

@@ -38,7 +38,7 @@ __all__ = ["CacheBooks", "EventPublisher", "PublisherStats"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.02
 _LINGER_MS = 500
 _JOIN_SECONDS = 5.0
 _BIND_TRIES = 100
