@@ -5,8 +5,8 @@ the CPU) and a router that reads their KV events: vllm-router if it is installed
 SelectionService, which runs in this process. Clients hold conversations that begin with one of a
 few system prompts; each prompt is all that was said before and a new question. Printed are, for
 each prompt, which replica got it, how many tokens the router said it would skip, and how many it
-did; then the same conversations by round robin. Needs the extras `events` and `routers`; without the
-latter it shows round robin alone.
+did; then the same conversations by round robin. Needs the extras `events` and `routers`; without
+the latter it shows round robin alone.
 """
 
 from __future__ import annotations

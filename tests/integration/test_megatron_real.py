@@ -23,8 +23,14 @@ from megatron_rig import (
 )
 
 from mamba_cache import MambaSlotAllocator
-from mamba_cache.errors import MambaCacheError, MissingStateError, UnsupportedVersionError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    MissingStateError,
+    UnsupportedVersionError,
+)
 from mamba_cache.integrations import megatron
+from mamba_cache.integrations.megatron.events import MegatronBooks
 from mamba_cache.slots import allocator
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 
@@ -438,9 +444,12 @@ def usable_prefixes(server):
 def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
     pytest.importorskip("zmq", reason="needs the extra events")
     pytest.importorskip("msgspec", reason="needs the extra events")
-    from events_rig import Subscriber, by_hand, catch_up, observe
-
-    from mamba_cache.integrations.megatron.events import MegatronBooks
+    from events_rig import (  # noqa: PLC0415 - it needs the extra
+        Subscriber,
+        by_hand,
+        catch_up,
+        observe,
+    )
 
     server = serve()
     with by_hand(block_size=BLOCK) as (publisher, sender), Subscriber(publisher) as subscriber:
@@ -465,8 +474,5 @@ def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
 
 
 def test_only_contexts_with_this_packages_slots_can_be_watched(core, generator):
-    from mamba_cache.errors import InvalidArgumentError
-    from mamba_cache.integrations.megatron.events import MegatronBooks
-
     with pytest.raises(InvalidArgumentError, match="install"):
         MegatronBooks(own_server(core, generator).context)

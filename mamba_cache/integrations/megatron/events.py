@@ -1,4 +1,4 @@
-"""KV events of Megatron Core's contexts, whose KV blocks are Megatron's own and announce nothing."""
+"""KV events of Megatron Core's contexts, whose own KV blocks announce nothing."""
 
 from __future__ import annotations
 
