@@ -232,7 +232,10 @@ def replicas(
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
             stack.callback(_end, process)
             running.append(process)
-        yield [json.loads(_output(process).readline()) for process in running]
+        lines = [_output(process).readline() for process in running]
+        if not all(lines):
+            raise SystemExit("a replica did not start: what it said stands above")
+        yield [json.loads(line) for line in lines]
 
 
 def _output(process: subprocess.Popen[str]) -> IO[str]:
@@ -506,7 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     load = Load(conversations=options.conversations, turns=options.turns)
     chosen = _choose(options.router)
-    if chosen is RoundRobin:
+    if chosen is RoundRobin and options.router == "auto":
         print("No router that reads KV events is installed: pip install -e '.[events,routers]'")
     runs = {}
     for kind in dict.fromkeys((chosen, RoundRobin)):

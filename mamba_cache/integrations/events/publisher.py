@@ -389,7 +389,8 @@ class _Sender:
     def _answer(self, request: Sequence[bytes]) -> None:
         """Send a subscriber the batches that it lacks, or one with all that is held."""
         if len(request) != 3 or len(request[2]) != 8:
-            _log.warning("a replay is asked for with 8 bytes, got frames %s", request)
+            sizes = [len(frame) for frame in request]
+            _log.warning("a replay is asked for with 8 bytes, got frames of %s", sizes)
             return
         client, _, start = request
         if start < self._log[0][0]:
