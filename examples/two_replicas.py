@@ -2,11 +2,11 @@
 
 Starts two server processes with the reference engine (a small hybrid model with random weights, on
 the CPU) and a router that reads their KV events: vllm-router if it is installed, else Dynamo's
-SelectionService, which runs in this process. Clients hold conversations that begin with one of a few
-system prompts; each prompt is all that was said before and a new question. Printed are, for each
-prompt, which replica got it, how many tokens the router said it would skip, and how many it did;
-then the same conversations by round robin. Needs the extras `events` and `routers`; without the
-latter it shows round robin alone.
+SelectionService, which runs in this process. Clients hold conversations that begin with one of a
+few system prompts; each prompt is all that was said before and a new question. Printed are, for
+each prompt, which replica got it, how many tokens the router said it would skip, and how many it
+did; then the same conversations by round robin. Needs the extras `events` and `routers`; without
+the latter it shows round robin alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import IO, Any, Protocol
 BLOCK_SIZE_TOKENS = 16
 VOCABULARY = 256
 SYSTEM_TOKENS = 96
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 MODEL = "tiny-hybrid"
 ANY_PORT = "tcp://127.0.0.1:*"
 
@@ -54,14 +54,16 @@ class Load:
         turns: Prompts of each.
         system_prompts: Beginnings that they share.
         question_tokens: Tokens of a question, at most.
-        at_once: Prompts that are out at the same time.
+        begin_at_once: First prompts that are out at the same time.
+        at_once: Later prompts, likewise.
     """
 
     conversations: int = 12
     turns: int = 4
     system_prompts: int = 3
     question_tokens: int = 40
-    at_once: int = 4
+    begin_at_once: int = 8
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,10 @@ def serve_replica(name: str, num_blocks: int, num_slots: int, mode: str) -> None
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-        def do_GET(self) -> None:  # noqa: N802 - the name is the library's
+        def do_GET(self) -> None:
             self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
-        def do_POST(self) -> None:  # noqa: N802 - likewise
+        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             done: Future[Any] = Future()
             with lock:
@@ -230,7 +232,10 @@ def replicas(
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
             stack.callback(_end, process)
             running.append(process)
-        yield [json.loads(_output(process).readline()) for process in running]
+        lines = [_output(process).readline() for process in running]
+        if not all(lines):
+            raise SystemExit("a replica did not start: what it said stands above")
+        yield [json.loads(line) for line in lines]
 
 
 def _output(process: subprocess.Popen[str]) -> IO[str]:
@@ -312,7 +317,9 @@ class VllmRouter:
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, text=True
+            )
         self._wait()
 
     def _wait(self) -> None:
@@ -322,7 +329,9 @@ class VllmRouter:
                     break
             except OSError:
                 if self._process.poll() is not None:
-                    raise RuntimeError(f"vllm-router ended: {self._log.read_text()[-2000:]}") from None
+                    raise RuntimeError(
+                        f"vllm-router ended: {self._log.read_text()[-2000:]}"
+                    ) from None
                 time.sleep(0.1)
         time.sleep(1.5)  # an empty batch a second has it see what it lacks
 
@@ -434,21 +443,21 @@ def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
 
     system = [tokens(SYSTEM_TOKENS) for _ in range(load.system_prompts)]
     said = [list(system[i % len(system)]) for i in range(load.conversations)]
-    answers = []
-    with ThreadPoolExecutor(load.at_once) as pool:
-        for turn in range(load.turns):
-            for number, history in enumerate(said):
-                history += tokens(load.question_tokens // 2 + number % (load.question_tokens // 2))
-            order = rng.sample(range(len(said)), len(said))
+    answers, shortest = [], load.question_tokens // 2
+    for turn in range(load.turns):
+        for number, history in enumerate(said):
+            history.extend(tokens(shortest + number % shortest))
+        order = rng.sample(range(len(said)), len(said))
+        with ThreadPoolExecutor(load.at_once if turn else load.begin_at_once) as pool:
             replies = dict(zip(order, pool.map(router.send, [said[i] for i in order]), strict=True))
-            for number, history in enumerate(said):
-                reply, predicted = replies[number]
-                new = reply["choices"][0]["token_ids"]
-                skipped = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-                replica, length = reply["system_fingerprint"], len(history)
-                answers.append(Answer(number, turn, replica, length, predicted, skipped, new))
-                history += new
-            time.sleep(0.2)  # people read: by the next question the router has heard of it
+        for number, history in enumerate(said):
+            reply, predicted = replies[number]
+            new = reply["choices"][0]["token_ids"]
+            skipped = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            replica, length = reply["system_fingerprint"], len(history)
+            answers.append(Answer(number, turn, replica, length, predicted, skipped, new))
+            history.extend(new)
+        time.sleep(0.2)  # people read: by the next question the router has heard of it
     return answers
 
 
@@ -500,7 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     load = Load(conversations=options.conversations, turns=options.turns)
     chosen = _choose(options.router)
-    if chosen is RoundRobin:
+    if chosen is RoundRobin and options.router == "auto":
         print("No router that reads KV events is installed: pip install -e '.[events,routers]'")
     runs = {}
     for kind in dict.fromkeys((chosen, RoundRobin)):
@@ -521,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"; of continued prompts {right_predictions(answers):.1%} as predicted")
     texts = [[answer.tokens for answer in answers] for answers in runs.values()]
-    is_right = chosen is RoundRobin or right_predictions(runs[chosen]) >= 0.9  # noqa: PLR2004
+    is_right = chosen is RoundRobin or right_predictions(runs[chosen]) >= 0.9
     return 0 if texts[0] == texts[-1] and is_right else 1
 
 

@@ -23,8 +23,14 @@ from megatron_rig import (
 )
 
 from mamba_cache import MambaSlotAllocator
-from mamba_cache.errors import MambaCacheError, MissingStateError, UnsupportedVersionError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    MissingStateError,
+    UnsupportedVersionError,
+)
 from mamba_cache.integrations import megatron
+from mamba_cache.integrations.megatron.events import MegatronBooks
 from mamba_cache.slots import allocator
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 
@@ -408,3 +414,65 @@ def test_a_version_that_uses_slots_otherwise_is_refused(core, tmp_path, monkeypa
     with pytest.raises(UnsupportedVersionError, match=message):
         megatron.install()
     assert megatron.replaced() == []
+
+
+def told_prefixes(known):
+    """The prefixes that a subscriber knows to be cached, as tokens."""
+    blocks, found = known.groups[0], set()
+    for block_hash in blocks:
+        tokens, at = [], block_hash
+        while at is not None:
+            at, block = blocks[at]
+            tokens = block + tokens
+        found.add(tuple(tokens))
+    return found
+
+
+def usable_prefixes(server):
+    """The prefixes before each state that the slots find, as far as Megatron has their blocks."""
+    found = set()
+    registered = set(server.context.kv_block_allocator.block_hashes.tolist())
+    for hash_id in server.slots.hash_to_block_id:
+        prefix = tuple(server.prefix_of_hash[hash_id])
+        prefixes = [prefix[:end] for end in range(BLOCK, len(prefix) + 1, BLOCK)]
+        hashes = {tuple(tokens): h for h, tokens in server.prefix_of_hash.items()}
+        if registered.issuperset(hashes[each] for each in prefixes):
+            found.update(prefixes)
+    return found
+
+
+def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
+    pytest.importorskip("zmq", reason="needs the extra events")
+    pytest.importorskip("msgspec", reason="needs the extra events")
+    from events_rig import (  # noqa: PLC0415 - it needs the extra
+        Subscriber,
+        by_hand,
+        catch_up,
+        observe,
+    )
+
+    server = serve()
+    with by_hand(block_size=BLOCK) as (publisher, sender), Subscriber(publisher) as subscriber:
+        observe(MegatronBooks(server.context), publisher)
+        told = []
+        step = server.step
+
+        def step_and_compare():
+            step()
+            catch_up(sender, subscriber)
+            told.append(told_prefixes(subscriber.known))
+            assert told[-1] == usable_prefixes(server)
+
+        server.step = step_and_compare
+        steps = megatron_steps(server, random_tokens(generator, 12 * BLOCK))
+        assert steps.skipped == SKIPPED
+        assert len(told) > 3
+        assert max(map(len, told)) >= 5
+        server.context.reset()
+        catch_up(sender, subscriber)
+        assert subscriber.known.groups == {0: {}, 1: {}}
+
+
+def test_only_contexts_with_this_packages_slots_can_be_watched(core, generator):
+    with pytest.raises(InvalidArgumentError, match="install"):
+        MegatronBooks(own_server(core, generator).context)

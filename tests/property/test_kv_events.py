@@ -1,7 +1,6 @@
 """Subscribers know what prompts can use, whatever happens to the cache and on the way."""
 
 import random
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
 
-from events_rig import BLOCK, Books, Known, Subscriber, by_hand, observe
+from events_rig import BLOCK, PAUSE, Books, Known, Subscriber, by_hand, observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +109,7 @@ def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
         ]
         for _ in range(60):
             books.load(draw, 5)
-            time.sleep(0.002)
+            PAUSE.wait(0.002)
             for one in subscribers:
                 one.receive()
         subscribers.append(connected.enter_context(Subscriber(publisher)))
@@ -121,7 +120,7 @@ def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
                 one.receive()
             if all(one.known.groups == expected for one in subscribers):
                 break
-            time.sleep(0.01)
+            PAUSE.wait(0.01)
         assert [one.known.groups for one in subscribers] == [expected] * 3
         stats = publisher.stats()
         assert (stats.told_blocks, stats.told_states) == tuple(map(len, expected.values()))

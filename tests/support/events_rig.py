@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from mamba_cache.integrations.events.view import EventView
 from mamba_cache.slots import LruSlotPolicy, SlotPool, StatesRemoved, StatesStored
 
 BLOCK = 4
+PAUSE = threading.Event()
+"""Waited for by those who let other threads run."""
+
 END_SEQ = b"\xff" * 8
 
 GOLDEN = bytes.fromhex(
@@ -98,7 +102,8 @@ class Books:
         for index, each in enumerate(self._path(hash_id) or []):
             data = np.array(self.blocks[each][1], "<i4").tobytes()
             start = before.to_bytes(8, "little") if index else b""
-            before = xxhash.xxh3_64_intdigest(start + data)
+            digest = xxhash.xxh3_128_digest(start + data)
+            before = int.from_bytes(digest[:8], "little")
         return before
 
     def _path(self, hash_id: int | None) -> list[int] | None:

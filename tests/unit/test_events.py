@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engine_rig import BLOCK, SamplingParams, make_engine
 from kv_rig import cache, prefix
 from slot_rig import full, make_allocator, refer
 
@@ -294,3 +295,32 @@ def test_the_proof_finds_what_was_not_told(allocator):
     with pytest.raises(InvariantError, match="observers were not called"):
         allocator.check_invariants()
     allocator._unsent.clear()
+
+
+# A context.
+
+
+def test_a_context_tells_the_tokens_of_prompts_and_answers():
+    engine, heard = make_engine(), []
+    engine.context.kv_block_allocator.add_observer(heard.append)
+    prompt = list(range(20))
+    [done] = engine.generate([prompt], SamplingParams(max_new_tokens=16))
+    said = [*prompt, *done.tokens]
+    stored = [event for event in heard if isinstance(event, BlocksStored)]
+    assert [event.block_size_tokens for event in stored] == [BLOCK] * len(stored)
+    told = np.concatenate([event.tokens for event in stored]).tolist()
+    assert told == said[: len(told)]
+    assert len(told) == 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"cache_salt": ""}, {"lora_id": 0}, {"multimodal_keys": [(0, "cat")]}],
+)
+def test_a_context_does_not_tell_tokens_that_do_not_name_the_prefix(keys):
+    engine, heard = make_engine(), []
+    engine.context.kv_block_allocator.add_observer(heard.append)
+    engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
+    list(engine.stream())
+    assert [event.tokens for event in heard] == [None] * len(heard)
+    assert heard

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ zmq = pytest.importorskip("zmq", reason="needs the extra events")
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 
 from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
-from events_rig import GOLDEN, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
+from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
 from work import lines_executed  # noqa: E402
 
 from mamba_cache.blocks import BlockHasher  # noqa: E402
@@ -32,11 +31,10 @@ ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
 def wait_until(holds):
     """Wait for another thread, at most ten seconds."""
-    pause = threading.Event()
     for _ in range(1000):
         if holds():
             return
-        pause.wait(0.01)
+        PAUSE.wait(0.01)
     raise AssertionError("it did not happen")
 
 

@@ -38,7 +38,7 @@ __all__ = ["CacheBooks", "EventPublisher", "PublisherStats"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.02
 _LINGER_MS = 500
 _JOIN_SECONDS = 5.0
 _BIND_TRIES = 100
@@ -389,7 +389,8 @@ class _Sender:
     def _answer(self, request: Sequence[bytes]) -> None:
         """Send a subscriber the batches that it lacks, or one with all that is held."""
         if len(request) != 3 or len(request[2]) != 8:
-            _log.warning("a replay is asked for with 8 bytes, got frames %s", request)
+            sizes = [len(frame) for frame in request]
+            _log.warning("a replay is asked for with 8 bytes, got frames of %s", sizes)
             return
         client, _, start = request
         if start < self._log[0][0]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-import xxhash
-
-from mamba_cache.blocks import BlockEvent, BlocksStored
+from mamba_cache.blocks import BlockEvent, BlockHasher, BlocksStored
 from mamba_cache.slots import StateEvent, StatesRemoved, StatesStored
 
 __all__ = ["Cleared", "EventMode", "EventView", "Removed", "Stored", "ViewEvent"]
@@ -15,6 +13,9 @@ EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
 
 _TOKEN_BYTES = 4
+
+_DIGEST = BlockHasher().digest
+"""The function alone, without the secret."""
 
 
 class Stored(NamedTuple):
@@ -84,7 +85,7 @@ class _Block:
         assert self.tokens, "nobody is told of a block without tokens"
         self.parent_hash = None if parent is None else parent.hash
         before = b"" if parent is None else parent.hash.to_bytes(8, "little")
-        self.hash = xxhash.xxh3_64_intdigest(before + self.tokens)
+        self.hash = int.from_bytes(_DIGEST(before + self.tokens)[:8], "little")
         self.is_told = True
 
 

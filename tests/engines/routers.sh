@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs the tests with routers as they are published, vllm-router and Dynamo's SelectionService, fed by
+# this package's KV events.
+#
+#   tests/engines/routers.sh [PYTEST ARGUMENTS]
+#
+# The routers are installed into an environment of their own, that sees the packages of this one: pydantic
+# and others that they bring do not fit every version that transformers wants. Where their wheels cannot be
+# had, as on another platform than Linux on x86-64, it says so and ends well.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python -m venv "$work/venv"
+if ! timeout 300 "$work/venv/bin/pip" install -q --only-binary=:all: \
+    ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 2>"$work/pip.log"; then
+    tail -n 3 "$work/pip.log"
+    echo "SKIPPED: the wheels of vllm-router and ai-dynamo-runtime cannot be had here"
+    exit 0
+fi
+# After this environment's own packages, so that what both have is theirs.
+site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PATH=$PATH:$work/venv/bin
+export PYTHONPATH=$PWD:$here:$site${PYTHONPATH:+:$PYTHONPATH}
+
+timeout 900 python -m pytest -q tests/integration/test_routers.py "$@"
+timeout 300 python examples/two_replicas.py
