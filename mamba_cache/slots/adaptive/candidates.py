@@ -147,6 +147,7 @@ class CandidateTree:
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._by_hash: dict[int, int] = {}
         self._take_id(0, 0, 0)
+        self._by_hash.clear()  # 0 is no hash id
         self._num_kept_at[ROOT] = 1
 
     def _grow(self, size: int) -> None:
@@ -383,6 +384,11 @@ class CandidateTree:
         return self.propose(prompt, len(path), CandidateKind.END_OF_PROMPT)
 
     # What is kept.
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates with and without a state, but for ``ROOT``."""
+        return int(np.count_nonzero(self._num_kept)) + len(self._ghosts) - 1
 
     @property
     def num_ghosts(self) -> int:

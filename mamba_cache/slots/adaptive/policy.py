@@ -216,6 +216,11 @@ class AdaptiveSlotPolicy:
         if self._granted or self._given_up:
             raise InvariantError("what was admitted was neither reserved nor withdrawn")
 
+    @property
+    def num_candidates(self) -> int:
+        """Positions that are remembered."""
+        return self._tree.num_candidates
+
     def _release(self, node: int) -> None:
         self._tree.drop(node)
         self._forget_incomplete(node)
