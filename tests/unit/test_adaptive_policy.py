@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from context_rig import make_config, make_context
 
+from mamba_cache.bench.no_model import NoModel
 from mamba_cache.bench.replay import run_replay
 from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -330,3 +333,32 @@ def test_refused_states_are_counted_and_never_written():
     [record] = result["records"]
     assert record["refused_states"] > 50
     assert record["saved_states"] + record["refused_states"] <= 800
+
+
+def test_equal_calls_give_equal_fingerprints_over_500_random_steps(seed):
+    def engine():
+        config = CacheConfig(
+            block_size_tokens=8, ssm_chunk_size=8, max_requests=4, max_tokens=64,
+            max_sequence_length=128, num_kv_blocks=48, max_slots=6, hash_secret=b"of all ranks",
+        )  # fmt: skip
+        return Engine(NoModel(seed=3), config)
+
+    ranks = [engine(), engine()]
+    rng = np.random.default_rng(seed)
+    past = [np.arange(20)]
+    for _ in range(500):
+        if rng.random() < 0.4:
+            old = past[int(rng.integers(max(0, len(past) - 8), len(past)))]
+            new = rng.integers(0, 50, int(rng.integers(1, 30)))
+            prompt = np.concatenate((old[: int(rng.integers(0, len(old) + 1))], new))[:90]
+            past.append(prompt)
+            length = int(rng.integers(1, 24))
+            hint = [None, True, False][int(rng.integers(3))]
+            for rank in ranks:
+                rank.submit(prompt, SamplingParams(max_new_tokens=length), will_continue=hint)
+        for rank in ranks:
+            rank.step()
+        one, other = (rank.context.fingerprint() for rank in ranks)
+        assert one == other
+    ranks[0].context.check_invariants()
+    assert ranks[0].context.stats().refused_states > 0
