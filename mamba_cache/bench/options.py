@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from math import isfinite
 
-__all__ = ["UNLIMITED", "budget", "count", "one_of", "wrong_name"]
+__all__ = ["UNLIMITED", "budget", "count", "gibibytes", "one_of", "share", "wrong_name"]
 
 UNLIMITED = "unlimited"
 """What stands for a budget that never runs out."""
@@ -34,6 +35,38 @@ def budget(text: str) -> int | None:
     if not text.isdecimal():
         raise ArgumentTypeError(f"must be a number or {UNLIMITED!r}, got {text!r}")
     return int(text)
+
+
+def gibibytes(text: str) -> float:
+    """Read a size in GiB.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none, or not above 0.
+    """
+    number = _number(text)
+    if number is None or number <= 0:
+        raise ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
+
+
+def share(text: str) -> float:
+    """Read a share.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number from 0 to 1.
+    """
+    number = _number(text)
+    if number is None or not 0 <= number <= 1:
+        raise ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from mamba_cache._checks import check_int
+import numpy as np
+
+from mamba_cache._checks import check_int, check_number
 from mamba_cache.bench.measure import describe_run, print_rows, progress_bar
 from mamba_cache.bench.no_model import NoModel
-from mamba_cache.bench.options import budget, count, one_of
+from mamba_cache.bench.options import budget, count, gibibytes, one_of, share
 from mamba_cache.bench.workload import (
     TOKENS_PER_HASH_ID,
     WORKLOADS,
@@ -26,6 +28,7 @@ from mamba_cache.bench.workload import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.model_shapes import load_shape
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import (
     SLOT_POLICIES,
@@ -36,7 +39,15 @@ from mamba_cache.slots import (
     SlotEvictionPolicy,
 )
 
-__all__ = ["PLACEMENTS", "POLICIES", "add_replay_options", "print_replay", "replay", "run_replay"]
+__all__ = [
+    "PLACEMENTS",
+    "POLICIES",
+    "add_replay_options",
+    "print_replay",
+    "replay",
+    "run_replay",
+    "split_budget",
+]
 
 POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {**SLOT_POLICIES}
 """Eviction policies by name."""
@@ -47,6 +58,8 @@ PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
     "every": lambda: EveryNthBlock(1),
 }
 """Placements by name."""
+
+_MOST_GIB = 10**6
 
 _FIRST_TOKEN = SamplingParams(max_new_tokens=1)
 
@@ -93,6 +106,32 @@ def add_replay_options(command: Any) -> None:
         **many,
     )
     command.add_argument(
+        "--cache-gb",
+        type=gibibytes,
+        metavar="GIB",
+        help="memory for slots and KV blocks of --model's sizes, in place of both numbers",
+    )
+    command.add_argument(
+        "--state-share",
+        type=share,
+        default=0.25,
+        metavar="SHARE",
+        help="how much of --cache-gb slots get; default: 0.25",
+    )
+    command.add_argument(
+        "--model",
+        default="nemotron-h-8b",
+        metavar="MODEL",
+        help="as for mamba-cache plan; default: nemotron-h-8b",
+    )
+    command.add_argument(
+        "--hints-wrong",
+        type=share,
+        metavar="SHARE",
+        help="tell with each request whether a longer one follows, wrongly so often; "
+        "default: nothing is told",
+    )
+    command.add_argument(
         "--max-tokens", type=count, default=8192, metavar="N", help="tokens of a step"
     )
 
@@ -106,6 +145,10 @@ def run_replay(
     kv_blocks: int | None = None,
     policies: Sequence[str] = tuple(POLICIES),
     placements: Sequence[str] = ("megatron", "last"),
+    cache_gb: float | None = None,
+    state_share: float = 0.25,
+    model: str = "nemotron-h-8b",
+    hints_wrong: float | None = None,
     max_tokens: int = 8192,
 ) -> dict[str, Any]:
     """Replay one trace under every combination of placement, policy and slots.
@@ -122,6 +165,12 @@ def run_replay(
     _check_names("policies", policies, POLICIES)
     _check_names("placements", placements, PLACEMENTS)
     requests = _load(trace, workload, limit)
+    split: dict[str, Any] = {}
+    if cache_gb is not None:
+        of_states, kv_blocks = split_budget(model, cache_gb, state_share)
+        slots = [of_states]
+        split = {"cache_gb": cache_gb, "state_share": state_share, "model": model}
+    hints = None if hints_wrong is None else _hints(requests, hints_wrong)
     runs = list(product(placements, policies, slots))
     records = []
     with progress_bar("replay", len(runs)) as show:
@@ -134,7 +183,7 @@ def run_replay(
             settings = {"placement": placement, "policy": policy}
             budgets = {"slots": max_slots, "kv_blocks": kv_blocks}
             told = _tell(requests, show, number, remark)
-            records.append(settings | budgets | replay(engine, told))
+            records.append(settings | budgets | replay(engine, told, hints))
     total = sum(request.input_length for request in requests)
     return describe_run("replay") | {
         "passed": not any(record["failed_requests"] for record in records),
@@ -144,17 +193,68 @@ def run_replay(
             "prompt_tokens": total,
             "mean_prompt_tokens": round(total / len(requests), 1),
         },
-        "settings": {"block_size_tokens": TOKENS_PER_HASH_ID, "max_tokens": max_tokens},
+        "settings": {
+            "block_size_tokens": TOKENS_PER_HASH_ID,
+            "max_tokens": max_tokens,
+            "hints_wrong": hints_wrong,
+            **split,
+        },
         "records": records,
     }
 
 
-def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
+def split_budget(model: str, cache_gb: float, state_share: float) -> tuple[int, int]:
+    """Return the slots and KV blocks that memory for both holds.
+
+    Args:
+        model: As for ``mamba-cache plan``.
+        cache_gb: The memory in GiB.
+        state_share: How much of it slots get, from 0 to 1.
+
+    Raises:
+        InvalidArgumentError: The model is not known, or there is not room for one of each.
+    """
+    check_number("cache_gb", cache_gb, maximum=_MOST_GIB)
+    check_number("state_share", state_share, maximum=1)
+    shape = load_shape(model)
+    room = cache_gb * 2**30
+    slots = int(room * state_share) // shape.state_spec.bytes_per_slot
+    blocks = int(room * (1 - state_share)) // shape.kv_spec.bytes_per_block(TOKENS_PER_HASH_ID)
+    if not slots or not blocks:
+        raise InvalidArgumentError(
+            f"cache_gb={cache_gb} with state_share={state_share} holds {slots} slots and "
+            f"{blocks} blocks of {model}: at least one of each is needed"
+        )
+    return slots, blocks
+
+
+def _hints(requests: Sequence[TraceRequest], wrong: float) -> list[bool]:
+    """Say of each request whether a later prompt goes on from its last whole block.
+
+    Args:
+        requests: The trace.
+        wrong: How many of the answers are turned round, from 0 to 1; 0.5 makes them random.
+    """
+    check_number("hints_wrong", wrong, maximum=1)
+    later: set[int] = set()
+    hints = []
+    for request in reversed(requests):
+        whole = request.hash_ids[: request.input_length // TOKENS_PER_HASH_ID]
+        hints.append(bool(whole) and whole[-1] in later)
+        later.update(whole)
+    turned = np.random.default_rng(0).random(len(hints)) < wrong
+    return [hint != is_turned for hint, is_turned in zip(reversed(hints), turned, strict=True)]
+
+
+def replay(
+    engine: Engine, requests: Iterable[TraceRequest], hints: Sequence[bool] | None = None
+) -> dict[str, Any]:
     """Run requests one after the other, each to its first token.
 
     Args:
         engine: A new one, around ``NoModel``.
         requests: In the order in which they come.
+        hints: What each says of a longer one to follow; None: nothing.
 
     Returns:
         Counts of requests, tokens, states and evictions; "token_hit_rate": the share of prompt
@@ -163,11 +263,12 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
         admit, schedule, commit and finish one.
     """
     seconds, failed, total = [], 0, 0
-    for request in requests:
+    for number, request in enumerate(requests):
         tokens = prompt_tokens(request)
         total += len(tokens)
+        hint = None if hints is None else hints[number]
         start = time.process_time()  # unlike the clock, it bears neighbours on the machine
-        engine.submit(tokens, _FIRST_TOKEN)
+        engine.submit(tokens, _FIRST_TOKEN, will_continue=hint)
         ends = [event.completion for event in engine.stream() if event.completion]
         seconds.append(time.process_time() - start)
         failed += sum(end.error is not None for end in ends)
@@ -195,7 +296,7 @@ def replay(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
 
 def print_replay(result: dict[str, Any]) -> None:
     """Print a result of ``run_replay`` as a table for people."""
-    header = ("placement", "policy", "slots", "hit", "saved", "evicted", "time")
+    header = ("placement", "policy", "slots", "hit", "saved", "refused", "evicted", "time")
     rows = [
         (
             record["placement"],
@@ -203,6 +304,7 @@ def print_replay(result: dict[str, Any]) -> None:
             _say(record["slots"]),
             f"{record['token_hit_rate']:.1%}",
             f"{record['saved_states']:,}",
+            f"{record['refused_states']:,}",
             f"{record['evicted_slots']:,}",
             f"{record['us_per_request']:,.0f} us",
         )
@@ -213,7 +315,7 @@ def print_replay(result: dict[str, Any]) -> None:
     print(
         f"{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
         "each.\n"
-        "hit: tokens not computed; saved, evicted: states; time: of a CPU for one request"
+        "hit: tokens not computed; saved, refused, evicted: states; time: of a CPU for one request"
     )
 
 

@@ -212,6 +212,8 @@ class Admitter:
             block_size_tokens=block_size,
             num_matched_blocks=active.num_shared_blocks,
             num_usable_blocks=most_skipped // block_size,
+            will_continue=active.request.will_continue,
+            source=active.request.source,
         )
 
     def schedule(

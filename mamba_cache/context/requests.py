@@ -63,6 +63,13 @@ class Request:
         checkpoint_positions: Positions at which others are expected to branch off, such as the end
             of a system prompt, in tokens. A state is saved at the block boundary at or before
             each, in the prompt or in the answer, beside those that the placement chooses.
+        will_continue: Whether a longer prompt that begins with this one will follow, as after a
+            tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
+        source: Who says so: hints of each source are trusted as far as they came true.
+
+    Raises:
+        InvalidArgumentError: ``checkpoint_positions``, ``will_continue`` or ``source`` is of a
+            wrong kind.
     """
 
     request_id: Hashable
@@ -71,10 +78,18 @@ class Request:
     lora_id: str | int | None = None
     multimodal_keys: Sequence[tuple[int, str | bytes]] = ()
     checkpoint_positions: Sequence[int] = ()
+    will_continue: bool | None = None
+    source: Hashable = None
 
     def __post_init__(self) -> None:
         positions = check_positions(self.checkpoint_positions)
         object.__setattr__(self, "checkpoint_positions", positions)
+        if not (self.will_continue is None or isinstance(self.will_continue, bool)):
+            raise InvalidArgumentError(
+                f"will_continue must be True, False or None, got {self.will_continue!r}"
+            )
+        if not isinstance(self.source, Hashable):
+            raise InvalidArgumentError(f"source must be hashable, got {self.source!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

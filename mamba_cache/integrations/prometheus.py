@@ -32,6 +32,7 @@ _COUNTERS = {
     "skipped_tokens": "Prompt tokens not computed again",
     "computed_tokens": "Tokens computed, prefill and decode",
     "saved_states": "States that became findable",
+    "refused_states": "States not computed because the policy held others worth more",
     "skipped_checkpoints": "States not saved because no slot or no room in the step was left",
     "unwritten_states": "States not published because a layer of the model did not hand them over",
     "evicted_blocks": "Cached KV blocks given up for others",

@@ -184,6 +184,8 @@ class Engine:
         lora_id: str | int | None = None,
         multimodal_keys: Sequence[tuple[int, str | bytes]] = (),
         checkpoint_positions: Sequence[int] = (),
+        will_continue: bool | None = None,
+        source: Hashable = None,
     ) -> Hashable:
         """Queue a prompt.
 
@@ -199,6 +201,8 @@ class Engine:
             lora_id: See there.
             multimodal_keys: See there.
             checkpoint_positions: See there.
+            will_continue: See there.
+            source: See there.
 
         Returns:
             The request's id.
@@ -230,6 +234,8 @@ class Engine:
             lora_id=lora_id,
             multimodal_keys=multimodal_keys,
             checkpoint_positions=checkpoint_positions,
+            will_continue=will_continue,
+            source=source,
         )
         prepared = self.context.prepare(request)
         made = []

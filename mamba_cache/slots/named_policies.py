@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from mamba_cache.config import SlotPolicyName
 from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
 from mamba_cache.slots.policies import (
     ConsumedSlotPolicy,
@@ -16,10 +15,10 @@ from mamba_cache.slots.policies import (
 
 __all__ = ["SLOT_POLICIES"]
 
-SLOT_POLICIES: Final[dict[SlotPolicyName, Callable[[], SlotEvictionPolicy]]] = {
+SLOT_POLICIES: Final[dict[str, Callable[[], SlotEvictionPolicy]]] = {
     "adaptive": AdaptiveSlotPolicy,
     "lru": LruSlotPolicy,
     "consumed": ConsumedSlotPolicy,
     "score": ScoreSlotPolicy,
 }
-"""What makes each."""
+"""What makes each; the names are ``SlotPolicyName``'s."""

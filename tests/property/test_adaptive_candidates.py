@@ -37,9 +37,9 @@ def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> Non
     for number in range(num_requests):
         path = prompts.draw()
         matched = int(rng.integers(0, len(path) + 1))
-        usable, hint = int(rng.integers(0, len(path) + 1)), int(rng.integers(3))
-        prompt = tree.begin_request(path, matched, usable, hint)
-        expected = model.begin_request(path, matched, usable, hint)
+        usable = int(rng.integers(0, len(path) + 1))
+        prompt = tree.begin_request(path, matched, usable)
+        expected = model.begin_request(path, matched, usable)
         for depth in sorted({int(rng.integers(1, len(path) + 1)), len(path)}):
             kind = CandidateKind(int(rng.integers(3)))
             node = tree.propose(prompt, depth, kind)

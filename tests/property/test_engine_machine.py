@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mamba_cache.reference import Engine, FinishReason, NgramDrafter, SamplingParams
 from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
@@ -18,7 +19,9 @@ from mamba_cache.slots import (
     ScoreSlotPolicy,
 )
 
-POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy]
+POLICIES = [
+    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
+]  # fmt: skip
 STEM = [(5 * i * i + 11 * i) % 256 for i in range(48)]
 TAILS = [[], [1], [2, 3, 2, 3, 2], list(range(90, 103)), [7] * 24]
 TENANTS = [{"cache_salt": "a"}, {"lora_id": 1}, {"multimodal_keys": [(9, "a")]}]

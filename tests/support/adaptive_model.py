@@ -11,6 +11,7 @@ from mamba_cache.slots.adaptive.candidates import (
     REQUESTS_PER_REFIT,
     REQUESTS_PER_SWEEP,
     CandidateKind,
+    class_groups,
 )
 from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, ReturnRates
 
@@ -18,7 +19,7 @@ __all__ = ["ModelTree"]
 
 Path = tuple[int, ...]
 
-_SIZES = (3, 5, 2, 5, 4, 3)  # kinds, uses, extended, turns, new blocks, hints
+_SIZES = (3, 5, 2, 5, 4, 5)  # kinds, uses, extended, turns, new blocks, hints
 
 
 @dataclass
@@ -55,13 +56,9 @@ class ModelTree:
     made: int = 0
     known: dict[Path, _Candidate] = field(default_factory=dict)
     ghosts: list[Path] = field(default_factory=list)
-    rates: ReturnRates = field(
-        default_factory=lambda: ReturnRates(np.arange(np.prod(_SIZES)) // (5 * 4 * 3))
-    )
+    rates: ReturnRates = field(default_factory=lambda: ReturnRates(class_groups()))
 
-    def begin_request(
-        self, path: Sequence[int], num_matched: int, num_usable: int, hint: int = 0
-    ) -> _Prompt:
+    def begin_request(self, path: Sequence[int], num_matched: int, num_usable: int) -> _Prompt:
         self.clock += 1
         while len(self.ghosts) > self.max_ghosts and self._forget_oldest():
             pass
@@ -92,7 +89,7 @@ class ModelTree:
         new = len(path) - num_matched
         new_class = 0 if new < 3 else 1 if new < 8 else 2 if new < 30 else 3
         turn_class = turn if turn < 3 else 3 if turn < 6 else 4
-        return _Prompt(path, turn, (turn_class, new_class, hint))
+        return _Prompt(path, turn, (turn_class, new_class, 0))
 
     def propose(self, prompt: _Prompt, depth: int, kind: int) -> Path:
         path = prompt.path[:depth]

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import CapacityError, MambaCacheError, SequenceLengthError
 from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
@@ -19,7 +20,9 @@ from mamba_cache.slots import (
 )
 
 UNCACHED = UncachedRuns()
-POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy]
+POLICIES = [
+    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
+]  # fmt: skip
 TENANTS = [
     {"cache_salt": "a"},
     {"cache_salt": b"a"},

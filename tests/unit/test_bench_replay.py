@@ -93,7 +93,7 @@ def test_few_blocks_are_evicted_and_too_few_fail():
     [
         ({"limit": 0}, "limit must be an int >= 1, got 0"),
         ({"max_tokens": -1}, "max_tokens must be an int >= 1"),
-        ({"policies": ["fifo"]}, r"policies must be of \['lru', .*\], got \['fifo'\]"),
+        ({"policies": ["fifo"]}, r"policies must be of \['adaptive', .*\], got \['fifo'\]"),
         ({"placements": ["all"]}, "placements must be of"),
         ({"workload": "chess"}, r"workload must be of \['agents', .*\], got \['chess'\]"),
         ({"slots": [-1], "limit": 5}, "max_slots must be an int in"),

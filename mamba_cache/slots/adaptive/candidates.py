@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -13,10 +13,20 @@ import numpy.typing as npt
 
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, OLDEST, ReturnRates
+from mamba_cache.slots.adaptive.trust import SourceTrust
 
-__all__ = ["NO_CANDIDATE", "ROOT", "CandidateKind", "CandidateTree", "PromptPath"]
+__all__ = [
+    "NO_CANDIDATE",
+    "REQUESTS_PER_REFIT",
+    "REQUESTS_PER_SWEEP",
+    "ROOT",
+    "CandidateKind",
+    "CandidateTree",
+    "PromptPath",
+    "class_groups",
+]
 
-Int64Array: TypeAlias = "npt.NDArray[np.int64]"
+_Int64Array: TypeAlias = "npt.NDArray[np.int64]"
 
 ROOT: Final = 0
 """The candidate of no tokens: always kept, so that every other has one above it."""
@@ -38,7 +48,7 @@ _NUM_KINDS: Final = 3
 _NUM_USES: Final = 5
 _NUM_TURNS: Final = 5
 _NUM_NEW: Final = 4
-_NUM_HINTS: Final = 3
+_NUM_HINTS: Final = 5
 _PER_GROUP: Final = _NUM_TURNS * _NUM_NEW * _NUM_HINTS
 _PER_USE: Final = 2 * _PER_GROUP
 _PER_KIND: Final = _NUM_USES * _PER_USE
@@ -64,24 +74,29 @@ class PromptPath:
     Attributes:
         hash_ids: Of its complete blocks.
         nodes: The candidates on its path, from the root on, as of ``version``.
-        version: Of the tree.
+        version: Of the tree: what it was when they were found.
         turn: How many prompts went on from each other before it.
         traits: What its candidates have in common, as a part of their class.
+        hint: What the class of its end says of the hint that came with it.
+        told: By whom and what, None if nothing was.
     """
 
-    __slots__ = ("hash_ids", "nodes", "traits", "turn", "version")
+    __slots__ = ("hash_ids", "hint", "nodes", "told", "traits", "turn", "version")
 
     def __init__(self, hash_ids: list[int]) -> None:
         self.hash_ids = hash_ids
         self.nodes = [ROOT]
-        self.version = -1
+        self.version: tuple[object, int] = None, 0
         self.turn = 0
         self.traits = 0
+        self.hint = 0
+        self.told: tuple[object, bool] | None = None
 
     def with_hash_ids(self, hash_ids: list[int]) -> PromptPath:
         """Return the same prompt with what came after it."""
         longer = PromptPath(hash_ids)
         longer.turn, longer.traits = self.turn, self.traits
+        longer.hint, longer.told = self.hint, self.told
         return longer
 
 
@@ -105,7 +120,7 @@ class CandidateTree:
     """
 
     def __init__(self, max_ghosts: int) -> None:
-        self._rates = ReturnRates(np.arange(_NUM_CLASSES) // _PER_GROUP)
+        self._rates = ReturnRates(class_groups())
         self._index, self._index_at = self._rates.index, self._rates.index.data
         self._bin_at = BIN_OF_AGE.data
         self.reset(max_ghosts)
@@ -114,21 +129,25 @@ class CandidateTree:
         """Forget everything; ``max_ghosts`` as above."""
         self._max_ghosts = max_ghosts
         self._rates.reset()
+        self._trust = SourceTrust()
         self.clock = 0
-        self._arrays: Int64Array = np.zeros((_NUM_FIELDS, 0), np.int64)
+        self._arrays: _Int64Array = np.zeros((_NUM_FIELDS, 0), np.int64)
         self._children: list[dict[int, int]] = []  # by the first hash of the edge to each
         self._edges: list[array[int]] = []  # the hashes from the parent's depth to its own
         self._turns: list[int] = []
+        self._told: list[tuple[object, bool] | None] = []
         self._births: list[int] = []
         self._hashes: list[int] = []
         self._free: list[int] = []
         self._num_ids = 0
         self._grow(_FIRST_SIZE)
         self._num_made = 0
+        self._epoch = object()  # no other tree's, nor this one's before
         self._version = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._by_hash: dict[int, int] = {}
         self._take_id(0, 0, 0)
+        self._by_hash.clear()  # 0 is no hash id
         self._num_kept_at[ROOT] = 1
 
     def _grow(self, size: int) -> None:
@@ -151,6 +170,7 @@ class CandidateTree:
         self._children += [{} for _ in range(more)]
         self._edges += [array("q")] * more
         self._turns += [0] * more
+        self._told += [None] * more
         self._births += [0] * more
         self._hashes += [0] * more
         self._free += range(size - 1, old - 1, -1)
@@ -162,7 +182,9 @@ class CandidateTree:
         hash_ids: Sequence[int],
         num_matched_blocks: int,
         num_usable_blocks: int,
-        hint: int = 0,
+        *,
+        will_continue: bool | None = None,
+        source: Hashable = None,
     ) -> PromptPath:
         """Count a request; the deepest candidate that it could have resumed from is used by it.
 
@@ -170,7 +192,8 @@ class CandidateTree:
             hash_ids: Of each complete block of its prompt.
             num_matched_blocks: How many of them were found.
             num_usable_blocks: How many of them may be skipped at most.
-            hint: 0, or which of two kinds of hints came with it.
+            will_continue: Whether its sender says that a longer prompt will follow.
+            source: Who says so.
 
         Returns:
             What ``propose`` takes.
@@ -187,7 +210,10 @@ class CandidateTree:
         num_new = len(prompt.hash_ids) - num_matched_blocks
         new_class = sum(num_new >= limit for limit in _NEW_BLOCKS)
         turn_class = _TURN_CLASSES[min(prompt.turn, len(_TURN_CLASSES) - 1)]
-        prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS + hint
+        prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
+        if will_continue is not None:
+            prompt.told = source, will_continue
+            prompt.hint = self._trust.level_of(source, will_continue)
         return prompt
 
     def _walk(self, prompt: PromptPath) -> None:
@@ -205,7 +231,7 @@ class CandidateTree:
                 break
             node = child
             nodes.append(node)
-        prompt.nodes, prompt.version = nodes, self._version
+        prompt.nodes, prompt.version = nodes, (self._epoch, self._version)
 
     def _last_before(self, prompt: PromptPath, depth: int) -> int:
         """Return the deepest candidate on a path that is not below a depth."""
@@ -215,6 +241,10 @@ class CandidateTree:
         raise AssertionError("the root is on every path")
 
     def _use(self, node: int) -> None:
+        told = self._told[node]
+        if told is not None:
+            self._told[node] = None
+            self._trust.count_return(*told)
         klass = self._class_at[node]
         self._rates.end_spell(klass, self.clock - self._last_use_at[node], is_event=True)
         if klass // _PER_USE % _NUM_USES < _NUM_USES - 1:
@@ -240,7 +270,7 @@ class CandidateTree:
             depth: Blocks before the boundary, from 1 to those that the prompt has.
             kind: Why it is a candidate, if it is a new one.
         """
-        if prompt.version != self._version:
+        if prompt.version != (self._epoch, self._version):
             self._walk(prompt)
         node = self._last_before(prompt, depth)
         while self._depth_at[node] < depth:
@@ -259,7 +289,12 @@ class CandidateTree:
         # Of a prompt that goes on the end will be a candidate, too.
         is_extended = depth < len(path) or below is not None
         klass = kind * _PER_KIND + is_extended * _PER_GROUP + prompt.traits
+        told = prompt.told if kind == CandidateKind.END_OF_PROMPT else None
+        if told is not None:
+            klass += prompt.hint
+            self._trust.count(*told)
         new = self._take_id(path[depth - 1], depth, klass)
+        self._told[new] = told
         self._turns[new] = prompt.turn
         self._edges[new] = array("q", path[start:depth])
         self._children[node][path[start]] = new
@@ -349,6 +384,11 @@ class CandidateTree:
         return self.propose(prompt, len(path), CandidateKind.END_OF_PROMPT)
 
     # What is kept.
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates with and without a state, but for ``ROOT``."""
+        return int(np.count_nonzero(self._num_kept)) + len(self._ghosts) - 1
 
     @property
     def num_ghosts(self) -> int:
@@ -483,7 +523,7 @@ class CandidateTree:
         bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
         return self._index_at[self._class_at[node] * NUM_BINS + bin_]
 
-    def indices_of(self, nodes: npt.NDArray[np.intp]) -> Int64Array:
+    def indices_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the index of each of many candidates at its age."""
         ages = self._last_uses.take(nodes)
         np.subtract(self.clock - 1, ages, out=ages)
@@ -492,7 +532,7 @@ class CandidateTree:
         places += BIN_OF_AGE.take(ages, mode="clip")
         return self._index.take(places)
 
-    def values_of(self, nodes: npt.NDArray[np.intp], indices: Int64Array) -> Int64Array:
+    def values_of(self, nodes: npt.NDArray[np.intp], indices: _Int64Array) -> _Int64Array:
         """Return what a state at each of many kept candidates is worth, given their indices."""
         values = self._served.take(nodes)
         values += indices
@@ -504,7 +544,7 @@ class CandidateTree:
         depth_at, births = self._depth_at, self._births
         return min(places, key=lambda p: (depth_at[nodes.item(p)], births[nodes.item(p)], p))
 
-    def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> Int64Array:
+    def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the blocks that only the state of each of many kept candidates needs.
 
         They reach up to the kept candidate above it, or to where other prompts part from its own.
@@ -533,7 +573,7 @@ class CandidateTree:
 
     # What it is proved by.
 
-    def state(self) -> Int64Array:
+    def state(self) -> _Int64Array:
         """Return all that later decisions depend on, as int64."""
         known = [*self._ghosts, *self._num_kept.nonzero()[0].tolist()]
         ids = np.array(known, np.intp)
@@ -541,7 +581,8 @@ class CandidateTree:
             [(self._births[n], self._turns[n], self._hashes[n]) for n in known], np.int64
         )
         head = np.array([self.clock, self._num_made, len(known)], np.int64)
-        parts = (head, own.reshape(-1), self._arrays[:, ids].reshape(-1), self._rates.state())
+        arrays = self._arrays[:, ids].reshape(-1)
+        parts = (head, own.reshape(-1), arrays, self._rates.state(), self._trust.state())
         return np.concatenate(parts)
 
     def check_invariants(self) -> None:
@@ -588,6 +629,15 @@ class CandidateTree:
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches[:8])}")
+
+
+def class_groups() -> _Int64Array:
+    """Return the group of each class: its kind, uses, and whether it is extended.
+
+    What came with a hint that is hardly ever wrong makes groups of its own.
+    """
+    classes = np.arange(_NUM_CLASSES)
+    return classes // _PER_GROUP * 3 + np.maximum(classes % _NUM_HINTS - 2, 0)
 
 
 def _common_length(edge: array[int], path: Sequence[int], start: int) -> int:

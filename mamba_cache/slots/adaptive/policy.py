@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,11 @@ class AdaptiveSlotPolicy:
         """Count a request, and learn from what it could have resumed from."""
         self._block_size = facts.block_size_tokens
         return self._tree.begin_request(
-            facts.hash_ids, facts.num_matched_blocks, facts.num_usable_blocks
+            facts.hash_ids,
+            facts.num_matched_blocks,
+            facts.num_usable_blocks,
+            will_continue=facts.will_continue,
+            source=facts.source,
         )
 
     def choose(
@@ -212,6 +216,11 @@ class AdaptiveSlotPolicy:
         if self._granted or self._given_up:
             raise InvariantError("what was admitted was neither reserved nor withdrawn")
 
+    @property
+    def num_candidates(self) -> int:
+        """Positions that are remembered."""
+        return self._tree.num_candidates
+
     def _release(self, node: int) -> None:
         self._tree.drop(node)
         self._forget_incomplete(node)
@@ -242,7 +251,7 @@ class AdaptiveSlotPolicy:
         values[nodes < 0] = _WORTHLESS
         return values
 
-    def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> int:
+    def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
         """Return the place of the lowest value; of equal ones of the shallowest, then oldest."""
         lowest = int(values.argmin())
         ties = (values == values[lowest]).nonzero()[0]

@@ -1,0 +1,364 @@
+"""What the adaptive policy keeps, refuses and learns, in a pool and in a context."""
+
+import numpy as np
+import pytest
+from context_rig import make_config, make_context
+
+from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.replay import run_replay
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import Request
+from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.reference import Engine, SamplingParams
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    PrefixSlotPolicy,
+    PromptFacts,
+    RefZeroSlotPolicy,
+    SlotPool,
+    StateProposal,
+)
+
+
+class Service:
+    """Prompts that come one at a time to a pool whose KV blocks never run out."""
+
+    def __init__(self, max_slots, policy=None):
+        self.kv_blocks = KVBlockAllocator(100_000)
+        self.policy = policy or AdaptiveSlotPolicy()
+        self.pool = SlotPool(max_slots, self.kv_blocks, policy=self.policy)
+        self._block_of = {}
+        self.skipped = 0
+
+    def ask(self, hash_ids, **told):
+        """Run a prompt of these blocks; return the blocks that it skips."""
+        hash_ids = list(hash_ids)
+        matched = next(
+            (n for n, h in enumerate(hash_ids) if h not in self._block_of), len(hash_ids)
+        )
+        new = self.kv_blocks.allocate_memory_blocks(len(hash_ids) - matched)
+        blocks = [self._block_of[h] for h in hash_ids[:matched]] + new
+        hit = self.pool.num_blocks_to_state(blocks[:matched])
+        facts = PromptFacts(hash_ids, 16, matched, len(hash_ids), **told)
+        prompt = self.pool.begin_request(facts)
+        depths = sorted({d for d in (matched, len(hash_ids)) if d > hit})
+        kinds = ["end" if depth == len(hash_ids) else "branch" for depth in depths]
+        proposals = [StateProposal(prompt, d, kind) for d, kind in zip(depths, kinds, strict=True)]
+        slots = self.pool.reserve_slots([blocks[d - 1] for d in depths], proposals)
+        kept = [(s, d) for s, d in zip(slots, depths, strict=True) if s is not None]
+        self.pool.commit_reserved(
+            [s for s, _ in kept],
+            [blocks[d - 1] for _, d in kept],
+            [hash_ids[d - 1] for _, d in kept],
+        )
+        if new:
+            self.kv_blocks.register_kv_block_hashes(
+                blocks, hash_ids, digests=[str(h).encode() for h in hash_ids]
+            )
+            self.kv_blocks.release_memory_blocks(new)
+        self._block_of.update(zip(hash_ids, blocks, strict=True))
+        self.skipped += hit
+        return hit
+
+    def has_state(self, hash_id):
+        return self.pool.has_state(self._block_of[hash_id])
+
+
+def chat(first, turns):
+    """Hash ids of a chat's prompts, one longer than the other."""
+    return [range(first, first + 5 * turn + 5) for turn in range(turns)]
+
+
+def test_it_is_a_policy_that_knows_prompts_and_the_simple_ones_are_not():
+    assert isinstance(AdaptiveSlotPolicy(), PrefixSlotPolicy)
+    for simple in (LruSlotPolicy(), ConsumedSlotPolicy(), RefZeroSlotPolicy()):
+        assert not isinstance(simple, PrefixSlotPolicy)
+        assert not SlotPool(2, KVBlockAllocator(9), policy=simple).knows_prompts
+
+
+def test_a_simple_policy_is_told_nothing_and_refuses_nothing():
+    service = Service(1, ConsumedSlotPolicy())
+    assert service.pool.begin_request(PromptFacts([1], 16, 0, 1)) is None
+    for first in (1, 11, 21):
+        service.ask(range(first, first + 3))
+    assert (service.pool.refused_states_total, service.pool.evicted_slots_total) == (0, 2)
+
+
+def test_what_is_never_asked_for_again_is_refused_once_that_is_learned():
+    service = Service(4)
+    for number in range(700):
+        hot = 100 * (number % 4) + 1
+        service.ask(range(hot, hot + 10))
+        once = 1_000 * number + 1_000
+        service.ask(range(once, once + 10))
+    pool = service.pool
+    pool.check_invariants()
+    assert pool.refused_states_total > 500
+    assert pool.evicted_slots_total < 350
+    assert service.skipped > 0.7 * 700 * 10
+
+
+def test_the_state_of_a_chats_last_turn_takes_the_place_of_the_one_before():
+    service = Service(4)
+    for number in range(400):
+        first = 1_000 * number + 1
+        for prompt in chat(first, 3):
+            service.ask(prompt)
+        service.ask(range(first + 500, first + 510))  # comes once
+    assert service.skipped > 0.9 * 400 * (5 + 10)
+
+
+def test_a_state_asked_for_by_its_position_is_not_refused():
+    service = Service(1)
+    for _ in range(3):
+        service.ask(range(1, 9))
+    blocks = service.kv_blocks.allocate_memory_blocks(1)
+    prompt = service.pool.begin_request(PromptFacts([77], 16, 0, 1))
+    proposal = StateProposal(prompt, 1, "branch", is_asked=True)
+    assert service.pool.reserve_slots(blocks, [proposal]) == [0]
+    assert not service.has_state(8)
+    service.pool.cancel_reserved([0])
+    service.pool.check_invariants()
+
+
+def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
+    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    facts = PromptFacts([1, 2], 16, 0, 2)
+    one, other = pool.begin_request(facts), pool.begin_request(facts)
+    assert pool.reserve_slots([3], [StateProposal(one, 2)]) == [3]
+    assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [None]
+    assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (1, 0)
+    pool.cancel_reserved([3])
+    assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [3]
+    pool.check_invariants()
+
+
+def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
+    pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    facts = PromptFacts([1, 2, 3], 16, 0, 3)
+    prompt = pool.begin_request(facts)
+    assert pool.reserve_slots([3], [StateProposal(prompt, 1)]) == [0]
+    proposals = [StateProposal(prompt, 2), StateProposal(prompt, 3, is_asked=True)]
+    assert pool.reserve_slots([4, 5], proposals) == [None, None]
+    assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (0, 2)
+    pool.check_invariants()
+
+
+def test_proposals_are_one_for_each_block():
+    pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 0"):
+        pool.reserve_slots([1, 2], [])
+
+
+def test_an_observer_that_raises_leaves_what_was_decided_taken_back():
+    service = Service(1)
+    service.ask(range(1, 4))
+
+    def fail(event):
+        raise OSError("full")
+
+    service.pool.add_observer(fail)
+    prompt = service.pool.begin_request(PromptFacts([70, 71, 72, 73], 16, 0, 4))
+    [block] = service.kv_blocks.allocate_memory_blocks(1)
+    with pytest.raises(OSError, match="full"):
+        service.pool.reserve_slots([block], [StateProposal(prompt, 4, is_asked=True)])
+    assert service.pool.free_count == 0 or service.pool.num_cached_slots == 0
+    service.pool.check_invariants()
+
+
+def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):
+    service = Service(1)
+    service.ask(range(1, 4))
+    prompt = service.pool.begin_request(PromptFacts([70], 16, 0, 1))
+    [block] = service.kv_blocks.allocate_memory_blocks(1)
+    monkeypatch.setattr(service.pool, "_take", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        service.pool.reserve_slots([block], [StateProposal(prompt, 1, is_asked=True)])
+    assert service.pool.slot_to_block.tolist() == [2]
+    service.policy.check_invariants([0])
+
+
+def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
+    pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
+    growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
+    assert pool.reserve_slots([7], [growing]) == [2]
+    pool.commit_reserved([2], [7], [4])
+    assert pool.reserve_slots([8], [growing]) == [1]  # of another answer
+    pool.cancel_reserved([1])
+    pool.check_invariants()
+    again = pool.begin_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
+    assert pool.reserve_slots([9], [StateProposal(again, 4)]) == [None]  # it is there already
+
+
+def test_refused_states_of_unfinished_blocks_leave_no_trace():
+    service = Service(1)
+    for _ in range(4):
+        service.ask(range(1, 30))
+    prompt = service.pool.begin_request(PromptFacts([90], 16, 0, 1))
+    for number in range(50):
+        growing = StateProposal(prompt, 2, hash_ids=[90])
+        [block] = service.kv_blocks.allocate_memory_blocks(1)
+        assert service.pool.reserve_slots([block], [growing]) == [None], number
+    service.pool.check_invariants()
+    assert service.policy.num_candidates < 8
+
+
+def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
+    pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    for block in (1, 2):
+        pool.commit_reserved(pool.reserve_slots([block]), [block], [block], saved_tokens=[64])
+    for _ in range(30):
+        pool.begin_request(PromptFacts([1], 16, 1, 1))
+    assert pool.allocate_slots_batch([5]) == [pool.get_slot(5)]
+    assert pool.num_cached_slots == 2
+    pool.check_invariants()
+    pool.change_policy(LruSlotPolicy())
+    pool.change_policy(AdaptiveSlotPolicy())
+    pool.reset()
+    pool.check_invariants()
+
+
+def test_a_prompt_of_a_policy_before_is_looked_up_anew():
+    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
+    assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
+    pool.change_policy(AdaptiveSlotPolicy())
+    assert pool.reserve_slots([4], [StateProposal(prompt, 2)]) == [2]
+    pool.commit_reserved([3, 2], [3, 4], [3, 2])
+    pool.check_invariants()
+
+
+def test_a_slot_written_from_outside_goes_first():
+    service = Service(2)
+    service.ask(range(1, 4))
+    pool = service.pool
+    slot = int(pool.free_slots[pool.free_count - 1])
+    pool.free_count -= 1
+    pool.slot_to_block[slot], pool.block_to_slot[50] = 50, slot
+    evictable = np.array([0, 1])
+    assert service.policy.choose(1, evictable, pool.slot_to_block[evictable], None) == [slot]
+    assert service.policy.least_loss(evictable) == slot
+    prompt = pool.begin_request(PromptFacts([60], 16, 0, 1))
+    assert service.policy.admit([StateProposal(prompt, 1)], 0, evictable).victims == [slot]
+    service.policy.withdraw()
+    assert service.has_state(3)
+
+
+def test_invariants_notice_slots_that_nobody_told_of():
+    service = Service(2)
+    service.ask(range(1, 4))
+    service.policy.check_invariants([0, 1])
+    with pytest.raises(InvariantError, match="have candidates but no states"):
+        service.policy.check_invariants([])
+    prompt = service.pool.begin_request(PromptFacts([60], 16, 0, 1))
+    service.policy.admit([StateProposal(prompt, 1)], 1, np.empty(0, np.int64))
+    with pytest.raises(InvariantError, match="are kept"):
+        service.policy.check_invariants([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, AdaptiveSlotPolicy),
+        ({"slot_policy": "lru"}, LruSlotPolicy),
+        ({"slot_policy": "consumed"}, ConsumedSlotPolicy),
+        ({"eviction_policy": "ref_zero"}, RefZeroSlotPolicy),
+        ({"eviction_policy": "ref_zero", "slot_policy": "adaptive"}, AdaptiveSlotPolicy),
+    ],
+)
+def test_settings_name_a_contexts_policy(settings, kind):
+    assert type(make_context(make_config(**settings)).slot_allocator.policy) is kind
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(InvalidArgumentError, match="slot_policy must be one of"):
+        make_config(slot_policy="fifo")
+
+
+@pytest.mark.parametrize("hint", [1, "yes"])
+def test_a_hint_is_a_bool(hint):
+    with pytest.raises(InvalidArgumentError, match="will_continue must be True, False or None"):
+        Request(request_id=1, prompt_tokens=[1], will_continue=hint)
+
+
+def test_a_source_is_hashable():
+    with pytest.raises(InvalidArgumentError, match="source must be hashable"):
+        Request(request_id=1, prompt_tokens=[1], source=[])
+
+
+def hints_skip(told):
+    """Blocks skipped of 400 pairs of prompts among 1,200 others, with 6 slots."""
+    service, rng, waiting = Service(6), np.random.default_rng(5), []
+    for number in range(1_600):
+        first = 100 * number + 1
+        goes_on = rng.random() < 0.25
+        service.ask(range(first, first + 10), will_continue=told(goes_on, rng), source="chat")
+        if goes_on:
+            waiting.append((number + 20, range(first, first + 15)))
+        while waiting and waiting[0][0] <= number:
+            service.ask(waiting.pop(0)[1], will_continue=told(False, rng), source="chat")
+    service.pool.check_invariants()
+    return service.skipped
+
+
+def test_hints_help_as_far_as_they_are_right_and_random_ones_cost_nothing():
+    without = hints_skip(lambda truth, rng: None)
+    right = hints_skip(lambda truth, rng: truth)
+    assert right > 1.5 * without
+    assert hints_skip(lambda truth, rng: True) == without
+    assert hints_skip(lambda truth, rng: bool(rng.random() < 0.5)) > 0.8 * without
+
+
+def test_one_value_for_states_and_kv_beats_two_orders():
+    def skipped(policy):
+        result = run_replay(
+            workload="conversations", limit=500, policies=[policy], placements=["megatron"],
+            slots=[40], kv_blocks=900,
+        )  # fmt: skip
+        [record] = result["records"]
+        assert record["evicted_blocks"] > 0
+        return record["token_hit_rate"]
+
+    assert skipped("adaptive") > skipped("lru") + 0.02
+
+
+def test_refused_states_are_counted_and_never_written():
+    result = run_replay(
+        workload="conversations", limit=400, policies=["adaptive"], placements=["last"], slots=[20]
+    )
+    [record] = result["records"]
+    assert record["refused_states"] > 50
+    assert record["saved_states"] + record["refused_states"] <= 800
+
+
+def test_equal_calls_give_equal_fingerprints_over_500_random_steps(seed):
+    def engine():
+        config = CacheConfig(
+            block_size_tokens=8, ssm_chunk_size=8, max_requests=4, max_tokens=64,
+            max_sequence_length=128, num_kv_blocks=48, max_slots=6, hash_secret=b"of all ranks",
+        )  # fmt: skip
+        return Engine(NoModel(seed=3), config)
+
+    ranks = [engine(), engine()]
+    rng = np.random.default_rng(seed)
+    past = [np.arange(20)]
+    for _ in range(500):
+        if rng.random() < 0.4:
+            old = past[int(rng.integers(max(0, len(past) - 8), len(past)))]
+            new = rng.integers(0, 50, int(rng.integers(1, 30)))
+            prompt = np.concatenate((old[: int(rng.integers(0, len(old) + 1))], new))[:90]
+            past.append(prompt)
+            length = int(rng.integers(1, 24))
+            hint = [None, True, False][int(rng.integers(3))]
+            for rank in ranks:
+                rank.submit(prompt, SamplingParams(max_new_tokens=length), will_continue=hint)
+        for rank in ranks:
+            rank.step()
+        one, other = (rank.context.fingerprint() for rank in ranks)
+        assert one == other
+    ranks[0].context.check_invariants()
+    assert ranks[0].context.stats().refused_states > 0

@@ -1,0 +1,174 @@
+"""Rates of return and their index, against the formulas one number at a time."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, INDEX_SCALE, NUM_BINS, OLDEST, ReturnRates
+from mamba_cache.slots.adaptive.trust import SourceTrust
+
+WIDTH = [int(np.count_nonzero(b == BIN_OF_AGE)) for b in range(NUM_BINS)]
+
+
+def starts():
+    """The first age of each bin; of an empty one, that of the next."""
+    return [
+        int(2 ** (b / 2)) if 2 ** (b / 2) % 1 == 0 else int(2 ** (b / 2)) + 1 for b in range(40)
+    ]
+
+
+def test_bins_are_half_octaves():
+    edges = [*starts(), 2**20]
+    assert [b - a for a, b in pairwise(edges)] == WIDTH
+    assert len(BIN_OF_AGE) == OLDEST == 2**20 - 1
+    assert sorted(BIN_OF_AGE.tolist()) == BIN_OF_AGE.tolist()
+
+
+class Plain:
+    """Events and exposure by class and bin, counted request by request."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.events = np.zeros((len(groups), NUM_BINS))
+        self.exposure = np.zeros((len(groups), NUM_BINS))
+
+    def live(self, klass, start, end, is_event=False):
+        for age in range(start + 1, end + 1):
+            self.exposure[klass, BIN_OF_AGE[age - 1]] += 1
+        if is_event and end:
+            self.events[klass, BIN_OF_AGE[end - 1]] += 1
+
+    @staticmethod
+    def shrunk(events, exposure, prior):
+        level = (events.sum() + 2) / ((exposure * prior).sum() + 2)
+        return (events + 0.5) / (exposure + 0.5 / (prior * level))
+
+    def index(self, klass):
+        prior = np.array([0.5 / start for start in starts()])
+        in_all = self.shrunk(self.events.sum(0), self.exposure.sum(0), prior)
+        own = [c for c, group in enumerate(self.groups) if group == self.groups[klass]]
+        rates = self.shrunk(self.events[own].sum(0), self.exposure[own].sum(0), in_all)
+        if self.exposure[klass].any() or self.events[klass].any():
+            rates = self.shrunk(self.events[klass], self.exposure[klass], rates)
+        survival = [1 / (1 + x + x * x / 2) for x in rates * WIDTH]
+        best = []
+        for first in range(NUM_BINS):
+            alive, time, ratios = 1.0, 0.0, [0.0]
+            for last in range(first, NUM_BINS):
+                time += alive * (1 + survival[last]) / 2 * WIDTH[last]
+                alive *= survival[last]
+                ratios.append((1 - alive) / time if time else 0.0)
+            best.append(max(ratios))
+        return best
+
+
+def refit(rates, classes=(), ages=()):
+    rates.refit(np.array(classes, np.int64), np.array(ages, np.int64))
+    for _ in range(10):
+        rates.work()
+
+
+def check(rates, plain):
+    for klass in range(len(plain.groups)):
+        found = rates.index[klass * NUM_BINS : (klass + 1) * NUM_BINS] / INDEX_SCALE
+        for bin_ in range(NUM_BINS):
+            if WIDTH[bin_]:
+                assert found[bin_] == pytest.approx(plain.index(klass)[bin_], rel=1e-5, abs=1e-9)
+
+
+def test_indices_are_those_of_the_formulas(rng):
+    groups = np.array([0, 0, 1, 1, 2])
+    rates, plain = ReturnRates(groups), Plain(groups.tolist())
+    for _ in range(300):
+        klass, start = int(rng.integers(4)), int(rng.choice([0, 0, 3]))
+        end, is_event = start + int(rng.geometric(0.02)), bool(rng.random() < 0.5)
+        rates.begin_spell(klass, start)
+        rates.end_spell(klass, end, is_event=is_event)
+        plain.live(klass, start, end, is_event)
+    classes, ages = rng.integers(0, 4, 50).tolist(), rng.integers(0, 500, 50).tolist()
+    for klass, age in zip(classes, ages, strict=True):
+        rates.begin_spell(klass, 0)
+        plain.live(klass, 0, age)
+    refit(rates, classes, ages)
+    check(rates, plain)
+    rates.reset()
+    assert len(set(rates.index.reshape(5, -1)[:, 0].tolist())) == 1
+
+
+def test_a_refit_is_done_in_parts():
+    rates = ReturnRates(np.arange(60) // 2)
+    for klass in range(60):
+        rates.begin_spell(klass, 0)
+        rates.end_spell(klass, 4 + klass, is_event=True)
+    before = rates.index.copy()
+    rates.refit(np.empty(0, np.int64), np.empty(0, np.int64))
+    assert (rates.index == before).all()
+    changed = []
+    for _ in range(10):
+        rates.work()
+        changed.append(int((rates.index != before).reshape(60, -1).any(1).sum()))
+    assert changed[0] < changed[4] < changed[-1] == 60
+
+
+def test_a_use_at_the_age_of_nothing_is_none():
+    rates = ReturnRates(np.array([0]))
+    rates.begin_spell(0, 0)
+    rates.end_spell(0, 0, is_event=True)
+    refit(rates)
+    check(rates, Plain([0]))
+
+
+def test_ages_beyond_the_last_count_as_the_last():
+    rates, other = ReturnRates(np.array([0])), ReturnRates(np.array([0]))
+    for each, age in ((rates, 10**9), (other, OLDEST)):
+        each.begin_spell(0, 0)
+        each.end_spell(0, age, is_event=True)
+        refit(each, [0], [age])
+    assert (rates.index == other.index).all()
+
+
+def told(trust, source, hint, given, returned):
+    for _ in range(given):
+        trust.count(source, hint)
+    for _ in range(returned):
+        trust.count_return(source, hint)
+
+
+def test_hints_are_trusted_as_far_as_they_come_true():
+    trust = SourceTrust()
+    assert trust.level_of("new", True) == 0
+    told(trust, "right", True, 60, 55)
+    assert trust.level_of("right", True) == 0  # it never said no
+    told(trust, "right", False, 60, 1)
+    assert [trust.level_of("right", hint) for hint in (False, True)] == [3, 4]
+    told(trust, "fair", True, 60, 40)
+    told(trust, "fair", False, 60, 12)
+    assert [trust.level_of("fair", hint) for hint in (False, True)] == [1, 2]
+    told(trust, "random", True, 60, 31)
+    told(trust, "random", False, 60, 30)
+    assert [trust.level_of("random", hint) for hint in (False, True)] == [0, 0]
+    told(trust, "liar", True, 60, 1)
+    told(trust, "liar", False, 60, 55)
+    assert [trust.level_of("liar", hint) for hint in (False, True)] == [0, 0]
+
+
+def test_a_source_can_lose_trust():
+    trust = SourceTrust()
+    told(trust, "x", True, 200, 180)
+    told(trust, "x", False, 200, 10)
+    assert trust.level_of("x", True) > 0
+    for _ in range(30_000):
+        trust.count("x", True)
+        trust.count("x", False)
+        trust.count_return("x", False)
+    assert trust.level_of("x", True) == 0
+
+
+def test_the_longest_unused_sources_are_forgotten():
+    trust = SourceTrust()
+    told(trust, "old", True, 1, 0)
+    for number in range(1_024):
+        told(trust, number, True, 1, 0)
+    trust.count_return("old", True)  # of one that is forgotten
+    assert len(trust.state()) == 1_024 * 4
