@@ -6,11 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from align_rig import HostWorld, ResidentWorld, check_worlds
-from align_states import Group, Model, models
+from align_engine import Engine
+from align_rig import HostWorld, ResidentWorld, SlotWorld, check_worlds
+from align_states import Group, Model, States, models
 from gpu_rig import BUSY_CYCLES, waiting_raises
 from hypothesis import given
 from hypothesis import strategies as st
+
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +39,9 @@ class QuietWorld(ResidentWorld):
 WORLDS = [
     partial(HostWorld, device="cuda"),
     partial(HostWorld, device="cuda", decides_on_device=True),
+    partial(HostWorld, device="cuda", decides_on_device=True, by_kind=True),
     partial(QuietWorld, device="cuda"),
+    partial(SlotWorld, device="cuda"),
 ]
 
 
@@ -94,3 +99,47 @@ class Batch:
         self.idx_mapping = idx_mapping
         self.query_start_loc = torch.arange(self.num_reqs + 1, dtype=torch.int32, device="cuda")
         self.query_start_loc *= length
+
+
+def test_all_groups_are_looked_up_in_one_launch(seed):
+    """What vLLM's metadata builders get, bit for bit as the plain twin finds it."""
+    rng = np.random.default_rng(seed)
+    model = Model(16, 3, 4, False, (Group(), Group(num_layers=1), Group()), max_requests=70)
+    config, kinds = model.kv_cache_config(), {"mamba2": model.copy_funcs}
+    host = [torch.from_numpy(rng.integers(0, 99, (70, 12))).int() for _ in model.groups]
+    lengths = torch.from_numpy(rng.integers(0, 9 * 16, 70)).int()
+    found = []
+    for device in ("cpu", "cuda"):
+        states = States(model, np.random.default_rng(seed), device)
+        context = MambaSpecDecodeGPUContext.create(
+            70,
+            config,
+            kinds,
+            device,
+            lambda n, dtype, d=device: CpuGpuBuffer(n, dtype=dtype, device=d),
+        )
+        tables = [table.to(device) for table in host]
+        context.initialize_from_forward_context(config, states.forward_context(), kinds, tables)
+        on_device = lengths.to(device)
+        if device == "cuda":
+            context.compute_aligned_state_indices(on_device, 70)  # compiles
+            with waiting_raises():
+                context.compute_aligned_state_indices(on_device, 67)
+        found.append(context.compute_aligned_state_indices(on_device, 67).cpu())
+    assert torch.equal(*found)
+
+
+def test_moves_are_counted_where_they_are_decided(seed):
+    model = Model(4, 2, 4, False, (Group(),), max_requests=8)
+    counts = []
+    for device in ("cpu", "cuda"):
+        world = SlotWorld(model, np.random.default_rng(seed), device=device)
+        engine = Engine(model)
+        for number in range(12):
+            step = engine.schedule(np.random.default_rng(seed + number))
+            world.before(step)
+            world.after(step)
+            engine.advance(step)
+        counts.append(world.state._context.table.counts.moves)
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 0

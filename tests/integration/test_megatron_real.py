@@ -90,6 +90,71 @@ def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, ge
     assert ours.skipped == SKIPPED
 
 
+def tables(server):
+    """Returns all that the context and its slots say of themselves, as values.
+
+    Which slot and which block something has is left open: whoever allocates may choose.
+    """
+    context, slots = server.context, server.slots
+    rows = range(context.paused_request_count, context.total_request_count)
+    blocks = context.request_to_kv_block_ids
+    of_rows = [[block for block in blocks[row].tolist() if block >= 0] for row in rows]
+    place = "cpu" if hasattr(slots, "_intermediate_counts_cpu") else "gpu"  # 0.17
+    names = ("counts", "offsets")
+    intermediate = {
+        name: getattr(slots, f"_intermediate_{name}_{place}").tolist() for name in names
+    }
+    return {
+        "blocks": [len(of_row) for of_row in of_rows],
+        "blocks with states": [[slots.has_state(block) for block in row] for row in of_rows],
+        "hashes": sorted(slots.hash_to_block_id),
+        "hashes of blocks": sorted(context.kv_block_allocator.kv_hash_to_block_id),
+        "free slots": slots.free_count,
+        "free blocks": context.kv_block_allocator.total_avail,
+        "references": sorted(context.kv_block_allocator.block_ref_counts.tolist()),
+        "active": context.total_request_count - context.paused_request_count,
+        **intermediate,
+    }
+
+
+def calls_of_a_life(server, prompts):
+    """Yields a name after each call: construct, add, commit, hit, evict, release."""
+    first, second = prompts[: 3 * BLOCK + 5], prompts[3 * BLOCK : 5 * BLOCK + 9]
+    yield "constructed"
+    for name, prompt in (("first", first), ("second", second), ("hit", first)):
+        server.add(prompt)
+        yield f"{name} added"
+        server.step()
+        yield f"{name} committed"
+        server.finish(0)
+        yield f"{name} released"
+    for number in range(3):  # more states than slots
+        server.add(prompts[(5 + 2 * number) * BLOCK :][: 2 * BLOCK + 3])
+        yield f"{number} added"
+        server.step()
+        yield f"{number} committed, others evicted"
+        server.finish(0)
+        yield f"{number} released"
+    server.context.reset()
+    server.running.clear()
+    yield "reset"
+
+
+def test_tables_are_those_of_megatrons_own_after_every_call(core, serve, generator):
+    prompts = random_tokens(generator, 12 * BLOCK)
+    room = {"num_slots": 3, "num_blocks": 20}
+    own = own_server(core, generator, **room)
+    expected = [(name, tables(own)) for name in calls_of_a_life(own, prompts)]
+    server = serve(**room)
+    evicted = 0
+    for (name, theirs), ours in zip(expected, calls_of_a_life(server, prompts), strict=True):
+        assert ours == name
+        server.slots.check_invariants()
+        assert tables(server) == theirs, name
+        evicted = max(evicted, server.slots.evicted_slots_total)
+    assert evicted > 0
+
+
 BROKEN = {
     "a scratch without rows": (allocator, "num_scratch_rows", lambda *_: 0),
     "rows of live states mixed up": (

@@ -15,8 +15,9 @@ from triton.compiler import ASTSource
 from mamba_cache.integrations.vllm.kernels import align_columns
 
 WIDE_POINTERS = {"chunks", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
-WIDE_POINTERS |= {"num_rows", "row_strides"}
+WIDE_POINTERS |= {"num_rows", "row_strides", "moved"}
 COUNTS = {"num_reqs", "num_padded", "num_chunks", "table_stride"}
+COUNTS |= {"num_groups", "row_stride", "group_stride"}
 
 def type_of(name, constants):
     if name in constants:
@@ -25,7 +26,8 @@ def type_of(name, constants):
 
 def stores(kernel, word, rows):
     values = {"WORD": word, "ROWS": rows, "IS_MAPPED": True, "BLOCK_SIZE": 512, "TURNS": 16}
-    values["TILES_PER_CHUNK"] = 16
+    values |= {"TILES_PER_CHUNK": 16, "BY_SLOT": True, "IS_SAMPLED": True}
+    values |= {"COLUMNS": 3, "PADDED_COLUMNS": 4}
     names = kernel.arg_names
     constants = {name: value for name, value in values.items() if name in names}
     source = ASTSource(
@@ -39,6 +41,7 @@ def stores(kernel, word, rows):
 
 found = {}
 aligning = ("precopy", "postcopy", "precopy_resident", "postcopy_resident", "accept", "gather")
+aligning += ("aligned_blocks",)
 for kernel in (getattr(align_columns, f"_{name}_kernel") for name in (*aligning, "regions")):
     name = kernel.fn.__name__
     found[name] = stores(kernel, tl.int64, 64)
@@ -57,7 +60,7 @@ def test_kernels_compile_and_copy_16_bytes_at_a_time(tmp_path):
     )
     assert compiled.returncode == 0, compiled.stderr
     found = json.loads(compiled.stdout)
-    small = ("_accept", "_gather")
+    small = ("_accept", "_aligned", "_gather")
     copying = [name for name in found if not name.startswith(small)]
     assert len(copying) == 10
     for name in copying:

@@ -1,5 +1,6 @@
 """Copies between columns, the kernels and their plain twins alike, compared by bits."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,13 +117,66 @@ def test_skipped_rows_and_padded_columns_are_left_alone(device, backend, seed):
     setup.check()
 
 
-def test_a_row_is_not_its_slot(device, backend, seed):
-    """vLLM 53919: what belongs to a request moved with its row of the batch."""
+@pytest.mark.parametrize("is_by_slot", [False, True], ids=["by row", "by slot"])
+def test_a_row_is_not_its_slot(is_by_slot, device, backend, seed):
+    """vLLM 53919: what belongs to a request moved with its row of the batch.
+
+    Block tables have rows of the batch in engines before vLLM 0.32, and request slots since.
+    """
     setup = Setup(make_model(False, LARGE), device, backend, seed)
-    setup.precopy([(1, 2, 0), (7, 7, 0), (3, 4, 2)], rows=[2, 0])
-    setup.expect(0, 3, 4, 2)
-    setup.expect(1, 1, 2, 0)
+    setup.context.table.is_by_slot = is_by_slot
+    setup.precopy([(1, 2, 0), (3, 4, 2)], rows=[1, 0])
+    setup.expect(1 if is_by_slot else 0, 3, 4, 2)
+    setup.expect(0 if is_by_slot else 1, 1, 2, 0)
     setup.check()
+
+
+def test_saves_by_slot_write_the_counts_that_they_read(device, backend, seed):
+    """vLLM 0.32's ``run_fused_postprocess_align``: slots 1 and 0 of a batch of three rows."""
+    setup = Setup(make_model(False, LARGE, ODD), device, backend, seed)
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    counts = ints([3, 4])
+    # 7 tokens and one draft in column 1; 5 tokens and three drafts, all in column 1.
+    mapping = ints([1, -1, 0])
+    setup.context.run_fused_postprocess_align(3, counts, ints([2, 1]), ints([9, 8]), mapping)
+    setup.expect(1, 1, 1, 3)
+    setup.expect(0, 2, 1, 1)
+    setup.check()
+    assert counts.tolist() == [3, 1]
+    assert setup.context.table.counts.moves == (0, 2)
+
+
+def test_moves_are_counted(device, backend, seed):
+    setup = Setup(make_model(False, LARGE), device, backend, seed)
+    setup.precopy([(1, 2, 0), (3, 4, 2)])
+    setup.precopy([(1, 1, 0), (3, 5, 2)])
+    setup.precopy([(1, 1, 0), (-1, 5, 2)])
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    for drafts in (0, 2):  # a state that is where it belongs is not moved
+        setup.context.run_fused_postprocess(
+            1, one + drafts, one * 0, one * 4 - drafts, one * 0, one * 0
+        )
+    counts = setup.context.table.counts
+    assert counts.moves == (3, 1)
+    assert counts.copied_states == 4 * 4
+
+
+def test_blocks_of_the_running_columns_are_looked_up(device, backend, seed):
+    """All groups at once, into a place that does not change."""
+    setup = Setup(make_model(False, LARGE, ODD, num_drafts=2), device, backend, seed)
+    lengths = torch.tensor([0, 9], dtype=torch.int32, device=device)
+    found = setup.context.compute_aligned_state_indices(lengths, 2)
+    wanted = [[blocks[0, 0:3].tolist(), blocks[1, 2:5].tolist()] for blocks in setup.blocks[:2]]
+    assert found.tolist() == wanted
+    assert found.data_ptr() == setup.context.aligned_state_indices.data_ptr()
+    assert setup.context.aligned_state_indices.shape == (2, 8, 3)
+    assert not setup.context.aligned_state_indices[:, 2:].any()
+    assert setup.context.compute_aligned_state_indices(lengths, 0).shape == (2, 0, 3)
+    assert setup.context.compute_aligned_state_indices(lengths, 1).tolist() == [
+        [row] for row, _ in wanted
+    ]
+    with pytest.raises(InvalidArgumentError, match=r"in \[0, 2\] of an initialised context, got 3"):
+        setup.context.compute_aligned_state_indices(lengths, 3)
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (4, 2), (6, 3)])

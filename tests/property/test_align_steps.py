@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 from align_engine import Engine
-from align_rig import HostWorld, ResidentWorld, check_worlds
+from align_rig import HostWorld, ResidentWorld, SlotWorld, check_worlds
 from align_states import Model, models
 from example_counts import few_examples
 from hypothesis import given
@@ -16,15 +16,17 @@ SEEDS = st.integers(0, 2**32 - 1)
 @given(models(64), SEEDS, st.lists(SEEDS, min_size=1, max_size=6))
 def test_plain_paths_leave_what_the_rules_leave(model, seed, step_seeds):
     on_host, on_device = HostWorld, partial(HostWorld, decides_on_device=True)
-    check_worlds(model, seed, step_seeds, [on_host, on_device, ResidentWorld])
+    since_0_32 = partial(on_device, by_kind=True), SlotWorld
+    check_worlds(model, seed, step_seeds, [on_host, on_device, ResidentWorld, *since_0_32])
 
 
 @few_examples(25)
 @given(models(3, block_sizes=(4, 5, 64)), SEEDS, st.lists(SEEDS, min_size=1, max_size=2))
 def test_kernels_leave_what_the_rules_leave(model, seed, step_seeds):
     """Through Triton's interpreter."""
-    on_device = partial(HostWorld, backend="triton", decides_on_device=True)
-    check_worlds(model, seed, step_seeds, [on_device, partial(ResidentWorld, backend="triton")])
+    on_device = partial(HostWorld, backend="triton", decides_on_device=True, by_kind=True)
+    resident = partial(ResidentWorld, backend="triton"), partial(SlotWorld, backend="triton")
+    check_worlds(model, seed, step_seeds, [on_device, *resident])
 
 
 def test_drawn_steps_have_all_that_can_happen():

@@ -69,14 +69,19 @@ class Oracle:
 class HostWorld:
     """An engine that decides on the host before a step, and after it on the host or the device."""
 
-    def __init__(self, model, rng, *, device="cpu", backend="auto", decides_on_device=False):
+    def __init__(
+        self, model, rng, *, device="cpu", backend="auto", decides_on_device=False, by_kind=False
+    ):
         self.model, self.states, self.device = model, States(model, rng, device), device
         self.config = model.kv_cache_config()
+        # From vLLM 0.32 on: functions by kind of layer, and copies before a step on the device too.
+        self.by_kind = by_kind
+        self.copy_funcs = {"mamba2": model.copy_funcs} if by_kind else model.copy_funcs
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align")
         self.bufs = MambaBuffers.create(
             model.max_requests,
             self.config,
-            model.copy_funcs,
+            self.copy_funcs,
             lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device=device),
             device,
             decides_on_device,
@@ -96,10 +101,11 @@ class HostWorld:
             num_accepted_tokens_cpu=np.array(counts, dtype=np.int32),
             block_table=[SimpleNamespace(get_device_tensor=rows_of(t)) for t in self.tables],
         )
+        fill_tables(self.tables, [request.block_ids for request in step.batch])
         preprocess_mamba(
             step.scheduler_output(), self.config, self.cache_config, self.state_idx,
-            self.input_batch, self.requests, self.states.forward_context(), self.model.copy_funcs,
-            self.bufs.preprocess,
+            self.input_batch, self.requests, self.states.forward_context(), self.copy_funcs,
+            self.bufs.preprocess, self.bufs.postprocess_align if self.by_kind else None,
         )  # fmt: skip
         self.remember(step)
 
@@ -113,12 +119,11 @@ class HostWorld:
                 step.scheduler_output(), self.config, self.cache_config, self.input_batch,
                 self.requests, self.state_idx, self.model.num_drafts, len(step.batch),
                 forward_context=self.states.forward_context(),
-                mamba_state_copy_funcs=self.model.copy_funcs, copy_bufs=self.bufs.preprocess,
+                mamba_state_copy_funcs=self.copy_funcs, copy_bufs=self.bufs.preprocess,
             )  # fmt: skip
         self.remember(step)
 
     def postprocess_on_device(self, step, counts):
-        fill_tables(self.tables, [request.block_ids for request in step.batch])
         on_cpu = torch.from_numpy(counts)
         stage_postprocess_inputs_to_gpu(
             self.bufs.postprocess_align, step.scheduler_output(), step.req_ids, len(step.batch),
@@ -132,7 +137,7 @@ class HostWorld:
             input_batch=self.input_batch,
             kv_cache_config=self.config,
             forward_context=self.states.forward_context(),
-            mamba_state_copy_funcs=self.model.copy_funcs,
+            mamba_state_copy_funcs=self.copy_funcs,
         )
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
@@ -224,6 +229,32 @@ class ResidentWorld:
     def state_idx(self):
         columns = self.state._mamba_state_idx_gpu.tolist()
         return {req_id: columns[slot] for req_id, slot in self.slots.items()}
+
+
+class SlotWorld(ResidentWorld):
+    """The same as from vLLM 0.32 on: block tables are bound once, by request slot."""
+
+    def __init__(self, model, rng, **options):
+        super().__init__(model, rng, **options)
+        self.by_slot = block_tables(model, self.device)
+        self.state._model = SimpleNamespace(
+            get_mamba_state_copy_funcs=lambda kinds: dict.fromkeys(kinds, model.copy_funcs)
+        )
+        tables = SimpleNamespace(
+            block_tables=[SimpleNamespace(gpu=table) for table in self.by_slot],
+            input_block_tables=self.tables,
+        )
+        self.state.initialize_kv_cache(self.config, tables)
+
+    def preprocess(self, num_computed):
+        by_slot = [None] * self.model.max_requests
+        for row in self.rows:
+            if row:
+                by_slot[row.slot] = row.block_ids
+        fill_tables(self.by_slot, by_slot)
+        for table in self.tables:
+            table.zero_()  # which are the next step's by then, if stages of a pipeline overlap
+        super().preprocess(num_computed)
 
 
 def engine_config(model, forward_context):

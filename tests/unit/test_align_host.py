@@ -18,6 +18,7 @@ from mamba_cache.integrations.vllm import (
     preprocess_mamba,
     stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
+    stats,
 )
 
 B = 8
@@ -236,6 +237,60 @@ def test_all_mode_copies_nothing(rng, mode):
     worker.postprocess(scheduled({"a": 3, "b": 1}))
     assert worker.state_idx == ({"a": 1} if mode == "all" else {"a": 5, "b": 5})
     assert worker.is_untouched()
+
+
+def test_moves_of_the_host_are_counted(worker):
+    before = stats()
+    worker.requests["a"].num_computed_tokens = worker.requests["b"].num_computed_tokens = B
+    worker.batch("ab", [1, 1])
+    worker.preprocess(scheduled({"a": 1, "b": 1}))
+    worker.state_idx["a"] = 1
+    worker.requests["a"].num_computed_tokens = B - 2
+    worker.batch("a", [3])
+    worker.postprocess(scheduled({"a": 3}, {"a": [7, 7]}))
+    worker.batch([], [])
+    worker.preprocess(scheduled({}))
+    counts = worker.bufs.preprocess.counts
+    assert (counts.steps, counts.moves, counts.copied_states) == (1, (2, 1), 6)
+    after = stats()
+    assert after.steps - before.steps == 1
+    assert after.moved_before - before.moved_before == 2
+    assert after.moved_after - before.moved_after == 1
+    assert after.copied_states - before.copied_states == 6
+    counts.forget()
+    assert stats().steps == before.steps
+
+
+def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(worker):
+    """vLLM 0.32's ``align_ctx``. Where no state moves nothing is sent."""
+    context = worker.bufs.postprocess_align
+    table = torch.arange(1, 21, dtype=torch.int32).view(2, 10)
+    worker.batch("ab", [1, 3])
+    tables = SimpleNamespace(get_device_tensor=lambda n: table[:n])
+    worker.input_batch.block_table = [None, tables]
+
+    def preprocess(output):
+        preprocess_mamba(
+            output, worker.config, worker.cache_config, worker.state_idx, worker.input_batch,
+            worker.requests, worker.states.forward_context(), {"mamba2": MODEL.copy_funcs},
+            worker.bufs.preprocess, align_ctx=context,
+        )  # fmt: skip
+
+    preprocess(scheduled({"a": 1, "b": 1}))
+    assert (worker.accepted, context.is_initialized) == ([1, 3], False)
+    worker.requests["b"].num_computed_tokens = B
+    wanted = worker.states.temporal(0)[0][13].clone()
+    preprocess(scheduled({"a": 1, "b": 1}))
+    assert worker.accepted == [1, 1]
+    assert torch.equal(worker.states.temporal(0)[0][12], wanted)
+    assert context.precopy_src_col_buf.gpu.tolist() == [-1, 0]
+    assert context.precopy_token_bias_buf.gpu.tolist() == [0, 2]
+    assert (context.table.counts.moves, worker.bufs.preprocess.offset) == ((1, 0), 0)
+    table[1, 2] = 99
+    worker.requests["b"].num_computed_tokens = 2 * B
+    with pytest.raises(InvalidArgumentError, match="row 1 has block 99 in column 2"):
+        preprocess(scheduled({"a": 1, "b": 1}))
+    assert worker.state_idx == {"a": 0, "b": 1}
 
 
 def test_all_mode_looks_at_the_first_requests_alone(worker):

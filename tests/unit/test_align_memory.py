@@ -1,6 +1,7 @@
 """Specs of groups, and how state tensors are described."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import (
     MambaSpec,
     MambaSpecDecodeGPUContext,
+    before_0_32,
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
+    get_mamba_group_ids,
     get_mamba_groups,
     get_temporal_copy_spec,
+    validate_mamba_state_copy_funcs,
 )
-from mamba_cache.integrations.vllm.copy_specs import describe_states
+from mamba_cache.integrations.vllm.copy_specs import count_states, describe_states
 from mamba_cache.integrations.vllm.state_table import CHUNK_FIELDS
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
@@ -51,9 +55,74 @@ def test_a_foreign_spec_is_known_by_its_attributes():
 def test_groups_must_be_scheduled_alike():
     specs = MambaSpec(**FIELDS), MambaSpec(**{**FIELDS, "block_size": 16})
     with pytest.raises(InvalidArgumentError, match=r"agree on block_size.*16"):
-        get_mamba_groups(make_config(*specs))
+        before_0_32.get_mamba_groups(make_config(*specs))
+    with pytest.raises(InvalidArgumentError, match=r"agree on block_size.*16"):
+        MambaSpecDecodeGPUContext.create(1, make_config(*specs), 2, "cpu", None)
     with pytest.raises(InvalidArgumentError, match="got \\['SimpleNamespace'\\]"):
         get_mamba_groups(make_config(SimpleNamespace(block_size=8)))
+
+
+def test_groups_by_spec_as_in_vllm_0_32():
+    """A group may have a spec for each layer, and be listed under several."""
+    one = MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.float16,))
+    other = MambaSpec(block_size=8, shapes=((6,),), dtypes=(torch.float16,), mamba_type="gdn")
+    mixed = SimpleNamespace(block_size=8, kv_cache_specs={"a": one, "b": other, "c": one})
+    config = make_config(SimpleNamespace(block_size=24), one, mixed, other)
+    config.kv_cache_groups[2].layer_names = ["a", "b", "c"]
+    groups = get_mamba_groups(config)
+    assert groups == {one: [1, 2], other: [2, 3]}
+    assert get_mamba_group_ids(groups) == [1, 2, 3]
+    assert before_0_32.get_mamba_groups(config) == ([1, 2, 3], one)
+
+
+@pytest.mark.parametrize(
+    ("funcs", "message"),
+    [
+        (
+            {"gdn": (get_conv_copy_spec,)},
+            r"of the kind mamba2 are required, got those of \['gdn'\]",
+        ),
+        ({"mamba2": ()}, "with 1 states must have from 1 to as many .*, got 0"),
+        ({"mamba2": (get_conv_copy_spec,) * 2}, "with 1 states must have .*, got 2"),
+    ],
+)
+def test_every_kind_of_layer_has_its_functions(funcs, message):
+    groups = {MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.float16,)): [0]}
+    validate_mamba_state_copy_funcs(groups, {"mamba2": (get_temporal_copy_spec,)})
+    with pytest.raises(InvalidArgumentError, match=message):
+        validate_mamba_state_copy_funcs(groups, funcs)
+
+
+def test_layers_of_several_kinds_in_one_group():
+    """A short convolution has a window alone; a layer may have states that are not copied."""
+    kinds = {"gdn": (get_conv_copy_spec, get_temporal_copy_spec), "short": (get_conv_copy_spec,)}
+    specs = {
+        name: MambaSpec(block_size=8, shapes=((3, 4),), dtypes=(torch.float16,), mamba_type=kind)
+        for name, kind in (("a", "gdn"), ("b", "short"))
+    }
+    config = make_config(SimpleNamespace(block_size=8, kv_cache_specs=specs))
+    config.kv_cache_groups[0].layer_names = ["a", "b"]
+    states = [torch.zeros(5, 3, 4), torch.zeros(5, 7), torch.zeros(5, 9)]
+    layers = {name: SimpleNamespace(kv_cache=states) for name in "ab"}
+    memories = describe_states(config, [0], layers, kinds)
+    assert [memory.conv_width for memory in memories] == [3, 0, 3]
+    assert count_states(config, [0], kinds) == 3
+    assert count_states(config, [0], 2) == 4
+
+
+def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
+    """vLLM's own function serves windows of both layouts; a setting beside it says which."""
+    foreign = ModuleType("foreign")
+    exec("def get_conv_copy_spec(): ...", vars(foreign))
+    monkeypatch.setitem(sys.modules, "foreign", foreign)
+    config = make_config(MambaSpec(block_size=8, shapes=((3, 4),), dtypes=(torch.float16,)))
+    config.kv_cache_groups[0].layer_names = ["a"]
+    layers = {"a": SimpleNamespace(kv_cache=[torch.zeros(5, 3, 4)])}
+    for answer, width in ((None, 3), (False, 3), (True, 4)):
+        if answer is not None:
+            foreign.is_conv_state_dim_first = lambda answer=answer: answer
+        memory = describe_states(config, [0], layers, (foreign.get_conv_copy_spec,))[0]
+        assert memory.conv_width == width
 
 
 def test_what_is_read_of_a_block():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from align_rig import ResidentWorld, engine_config
+from align_rig import ResidentWorld, SlotWorld, engine_config
 from align_states import Group, Model
 
 from mamba_cache.errors import InvalidArgumentError
@@ -146,10 +146,31 @@ def test_block_tables_may_move(world):
     assert torch.equal(world.column(3, 2), wanted)
 
 
+def test_tables_by_slot_are_bound_once(rng):
+    """From vLLM 0.32 on; what a step gives besides is of the batch, and not read."""
+    world = SlotWorld(MODEL, rng)
+    world.by_slot[1][3] = torch.arange(10) + 31
+    world.state.add_request(3, SimpleNamespace(num_computed_tokens=B))
+    world.batch = SimpleNamespace(
+        num_reqs=1, idx_mapping=world.on_device([3]), query_start_loc=world.on_device([0, 1])
+    )
+    wanted = world.states.temporal(0)[0][31].clone()
+    world.state.preprocess_state(world.batch, (), world.config, world.on_device([0, 0, 0, B]))
+    assert torch.equal(world.states.temporal(0)[0][32], wanted)
+    assert world.state._context.index_tables.tensors[0].data_ptr() == world.tables[1].data_ptr()
+
+
+def test_tables_by_slot_must_have_the_columns_that_requests_are_added_by(rng):
+    world = ResidentWorld(MODEL, rng)
+    with pytest.raises(InvalidArgumentError, match=f"columns of {B} tokens.*got {2 * B}"):
+        world.state.initialize_kv_cache(Model(2 * B).kv_cache_config(), None)
+
+
 def test_without_align_mode_only_counts_are_kept():
     config = engine_config(MODEL, {})
     config.cache_config = SimpleNamespace(mamba_cache_mode="none")
     state = MambaHybridModelState(config, None, None, "cpu")
+    state.initialize_kv_cache(MODEL.kv_cache_config(), None)
     state.add_request(1, SimpleNamespace(num_computed_tokens=5))
     state.preprocess_state(None, (), None, None)
     state.postprocess_state(torch.tensor([1, -1]), torch.tensor([3, 2]), torch.tensor([9] * 4))

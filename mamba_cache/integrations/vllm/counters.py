@@ -57,6 +57,10 @@ class CopyCounts:
         self.views = self.on_device[:1], self.on_device[1:]
         _all_counts.append(self)
 
+    def forget(self) -> None:
+        """Leave these out of ``stats``: they are no engine's."""
+        _all_counts.remove(self)
+
     @property
     def moves(self) -> tuple[int, int]:
         """Moves before and after forwards; waits for the device."""

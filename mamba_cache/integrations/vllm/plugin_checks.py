@@ -228,6 +228,7 @@ class _Batch:
     def decide(self) -> tuple[Any, ...]:
         """Decide, and copy zeros."""
         bufs = MambaCopyBuffers.create(4, self.config, self.funcs, _make_buffer)
+        bufs.counts.forget()
         return self._call(preprocess_mamba, bufs)
 
     def _call(self, decide: Callable[..., Any], bufs: Any) -> tuple[Any, ...]:

@@ -1,0 +1,402 @@
+"""A real vLLM on the CPU, with its own copies of states and with this package's.
+
+tests/engines/vllm.sh makes an environment for it.
+"""
+
+import importlib
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import vllm_rig
+from align_states import Group, Model, States
+from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, save_model, serve, serve_drafts
+
+from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.integrations import vllm as adapter
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
+from mamba_cache.integrations.vllm.kernels import plain
+from mamba_cache.integrations.vllm.plugin import SWITCH
+from mamba_cache.integrations.vllm.plugin_checks import use_differences
+
+# Of vLLM's own code, and what it brings.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HITS = [("hit", 0), ("branch", 0), ("mixed", 0), ("mixed", 3)]
+"""Requests that skip tokens: later ones may find them evicted."""
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def saved(request, tmp_path_factory):
+    """A tiny model of one family: its name and folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, folder)
+    return request.param, folder
+
+
+@pytest.fixture(autouse=True)
+def served_on_a_cpu(monkeypatch):
+    vllm_rig.without_checkpoints_in_prefills(monkeypatch)
+    yield
+    adapter.uninstall()
+
+
+@pytest.fixture(scope="module")
+def utils():
+    return importlib.import_module("vllm.v1.worker.mamba_utils")
+
+
+def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
+    name, folder = saved
+    with Engine(folder, name, **TIGHT) as engine:
+        own = serve(engine)
+        assert engine.counted("num_preemptions") > 0
+    assert not adapter.replaced()
+    before = adapter.stats()
+    with adapter.installed(), Engine(folder, name, **TIGHT) as engine:
+        ours = serve(engine)
+        assert engine.counted("num_preemptions") > 0
+        assert isinstance(engine.runner._mamba_bufs, adapter.MambaBuffers)
+    assert ours == own
+    assert all(own.cached[request] > 0 for request in HITS)
+    moved = adapter.stats()
+    assert moved.steps > before.steps
+    assert moved.moved_before >= before.moved_before + len(HITS)
+    assert moved.copied_states > before.copied_states
+
+    # Without copies the same steps say other things.
+    monkeypatch.setattr(plain, "copy_regions", lambda buffers: None)
+    with adapter.installed(), Engine(folder, name, **TIGHT) as engine:
+        wrong = serve(engine, with_preemptions=False)
+    assert {request for request in wrong.tokens if wrong.tokens[request] != own.tokens[request]}
+    assert wrong.tokens["cold", 0] != own.tokens["cold", 0] or any(
+        wrong.tokens[request] != own.tokens[request] for request in HITS
+    )
+
+
+def test_drafts_with_prefix_caching_where_there_is_no_triton(tmp_path, monkeypatch):
+    """On Qwen3-Next; vLLM's own crashes at the first decision that only its kernels make."""
+    save_model("qwen3_next", tmp_path, counts=True)
+    options = {"speculative_config": DRAFTS}
+    with Engine(tmp_path, "qwen3_next", enable_prefix_caching=False, **options) as engine:
+        uncached = serve_drafts(engine)
+    before = adapter.stats()
+    with adapter.installed(), Engine(tmp_path, "qwen3_next", **options) as engine:
+        ours = serve_drafts(engine)
+        assert engine.counted("spec_decode_num_accepted_tokens") > 0
+    assert ours.tokens == uncached.tokens
+    assert ours.cached["again", 0] > 0
+    moved = adapter.stats()
+    assert moved.moved_before > before.moved_before
+    assert moved.moved_after > before.moved_after
+
+    monkeypatch.setattr(plain, "_copy", lambda *_: None)
+    with adapter.installed(), Engine(tmp_path, "qwen3_next", **options) as engine:
+        assert serve_drafts(engine).tokens != uncached.tokens
+    monkeypatch.undo()
+    crash = pytest.raises(TypeError, match=r"not subscriptable|not callable")
+    with Engine(tmp_path, "qwen3_next", **options) as engine, crash:
+        serve_drafts(engine)
+
+
+def test_vllm_loads_the_plugin_where_the_environment_says_so(monkeypatch):
+    plugins = importlib.import_module("vllm.plugins")
+    for value in (None, "0", ""):
+        monkeypatch.setattr(plugins, "plugins_loaded", False)
+        monkeypatch.delenv(SWITCH, raising=False)
+        if value is not None:
+            monkeypatch.setenv(SWITCH, value)
+        plugins.load_general_plugins()
+        assert adapter.replaced() == []
+    monkeypatch.setenv(SWITCH, "1")
+    for _ in range(2):  # vLLM may load a plugin more than once
+        monkeypatch.setattr(plugins, "plugins_loaded", False)
+        plugins.load_general_plugins()
+        assert len(adapter.replaced()) == 9
+    monkeypatch.setenv(SWITCH, "yes")
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
+        plugins.load_general_plugins()
+
+
+def test_what_was_replaced_is_given_back(utils):
+    state = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
+    owners = (utils, state, state.MambaHybridModelState)
+    before = [dict(vars(owner)) for owner in owners]
+    with adapter.installed():
+        adapter.install()
+        assert len(adapter.replaced()) == 9
+        assert utils.MambaBuffers is adapter.MambaBuffers
+        assert state.MambaSpecDecodeGPUContext is adapter.MambaSpecDecodeGPUContext
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+DECIDED_OTHERWISE = {
+    "columns of another size": ("cdiv", lambda a, b: a // b + 1, "running columns of a small"),
+    "other addresses": (
+        "get_temporal_copy_spec",
+        lambda state, ids, column, accepted: SimpleNamespace(
+            start_addr=state.data_ptr(), num_elements=6),
+        "copy function must be one of"),
+    "no class": ("MambaBuffers", None, "mamba_utils has no MambaBuffers"),
+    "no function": ("preprocess_mamba", None, "mamba_utils has no preprocess_mamba"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", DECIDED_OTHERWISE.values(), ids=DECIDED_OTHERWISE)
+def test_a_version_that_decides_otherwise_is_refused(utils, monkeypatch, other):
+    name, replacement, message = other
+    if replacement is None:
+        monkeypatch.delattr(utils, name)
+    else:
+        monkeypatch.setattr(utils, name, replacement)
+    with pytest.raises(UnsupportedVersionError, match=message):
+        adapter.install()
+    assert adapter.replaced() == []
+
+
+ALTERED = {
+    "a further argument": (
+        "gpu_model_runner.py", r"align_ctx=mamba_bufs\.postprocess_align,", r"\g<0> further=1,",
+        r"gpu_model_runner\.py:\d+ calls mamba_utils\.preprocess_mamba\(.*further=1"),
+    "an unknown buffer": (
+        "gpu_model_runner.py", r"mamba_bufs\.preprocess,", "mamba_bufs.prepared,",
+        r"gpu_model_runner\.py:\d+ uses mamba_bufs\.prepared"),
+    "another call of the context": (
+        "gpu/model_states/mamba_hybrid.py", r"run_fused_precopy\(\n", r"run_fused_precopy(\n1, ",
+        r"mamba_hybrid\.py:\d+ calls ctx\.run_fused_precopy"),
+    "an unknown method of the context": (
+        "gpu/model_states/mamba_hybrid.py", r"_mamba_ctx\.run_fused_postprocess_align",
+        "_mamba_ctx.run_all", r"mamba_hybrid\.py:\d+ uses self\._mamba_ctx\.run_all"),
+    "another call of the state": (
+        "gpu/model_runner.py", r"self\.model_state\.preprocess_state\(\n", r"\g<0>1, ",
+        r"model_runner\.py:\d+ calls self\.model_state\.preprocess_state"),
+    "a state of other fields": (
+        "gpu/model_states/mamba_hybrid.py", r"_mamba_src_off_gpu", "_mamba_biases",
+        "has no _mamba_src_off_gpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED)
+def test_a_version_that_calls_otherwise_is_refused(utils, tmp_path, altered):
+    path, pattern, new, message = altered
+    worker = tmp_path / "v1" / "worker"
+    shutil.copytree(Path(utils.__file__).parent, worker, ignore=shutil.ignore_patterns("*.pyc"))
+    text = (worker / path).read_text(encoding="utf-8")
+    (worker / path).write_text(re.sub(pattern, new, text), encoding="utf-8")
+    assert (worker / path).read_text(encoding="utf-8") != text
+    plugin = importlib.import_module("mamba_cache.integrations.vllm.plugin")
+    state = importlib.import_module(plugin._MODEL_STATE)
+    uses = {name: function for name, (function, _, _) in plugin._FUNCTIONS.items()}
+    methods = {name: make(None) for name, make in plugin._METHODS.items()}
+
+    def differences():
+        home = SimpleNamespace(**{**vars(utils), "__file__": str(worker / "mamba_utils.py")})
+        model_state = ModuleType(state.__name__)
+        model_state.MambaHybridModelState = state.MambaHybridModelState
+        model_state.__file__ = str(worker / "gpu" / "model_states" / "mamba_hybrid.py")
+        names = {**uses, **plugin._CLASSES}
+        return use_differences(home, model_state, "MambaHybridModelState", names, methods)
+
+    found = differences()
+    assert any(re.search(message, line) for line in found), found
+    (worker / path).write_text(text, encoding="utf-8")
+    assert differences() == []
+
+
+@pytest.fixture(scope="module")
+def interpreted(utils):
+    """vLLM's module once more, whose kernels Triton interprets."""
+    triton = pytest.importorskip("triton")
+    stand_in = ModuleType("vllm.triton_utils")
+    stand_in.triton, stand_in.tl = triton, triton.language
+    own = sys.modules["vllm.triton_utils"]
+    sys.modules["vllm.triton_utils"] = stand_in
+    try:
+        spec = importlib.util.spec_from_file_location("interpreted_mamba_utils", utils.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.modules["vllm.triton_utils"] = own
+    module._TEMPORAL_TILES = 2  # programs a state: the interpreter runs one after the other
+    assert "Interpreted" in type(module.precopy_mamba_align_fused_kernel).__name__
+    return module
+
+
+class Copies:
+    """A context over random states whose tables are by request slot, in vLLM's own classes."""
+
+    SLOTS = 6
+
+    def __init__(self, make_context, utils, model, funcs, seed):
+        rng = np.random.default_rng(seed)
+        self.states = States(model, rng)
+        groups = []
+        for number, group in enumerate(model.groups):
+            names = [f"mamba.{number}.{layer}" for layer in range(group.num_layers)]
+            spec = utils.MambaSpec(
+                block_size=model.block_size,
+                shapes=(model.conv_shape(group), group.ssm_shape),
+                dtypes=(group.conv_dtype, group.ssm_dtype),
+                mamba_cache_mode="align",
+                num_speculative_blocks=model.num_drafts,
+            )
+            if number:  # layers of one kind of memory, with a spec for each
+                specs = dict.fromkeys(names, spec)
+                spec = utils.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=spec))
+        config = SimpleNamespace(kv_cache_groups=groups)
+        kind = utils.MambaSpec.__dataclass_fields__["mamba_type"].default
+        by_kind = {kind: funcs}
+        self.context = make_context(
+            self.SLOTS, config, by_kind, torch.device("cpu"),
+            lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device="cpu"),
+        )  # fmt: skip
+        shape = len(model.groups), self.SLOTS, 10
+        blocks = 1 + rng.permuted(np.tile(np.arange(60), (shape[0], 1)), axis=1).reshape(shape)
+        self.tables = list(torch.from_numpy(blocks).int())
+        by_row = [table.flip(0).contiguous() for table in self.tables]
+        self.context.initialize_from_forward_context(
+            config, self.states.forward_context(), by_kind, self.tables, by_row
+        )
+
+
+@pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
+@pytest.mark.parametrize("gap", [0, 16])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_kernels_leave_what_vllms_kernels_leave(
+    utils, interpreted, monkeypatch, is_ds, gap, backend, seed
+):
+    """Tables by request slot, rows to skip, gaps between blocks, and counts written in place."""
+    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+    for module in (layers, interpreted):
+        monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: is_ds)
+    model = Model(4, 3, 4, is_ds, (Group(1, gap=gap), Group(1, 5, ssm_shape=(7,))), max_requests=6)
+    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
+
+    def ours(*args):
+        return MambaSpecDecodeGPUContext.create(*args, backend=backend)
+
+    worlds = [
+        Copies(make, utils, model, funcs, seed)
+        for make in (interpreted.MambaSpecDecodeGPUContext.create, ours)
+    ]
+    rng = np.random.default_rng(seed)
+
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    for _ in range(3):
+        mapping = tensor(np.where(rng.random(6) < 0.3, -1, rng.permutation(6)))
+        columns = tensor(rng.integers(0, 6, 6)), tensor(rng.integers(-1, 6, 6))
+        bias, accepted = tensor(rng.integers(0, 4, 6)), tensor(rng.integers(1, 5, 6))
+        computed = tensor(rng.integers(4, 24, 6))
+        running = (computed - accepted) // 4
+        rows = tensor(rng.integers(0, 2, 6)), tensor(rng.integers(4, 20, 6)), tensor([0] * 6)
+        left = []
+        for world in worlds:
+            counts = accepted.clone()
+            world.context.run_fused_precopy(6, *columns, bias, mapping)
+            world.context.run_fused_precopy(6, *columns, bias, None)
+            world.context.run_fused_postprocess_align(6, counts, running, computed, mapping)
+            world.context.run_fused_postprocess(6, accepted, running, *rows)
+            out = world.context.num_accepted_tokens_out.clone()
+            left.append([*world.states.bits(), counts, out])
+        for theirs, own in zip(*left, strict=True):
+            assert torch.equal(theirs, own)
+
+    seq_lens = tensor(rng.integers(0, 24, 6))
+    theirs, own = (world.context for world in worlds)
+    interpreted.get_aligned_state_indices_multi_group_kernel[(1,)](
+        theirs.aligned_index_block_table_ptrs, seq_lens, theirs.aligned_state_indices,
+        theirs.block_table_stride_req, 1, *theirs.aligned_state_indices.stride(), 5,
+        CACHE_BLOCK_SIZE=4, NUM_GROUPS=2, BLOCK_GROUPS=2, NUM_STATE_SLOTS=4, BLOCK_STATE_SLOTS=4,
+        BLOCK_ROWS=32,
+    )  # fmt: skip
+    found = own.compute_aligned_state_indices(seq_lens, 5)
+    assert torch.equal(found, theirs.aligned_state_indices[:, :5])
+    assert found.data_ptr() == own.aligned_state_indices.data_ptr()
+
+
+def test_the_resident_state_moves_as_vllms_functions_say(utils, interpreted, seed):
+    """vLLM's own class, whose methods are amended, beside its kernels one after the other."""
+    model = Model(4, 3, 4, False, (Group(1), Group(1, 5)), max_requests=6)
+    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
+    hybrid = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
+    makers = interpreted.MambaSpecDecodeGPUContext.create, MambaSpecDecodeGPUContext.create
+    theirs, ours = (Copies(make, utils, model, funcs, seed) for make in makers)
+    state = object.__new__(hybrid.MambaHybridModelState)
+    state._align_mode, state.recoverssm, state._mamba_ctx = True, None, ours.context
+    rng = np.random.default_rng(seed)
+
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    accepted, columns = tensor([1] * 6), tensor([0] * 6)
+    sources, biases = tensor([-1] * 6), tensor([0] * 6)
+    state.num_accepted_tokens_gpu = accepted.clone()
+    state._mamba_state_idx_gpu = columns.clone()
+    state._mamba_src_col_gpu, state._mamba_src_off_gpu = sources.clone(), biases.clone()
+    computed = tensor([1] * 6)
+    with adapter.installed():
+        for _ in range(5):
+            slots = tensor(rng.permutation(6)[:4])
+            lengths = tensor([0, *np.cumsum(rng.integers(1, 4, 4))])
+            batch = SimpleNamespace(num_reqs=4, idx_mapping=slots, query_start_loc=lengths)
+            state.preprocess_state(batch, None, None, computed)
+            interpreted.preprocess_mamba_align_fused_kernel[(1,)](
+                slots, columns, computed, lengths, accepted, sources, biases, 4, BLOCK_SIZE=4,
+                MAMBA_BLOCK_SIZE=4,
+            )  # fmt: skip
+            theirs.context.run_fused_precopy(4, columns, sources, biases, slots)
+            sampled = lengths.diff().clamp(max=3)
+            computed[slots.long()] += sampled
+            state.postprocess_state(slots, sampled, computed)
+            accepted[slots.long()] = sampled.clamp(min=1)
+            theirs.context.run_fused_postprocess_align(4, accepted, columns, computed, slots)
+            assert torch.equal(state.num_accepted_tokens_gpu, accepted)
+            assert torch.equal(state._mamba_state_idx_gpu, columns)
+            for own, other in zip(ours.states.bits(), theirs.states.bits(), strict=True):
+                assert torch.equal(own, other)
+        state.postprocess_state(slots, 0)  # a dummy step samples nothing
+        assert state.num_accepted_tokens_gpu[slots.long()].tolist() == [1] * 4
+        state.postprocess_state(slots[:0], 3)
+    assert list(inspect.signature(hybrid.MambaHybridModelState.preprocess_state).parameters)
+
+
+def test_the_resident_state_binds_tables_by_slot(utils, seed):
+    hybrid = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
+    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+    model = Model(4, 3, 4, False, (Group(1),), max_requests=6)
+    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
+    world = Copies(MambaSpecDecodeGPUContext.create, utils, model, funcs, seed)
+    kind = utils.MambaSpec.__dataclass_fields__["mamba_type"].default
+    spec = utils.MambaSpec(
+        block_size=4, shapes=(model.conv_shape(model.groups[0]), model.groups[0].ssm_shape),
+        dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align", num_speculative_blocks=3,
+    )  # fmt: skip
+    group = SimpleNamespace(layer_names=["mamba.0.0"], kv_cache_spec=spec)
+    state = object.__new__(hybrid.MambaHybridModelState)
+    state._align_mode, state._mamba_spec, state._mamba_state_copy_funcs = True, None, None
+    state.max_num_reqs, state.device = 6, torch.device("cpu")
+    state.model = SimpleNamespace(get_mamba_state_copy_funcs=lambda kinds: {kind: funcs})
+    context = SimpleNamespace(static_forward_context=world.states.forward_context())
+    state.vllm_config = SimpleNamespace(compilation_config=context)
+    tables = SimpleNamespace(
+        block_tables=[SimpleNamespace(gpu=world.tables[0])],
+        input_block_tables=[world.tables[0].flip(0).contiguous()],
+    )
+    with adapter.installed():
+        state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]), tables)
+    bound = state._mamba_ctx
+    assert isinstance(bound, MambaSpecDecodeGPUContext)
+    assert bound.table.is_by_slot
+    assert bound.table.block_tables.tensors[0].data_ptr() == world.tables[0].data_ptr()
+    assert torch.equal(bound.index_tables.tensors[0], world.tables[0].flip(0))

@@ -1,0 +1,205 @@
+"""A real vLLM on the CPU, over tiny random models of three families, and steps for it to serve."""
+
+import gc
+import os
+import random
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+
+os.environ.update(
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # so that tests can look into the engine
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's own imports
+    vllm = pytest.importorskip("vllm", reason="needs vLLM: tests/engines/vllm.sh")
+    import torch
+    import transformers
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.platforms import current_platform
+    from vllm.v1.metrics.reader import Counter
+
+VOCABULARY = 512
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def granite():
+    config = transformers.GraniteMoeHybridConfig(
+        **_SHAPE, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4,
+        mamba_expand=2, mamba_chunk_size=64, num_local_experts=0, num_experts_per_tok=0,
+        shared_intermediate_size=64, position_embedding_type="nope",
+    )  # fmt: skip
+    return transformers.GraniteMoeHybridForCausalLM(config)
+
+
+def nemotron():
+    config = transformers.NemotronHConfig(
+        **_SHAPE, hybrid_override_pattern="M*M-", num_hidden_layers=4, head_dim=32,
+        mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1, conv_kernel=4,
+        expand=2, chunk_size=64,
+    )  # fmt: skip
+    return transformers.NemotronHForCausalLM(config)
+
+
+def qwen3_next():
+    config = transformers.Qwen3NextConfig(
+        **_SHAPE, num_hidden_layers=3, head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
+        linear_value_head_dim=64, linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2,
+        mlp_only_layers=[0, 2], moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+MODELS = {"granite": granite, "nemotron": nemotron, "qwen3_next": qwen3_next}
+DTYPES = {"qwen3_next": "bfloat16"}  # vLLM's kernels for its layers on the CPU take no other
+
+
+def save_model(name, folder, counts=False):
+    """Writes a random model whose states matter far back.
+
+    One that ``counts`` often says the number after the token that it read, so that drafts fit.
+    """
+    torch.manual_seed(1)
+    model = MODELS[name]().float()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith("A_log"):
+                weight.uniform_(-3, 0)
+            elif key.endswith("dt_bias"):
+                weight.uniform_(-4, -2)
+            elif weight.dim() > 1:
+                weight.normal_(0, 0.15)
+            if counts and key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weight.mul_(0.1)
+        if counts:
+            model.lm_head.weight += 4 * model.get_input_embeddings().weight.roll(1, dims=0)
+    model.save_pretrained(folder)
+
+
+def _keep_kernel_overrides():
+    """Lets vLLM look for its kernels in all modules once: it stumbles over those of numba."""
+    type(current_platform).register_triton_kernel_overrides = lambda *_: None
+
+
+def without_checkpoints_in_prefills(monkeypatch):
+    """On the CPU vLLM 0.32 looks for a state inside a prefill of Mamba2 at a wrong index."""
+    if "get_kv_cache_spec" in vars(MambaMixer2):
+        monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
+
+
+@dataclass
+class Answers:
+    """What an engine said: of each request the tokens, and how many of its prompt it found."""
+
+    tokens: dict = field(default_factory=dict)
+    cached: dict = field(default_factory=dict)
+
+
+class Engine:
+    """An engine over a saved model; ends with the ``with`` block."""
+
+    def __init__(self, folder, name, **options):
+        defaults = {
+            "dtype": DTYPES.get(name, "float32"),
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_num_batched_tokens": 1024,
+        }
+        self.llm = LLM(
+            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+            max_num_seqs=8, disable_log_stats=False, **{**defaults, **options},
+        )  # fmt: skip
+        _keep_kernel_overrides()
+        self.answers = Answers()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    @property
+    def cache_config(self):
+        return self.llm.llm_engine.vllm_config.cache_config
+
+    @property
+    def runner(self):
+        worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        return worker.model_runner
+
+    def counted(self, name):
+        """Returns one of vLLM's own counters."""
+        counters = [m for m in self.llm.get_metrics() if isinstance(m, Counter)]
+        return sum(m.value for m in counters if m.name == f"vllm:{name}")
+
+    def ask(self, title, *prompts, num_tokens=12):
+        """Lets one batch of prompts be answered, greedily."""
+        sampling = SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for place, output in enumerate(self.llm.generate(requests, sampling, use_tqdm=False)):
+            self.answers.tokens[title, place] = list(output.outputs[0].token_ids)
+            self.answers.cached[title, place] = output.num_cached_tokens
+
+
+DRAFTS = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1,
+}  # fmt: skip
+
+
+def random_tokens(count, seed):
+    drawn = random.Random(seed)
+    return [drawn.randrange(2, VOCABULARY) for _ in range(count)]
+
+
+def serve(engine, *, with_preemptions=True):
+    """Asks cold, hit, branch and mixed; then more at once than a ``TIGHT`` engine has room for."""
+    block = engine.cache_config.block_size
+    first = random_tokens(2 * block + 70, 1)
+    engine.ask("cold", first)
+    engine.ask("hit", first)
+    engine.ask("branch", first[: 2 * block] + random_tokens(90, 2))
+    engine.ask(
+        "mixed", first + random_tokens(20, 3), random_tokens(block + 30, 4), random_tokens(9, 5),
+        first[: 2 * block] + random_tokens(9, 6),
+    )  # fmt: skip
+    if with_preemptions:
+        engine.ask("preempted", *(random_tokens(block - 4, 7 + place) for place in range(8)))
+    return engine.answers
+
+
+TIGHT = {"num_gpu_blocks_override": 22}
+"""Room for one request of the longest allowed, and for seven of one block that needs another."""
+
+
+def serve_drafts(engine):
+    """Asks for answers that cross the ends of columns, of prompts that predict them in part."""
+    block = engine.cache_config.block_size
+    numbers = [2 + place % (VOCABULARY - 4) for place in range(2 * block)]
+    engine.ask("cold", numbers[: block - 9], num_tokens=24)
+    engine.ask("hit", numbers[: block + 40], num_tokens=24)
+    engine.ask("again", numbers[: block + 40], num_tokens=24)
+    engine.ask("two", numbers[: 2 * block - 7], numbers[300 : 300 + block - 11], num_tokens=24)
+    return engine.answers
