@@ -12,7 +12,17 @@ from sources import ROOT
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers_rig import BLOCK, budgets, make_cache, make_model
+from transformers_rig import (
+    BLOCK,
+    assert_same,
+    budgets,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    skipped,
+    text,
+)
 
 from mamba_cache.errors import (
     BudgetError,
@@ -213,6 +223,17 @@ def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
     output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
     assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
     cache.check_invariants()
+
+
+def test_what_lies_in_host_memory_stays_when_batches_take_their_share(nemotron, generator):
+    with make_cache(nemotron, host_cache_gb=0.01) as cache:
+        prompt = text(generator, 5 * BLOCK)
+        cached(cache, prompt)
+        batch(cache, [tokens(generator, 20)])
+        [host] = cache.tier_stats()
+        assert not cache.stats().cached_blocks
+        assert skipped(cache, lambda: assert_same(plain(nemotron, prompt), cached(cache, prompt)))
+        assert cache.tier_stats()[0].restored > host.restored
 
 
 def test_the_example_prints_what_the_page_shows(capsys):
