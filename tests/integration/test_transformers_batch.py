@@ -226,13 +226,15 @@ def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
 
 
 def test_what_lies_in_host_memory_stays_when_batches_take_their_share(nemotron, generator):
-    with make_cache(nemotron, host_cache_gb=0.01) as cache:
+    with make_cache(nemotron.model, host_cache_gb=0.01) as cache:
         prompt = text(generator, 5 * BLOCK)
         cached(cache, prompt)
         batch(cache, [tokens(generator, 20)])
         [host] = cache.tier_stats()
         assert not cache.stats().cached_blocks
-        assert skipped(cache, lambda: assert_same(plain(nemotron, prompt), cached(cache, prompt)))
+        assert skipped(
+            cache, lambda: assert_same(plain(nemotron.model, prompt), cached(cache, prompt))
+        )
         assert cache.tier_stats()[0].restored > host.restored
 
 
