@@ -63,10 +63,10 @@ class CallGuard:
         self._unproved = ""  # unnoticed: None is as false
         self._reason = ""  # unnoticed: None is as false
         self._before = ("", "")
-        self._done: _Call | None = None
+        self._done: _Call | None = None  # unnoticed: it is overwritten before it is read
         # At most one entry. A dict, because setdefault is one step that no thread can divide.
         self._running: dict[str, _Call] = {}
-        self.is_changing = False
+        self.is_changing = False  # unnoticed: it is overwritten before it is read
 
     def belongs_to(self, thing: object) -> bool:
         """Say whether the guard proves the bookkeeping of ``thing``."""

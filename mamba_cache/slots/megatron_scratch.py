@@ -159,6 +159,7 @@ class IntermediateTables:
         self.block_ids_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
         self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32, device="cpu")
         self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
+        # unnoticed: without a GPU all tensors lie on the host
         self._counts_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.has_intermediates = False  # unnoticed: it is overwritten before it is read
         self.reset()

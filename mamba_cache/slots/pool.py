@@ -919,7 +919,9 @@ class SlotPool:
     def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
         short = max(num_slots - self.free_count, 0)
-        if victims or short:
+        # unnoticed: there are victims just where slots are short
+        has_victims = victims or short
+        if has_victims:
             self._evict(victims, short)
             # If an observer raises, the victims are free and nothing was taken: no slot leaks.
             self._push(victims)

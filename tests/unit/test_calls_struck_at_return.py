@@ -6,15 +6,17 @@ strikes at more moments.
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from kv_rig import cache, prefix
-from slot_rig import make_pool
+from slot_rig import make_allocator, make_pool
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import PoisonedError
-from mamba_cache.slots import SlotPool
+from mamba_cache.slots import MambaSlotAllocator, SlotPool
 
 
 class StruckAtReturn:
@@ -168,6 +170,49 @@ def test_a_pool_of_slots_is_poisoned(name, is_observed):
     pool.reset()
     pool.policy.victims = []
     assert len(pool.allocate_slots_batch(range(5))) == 5
+
+
+STATE_CALLS = {
+    "store": ("store_from_tensors", lambda slots: slots.store_from_tensors(0, 0, *states(slots))),
+    "record": (
+        "compute_and_store_offsets",
+        lambda slots: slots.compute_and_store_offsets(
+            SimpleNamespace(prompt_tokens=[0] * 4, finished_chunk_token_count=0), 0, 0, 4, 0, [], 1
+        ),
+    ),
+    "forget": ("_clear_intermediate_state", lambda slots: slots._clear_intermediate_state()),
+}
+
+
+def states(slots):
+    return slots.ssm_states[0, 0].clone(), slots.conv_states[0, 0].clone()
+
+
+def slots_with_states():
+    slots = make_allocator(
+        2,
+        block_size_tokens=4,
+        mamba_chunk_size=4,
+        ssm_chunk_alignment=4,
+        max_mamba_intermediate_states_per_step=2,
+        request_to_kv_block_ids=torch.zeros(4, 3, dtype=torch.int32),
+        batch_dimensions=SimpleNamespace(prefill_req_count=1, decode_req_count=0),
+        paused_request_count=0,
+    )
+    slots.allocate_slots_batch([0])
+    return slots
+
+
+@pytest.mark.parametrize("name", STATE_CALLS)
+def test_slots_with_states_are_poisoned(name):
+    method, call = STATE_CALLS[name]
+    call(slots_with_states())  # as it is meant
+    slots = slots_with_states()
+    struck(MambaSlotAllocator, method, lambda: call(slots))
+    with pytest.raises(PoisonedError, match="reset"):
+        slots.reserve_slots([])
+    slots.reset()
+    assert slots.reserve_slots([]) == []
 
 
 def test_slots_that_leave_are_in_doubt_when_an_observer_is_interrupted():

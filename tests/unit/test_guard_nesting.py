@@ -292,3 +292,14 @@ def test_only_a_call_that_makes_everything_new_ends_a_poisoning():
             counter.count()
     counter.reset()
     counter.count()
+
+
+def test_a_question_is_asked_as_it_is_put():
+    class Sum:
+        _guard = None
+
+        @query
+        def of(self, first, *, second):
+            return first + second
+
+    assert Sum().of(1, second=2) == 3

@@ -415,3 +415,53 @@ def test_a_state_without_a_hash_is_never_stale():
     assert pool.stale_blocks() == []
     pool.kv_blocks.block_hashes[1] = 6
     assert pool.stale_blocks() == [1]
+
+
+def test_slot_0_is_a_slot_when_states_arrive():
+    pool = make_pool(2, 4)
+    slots = pool.allocate_slots_batch([3, 2])
+    with pytest.raises(InvalidArgumentError, match="without a slot"):
+        pool.begin_arriving([[3, 2][slots.index(0)]])
+
+
+def test_the_order_of_free_slots_is_part_of_the_fingerprint():
+    """Ranks take slots from the top: in another order states would lie in other slots."""
+    prints = []
+    for order in ([0, 1], [1, 0]):
+        pool = make_pool(3, 4)
+        taken = pool.reserve_slots([0, 1])
+        pool.cancel_reserved([taken[index] for index in order])
+        prints.append(pool.fingerprint())
+    assert prints[0] != prints[1]
+
+
+def test_a_hash_that_an_embedder_dropped_can_be_registered_again():
+    pool = make_pool(2, 4)
+    pool.allocate_slots_batch([1])
+    pool.register_block_hashes_batch([1], [7])
+    del pool.hash_to_block_id[7]
+    pool.register_block_hashes_batch([1], [7])
+    assert pool.hash_to_block_id == {7: 1}
+
+
+def test_a_block_that_an_embedder_tied_to_a_hash_keeps_its_own():
+    pool = make_pool(3, 4)
+    pool.allocate_slots_batch([1, 2])
+    pool.register_block_hashes_batch([1], [7])
+    pool.hash_to_block_id[8] = 1
+    pool.register_block_hashes_batch([2], [8])
+    assert pool.hash_to_block_id == {7: 1, 8: 2}
+
+
+def test_the_least_hash_id_means_none():
+    pool = make_pool(2, 4)
+    pool.allocate_slots_batch([1])
+    pool.register_block_hashes_batch([1], [-(2**63)])
+    assert pool.hash_to_block_id == {}
+
+
+def test_as_many_slots_are_committed_as_blocks_are_named():
+    pool = make_pool(3, 4)
+    [slot, _] = pool.reserve_slots([1, 2])
+    with pytest.raises(InvalidArgumentError, match=r"equally long: \{'slots': 1"):
+        pool.commit_reserved([slot], [1, 2], [7, 8], saved_tokens=[1, 1])
