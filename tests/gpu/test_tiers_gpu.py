@@ -1,4 +1,4 @@
-"""The host tier on a GPU: pinned memory, copies on streams of their own, checksums on the device."""
+"""The host tier on a GPU: pinned memory, streams of its own, checksums on the device."""
 
 import pytest
 import torch
