@@ -17,6 +17,7 @@ from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.step import run_step
+from mamba_cache.bench.tiers import add_tiers_options, run_tiers
 from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
 from mamba_cache.errors import (
     BudgetError,
@@ -68,6 +69,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         add_soak_options,
     ),
     "step": Benchmark("time a step beside a plain loop, and a prompt's life", run_step),
+    "tiers": Benchmark(
+        "time spilling to host memory and loading from it, beside plain copies",
+        run_tiers,
+        add_options=add_tiers_options,
+    ),
     "ttft": Benchmark(
         "time the first token of a transformers model, with the cache and without",
         run_ttft,

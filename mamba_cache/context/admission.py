@@ -98,24 +98,29 @@ class Admitter:
                 f"request {active.request_id!r} has {active.num_tokens} tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
+        match = self._match_on_gpu(active.hashes, active.num_tokens)
         if self._tiering is not None:
-            self._tiering.poll()
-        hashes = active.hashes
-        match = self._match_on_gpu(hashes, active.num_tokens)
-        while self._tiering is not None:
-            extended = self._tiering.extend(match, hashes)
-            if not extended.loads_state:
-                break
-            load = self._tiering.read(active, extended)
-            if load is None:
-                continue  # an entry was damaged, and is not found again
-            if self._enter(active, extended, chunk_tokens, token_room, load, match.skip_tokens):
-                self._tiering.offer_used(active, extended.state_matched_blocks)
+            found = self._find_below(self._tiering, active, match)
+            if found is not None and self._enter(
+                active, found[0], chunk_tokens, token_room, found[1], match.skip_tokens
+            ):
+                self._tiering.offer_used(active, found[0].state_matched_blocks)
                 return
-            break
         self._enter(active, match, chunk_tokens, token_room)
         if self._tiering is not None:
             self._tiering.offer_used(active, match.state_matched_blocks)
+
+    def _find_below(
+        self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
+    ) -> tuple[PrefixMatch, PlannedLoad] | None:
+        """Find where a request resumes by loading, and keep the rows; None: nowhere."""
+        tiering.poll()
+        while (extended := tiering.extend(match, active.hashes)).loads_state:
+            load = tiering.read(active, extended)
+            if load is not None:
+                return extended, load
+            # An entry was damaged, and is not found again.
+        return None
 
     def _enter(  # noqa: PLR0917 (one admission, part by part)
         self,
@@ -142,9 +147,7 @@ class Admitter:
         try:
             return self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
         except BaseException:
-            if load is not None and load.leases:
-                assert self._tiering is not None, "it has read the rows"
-                self._tiering.cancel(load)
+            self._cancel_load(load)
             raise
 
     def _try_to_enter(  # noqa: PLR0917 (likewise)
@@ -255,9 +258,7 @@ class Admitter:
         load = chunk.load
         chunk = replace(chunk, lease=None, load=None).with_checkpoints((), None)
         active.chunk = chunk
-        if load is not None:
-            assert self._tiering is not None, "it has read the rows"
-            self._tiering.cancel(load)
+        self._cancel_load(load)
         if not has_state:
             chunk = self._resume_elsewhere(active, chunk)
         active.chunk = self._checkpoints.plan(active, chunk)
@@ -295,9 +296,7 @@ class Admitter:
         if chunk is not None:
             self._checkpoints.cancel(chunk)
             self._unpin(chunk.lease)
-            if chunk.load is not None:
-                assert self._tiering is not None, "it has read the rows"
-                self._tiering.cancel(chunk.load)
+            self._cancel_load(chunk.load)
         self._checkpoints.cancel_decode(active)
         active.num_shared_blocks = 0
         self._rows.give_back(active.leave_row())
@@ -314,6 +313,11 @@ class Admitter:
                 num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"
             )
         return num_tokens
+
+    def _cancel_load(self, load: PlannedLoad | None) -> None:
+        """Give back the rows that a load reads, if they were not."""
+        if load is not None and self._tiering is not None:
+            self._tiering.cancel(load)
 
     def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
         if not state_blocks:

@@ -139,7 +139,7 @@ class Tiering:
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[HostLease]]] = []
         # Offers of KV blocks by block, as long as they count.
-        self._watched: dict[int, list[_Offer]] = {}
+        self._watched: dict[int, _Offer] = {}
         self._begun: Mark | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
         kv_blocks.add_deregistration_observer(WeakCallback(self._on_deregistered))
@@ -204,9 +204,7 @@ class Tiering:
         """
         blocks = match.state_matched_blocks
         leases: list[HostLease] = []
-        first = blocks
-        if self._has_kv:
-            first = min(match.kv_matched_blocks, blocks)
+        first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
         for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
             lease = self.host.read(self._facts(active, kind, index))
@@ -228,7 +226,10 @@ class Tiering:
             self.lower.offer_used(blocks, lambda kind, index: self._facts(active, kind, index))
 
     def prefetch(
-        self, prepared: PreparedRequest, chain: BlockHashChain, match: PrefixMatch,
+        self,
+        prepared: PreparedRequest,
+        chain: BlockHashChain,
+        match: PrefixMatch,
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what a lower tier has of a request; nothing without one.
@@ -335,8 +336,7 @@ class Tiering:
             else:
                 self.host.use(load.leases)
                 self.host.count_restored(len(load.leases))
-            if seconds := load.ticket.seconds():
-                self.planner.record_load(load.ticket.num_bytes, seconds)
+            self.planner.record_load(load.ticket.num_bytes, load.ticket.seconds())
             leases, load.leases = load.leases, []
             for index, lease in enumerate(leases):
                 if index in bad:
@@ -365,7 +365,7 @@ class Tiering:
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
             if block == holder and not self.host.has(EntryKind.KV, active.hashes.digest(index)):
                 offer = _Offer(EntryKind.KV, block, self._facts(active, EntryKind.KV, index))
-                self._watched.setdefault(block, []).append(offer)
+                self._watched[block] = offer
                 self._offers.append(offer)
 
     def offer_state(self, active: ActiveRequest, position: int, slot: int) -> None:
@@ -394,10 +394,8 @@ class Tiering:
             lease = None
             if room <= 0:
                 self.host.dropped[Drop.QUEUE_FULL] += 1
-            elif self._is_there(offer):
-                lease = self.host.reserve(offer.facts)
             else:
-                self.host.dropped[Drop.GONE] += 1
+                lease = self.host.reserve(offer.facts)
             if lease is None:
                 self._forget(offer)
                 continue
@@ -480,7 +478,7 @@ class Tiering:
             mine = {each.lease.number for each in held if each.facts.key.kind is kind}
             if mine != {lease.number for lease in leases}:
                 raise InvariantError(f"rows of {kind} are held for nobody")
-        watched = {id(offer) for offers in self._watched.values() for offer in offers}
+        watched = {id(offer) for offer in self._watched.values()}
         known = [o for _, offers in self._spills for o in offers] + self._offers
         of_blocks = {id(o) for o in known if o.kind is EntryKind.KV and not o.is_gone}
         if watched != of_blocks:
@@ -542,14 +540,12 @@ class Tiering:
 
     def _forget(self, offer: _Offer) -> None:
         """Stop to watch an offer's block."""
-        offers = self._watched.get(offer.place, []) if offer.kind is EntryKind.KV else []
-        if offer in offers:
-            offers.remove(offer)
-            if not offers:
-                del self._watched[offer.place]
+        if offer.kind is EntryKind.KV and self._watched.get(offer.place) is offer:
+            del self._watched[offer.place]
 
     def _on_deregistered(self, block_ids: list[int], _: list[int]) -> None:
         """Hear that blocks were given up, before anybody else may write them."""
         for block_id in block_ids if self._watched else ():
-            for offer in self._watched.pop(block_id, ()):
+            offer = self._watched.pop(block_id, None)
+            if offer is not None:
                 offer.is_gone = True

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from mamba_cache._extras import install_hint
 from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.tiers import TierStats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Histogram
@@ -60,6 +61,22 @@ _KINDS = {
     "slots": ("Slots, by what they hold", ("free", "reserved", "cached", *_WAYS)),
 }
 """Fields of ``CacheStats`` such as "free_blocks": one metric each, with a label ``kind``."""
+
+_OF_TIERS = {
+    "stored": "Entries that arrived in a tier",
+    "restored": "Entries that a hit brought back, verified",
+    "evicted": "Entries of a tier given up for others",
+}
+_OF_TIERS_BY_REASON = {
+    "dropped": "Entries that were not stored in a tier, by reason",
+    "refused": "Entries that were looked for in a tier and not restored, by reason",
+}
+_OF_TIERS_BY_KIND = {
+    "entries": "Entries that can be found in a tier, by kind",
+    "rows": "Entries that a tier can hold, by kind",
+}
+_TIER_LABELS = {label: ["cache", "tier", label] for label in ("kind", "reason")}
+"""Fields of ``TierStats``: one metric each."""
 
 DURATION_BUCKETS = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3),
@@ -120,6 +137,13 @@ class CacheCollector(Collector):
                 for kind in kinds:
                     gauge.add_metric([name, kind], getattr(one, f"{kind}_{unit}"))
             yield gauge
+        yield from _of_tiers(
+            [
+                (name, tier)
+                for name, cache in self._caches.items()
+                for tier in getattr(cache, "tier_stats", tuple)()
+            ]
+        )
 
 
 class CallDurations:
@@ -178,6 +202,31 @@ def _counter(field: str, text: str, values: Mapping[str, float]) -> CounterMetri
     for name, value in values.items():
         counter.add_metric([name], value)
     return counter
+
+
+def _of_tiers(tiers: Sequence[tuple[str, TierStats]]) -> Iterator[Metric]:
+    """Yield the metrics of caches' tiers; none if no cache has any."""
+    if not tiers:
+        return
+    for field, text in _OF_TIERS_BY_KIND.items():
+        gauge = GaugeMetricFamily(f"mamba_cache_tier_{field}", text, labels=_TIER_LABELS["kind"])
+        for name, tier in tiers:
+            for kind, value in getattr(tier, field).items():
+                gauge.add_metric([name, tier.name, kind], value)
+        yield gauge
+    for field, text in _OF_TIERS.items():
+        counter = CounterMetricFamily(f"mamba_cache_tier_{field}", text, labels=["cache", "tier"])
+        for name, tier in tiers:
+            counter.add_metric([name, tier.name], getattr(tier, field))
+        yield counter
+    for field, text in _OF_TIERS_BY_REASON.items():
+        counter = CounterMetricFamily(
+            f"mamba_cache_tier_{field}", text, labels=_TIER_LABELS["reason"]
+        )
+        for name, tier in tiers:
+            for reason, value in getattr(tier, field).items():
+                counter.add_metric([name, tier.name, reason], value)
+        yield counter
 
 
 def _misses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:

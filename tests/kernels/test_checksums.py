@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states.checksums import TensorChecksums, bytes_of
+from mamba_cache.states.checksums import RowChecksums, TensorChecksums, bytes_of
 from mamba_cache.states.kernels import checksum, checksum_torch
 from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, ROUND_BYTES, plan_checksums
 
@@ -180,3 +180,31 @@ def test_what_cannot_be_measured():
         bytes_of(torch.ones(4)[::2])
     with pytest.raises(InvalidArgumentError, match="no memory"):
         bytes_of(torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_and_the_checksums_beside_them(backend, device):
+    """As staging rows have them: every byte of a row and of its checksums counts."""
+    size = CHUNK_BYTES + 48
+    count = RowChecksums.num_sums(size)
+    assert count == 2
+    end = -(-(size + 8 * count) // 16) * 16
+    memory = torch.randint(0, 256, (3, end), dtype=torch.uint8).to(device)
+    rows = [row[:size] for row in memory]
+    sums = [row[size : size + 8 * count].view(torch.int64) for row in memory]
+    checksums = RowChecksums(rows, sums, backend=backend)
+    twin = RowChecksums(rows, sums, backend="torch")
+    changed = torch.zeros(1, dtype=torch.int32, device=device)
+    for row in range(3):
+        checksums.write(row)
+        for each in (checksums, twin):
+            each.compare(row, changed)
+            assert not changed.item()
+    for byte in (0, 4095, CHUNK_BYTES, size - 1, size, size + 15):
+        memory[1, byte] ^= 4
+        checksums.compare(0, changed)
+        assert not changed.item()
+        checksums.compare(1, changed)
+        assert changed.item(), byte
+        memory[1, byte] ^= 4
+        changed.zero_()

@@ -5,10 +5,18 @@ from context_machine import ContextMachine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from tier_rig import KV, STATE, CopyError, LateTransfers, cached_rows, flip, flip_header
+from tier_rig import (
+    KV,
+    STATE,
+    CopyError,
+    LateTransfers,
+    always,
+    cached_rows,
+    flip,
+    flip_header,
+)
 
 from mamba_cache.context import RequestStatus
-from tier_rig import always
 
 
 class Copies(LateTransfers):
@@ -45,18 +53,44 @@ class TieredMachine(ContextMachine):
             tiering.transfers = Copies(tiering.transfers)
             tiering.planner = always()
 
+    pace = 9
+
     @property
     def copies(self):
         tiering = self.context._tiering
         return None if tiering is None else tiering.transfers
 
     @precondition(lambda self: self.copies)
-    @rule(count=st.integers(1, 4))
-    def device_gets_on(self, count):
-        self.copies.run(count)
+    @rule(
+        stems=st.lists(st.sampled_from([16, 24, 32, 40]), min_size=2, max_size=4),
+        tails=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+        turned=st.none() | st.integers(0, 10**6),
+    )
+    def traffic(self, stems, tails, turned):
+        """Requests one after the other, so that what the first ones have left is evicted."""
+        self.copies.run(9)
+        self.context._tiering.poll()
+        rows = cached_rows(self.context, STATE)
+        if turned is not None and rows:
+            bits = 8 * self.copies._transfers._layouts[STATE].payload_bytes
+            flip(self.context, STATE, rows[turned % len(rows)], turned % bits)
+        for stem, tail in zip(stems, tails, strict=False):
+            before = set(self.requests)
+            self.add(stem, [tail] * 9, {}, None, [])
+            if self.can_step():
+                self.step(None)
+            for request_id in set(self.requests) - before:
+                self.end(request_id)
 
     @precondition(lambda self: self.copies)
-    @rule(fails=st.sampled_from([(), (), ("spill",), ("load",), ("spill", "load")]))
+    @rule(pace=st.sampled_from([0, 1, 9, 9, 9, 9]))
+    def device_gets_on(self, pace):
+        """By so many copies each way now, and after each step."""
+        self.pace = pace
+        self.copies.run(pace)
+
+    @precondition(lambda self: self.copies)
+    @rule(fails=st.sampled_from([(), (), (), (), ("spill",), ("load",)]))
     def copies_fail(self, fails):
         self.copies.fails = fails
 
@@ -78,6 +112,10 @@ class TieredMachine(ContextMachine):
             layout = self.copies._transfers._layouts[kind]
             end = layout.checksums.stop
             flip(self.context, kind, row, data.draw(st.integers(0, 8 * end - 1)))
+
+    @rule(what=st.sampled_from(["requests", "slots", "slots", "requests", "everything"]))
+    def reset(self, what):
+        super().reset(what)
 
     @precondition(lambda self: self.copies)
     @rule()
@@ -136,6 +174,8 @@ class TieredMachine(ContextMachine):
                 self.requests[request_id].generated.append(token)
         self.remember_states()
         self.finish_those_with(self.longest_answer)
+        if self.copies:
+            self.copies.run(self.pace)
 
     def teardown(self):
         """Nothing is leaked: when all requests are over, and all copies, no row is held."""

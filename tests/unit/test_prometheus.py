@@ -12,6 +12,7 @@ from context_rig import generate, make_context
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
+from tier_rig import make_tiered
 
 from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
@@ -105,6 +106,29 @@ def test_several_caches_share_each_metric(seed):
     assert scrape(registry)["mamba_cache_evicted_slots_total"] == {
         labels(cache="one"): one.values["evicted_slots"],
         labels(cache="two"): two.values["evicted_slots"],
+    }
+
+
+def test_tiers_have_metrics_of_their_own():
+    context = make_tiered(num_kv_blocks=100, max_tier_copies=2)
+    generate(context, list(range(13)) * 2, 1)
+    context.host_tier.refused["missing"] += 1
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in CacheCollector({"a": context}).collect()
+        for sample in metric.samples
+        if "_tier_" in sample.name
+    }
+    assert samples == {
+        ("mamba_cache_tier_entries", "a", "host", "kv"): 2,
+        ("mamba_cache_tier_entries", "a", "host", "state"): 0,
+        ("mamba_cache_tier_rows", "a", "host", "kv"): 60,
+        ("mamba_cache_tier_rows", "a", "host", "state"): 30,
+        ("mamba_cache_tier_stored_total", "a", "host"): 2,
+        ("mamba_cache_tier_restored_total", "a", "host"): 0,
+        ("mamba_cache_tier_evicted_total", "a", "host"): 0,
+        ("mamba_cache_tier_dropped_total", "a", "host", "queue_full"): 2,
+        ("mamba_cache_tier_refused_total", "a", "host", "missing"): 1,
     }
 
 

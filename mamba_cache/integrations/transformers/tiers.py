@@ -431,9 +431,10 @@ class PrefixTiers:
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
-        self.let_go()
         if self._disk is not None:
+            self._disk.flush()
             self._disk.close()
+        self.let_go()
         self._lengths.clear()
         self._begin()
 

@@ -1,0 +1,191 @@
+"""The host tier on a GPU: pinned memory, streams of its own, checksums on the device."""
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
+from gpu_rig import BUSY_CYCLES, assert_same_bits, random_bits_, waiting_raises
+from tier_rig import KV, STATE, always, cached_rows, flip, host_stats
+
+from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
+from mamba_cache.reference import HybridModel
+from mamba_cache.tiers import (
+    CopyJob,
+    CudaTransfers,
+    HostTier,
+    RowFormat,
+    RowLayout,
+    pinner_for,
+)
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(3 * BLOCK + 6)]
+OTHERS = [[(5 * i + k) % VOCAB for i in range(3 * BLOCK + 6)] for k in range(1, 6)]
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
+
+
+class Rig:
+    """Entries of an odd shape, more of them than fit into a group of staging rows."""
+
+    def __init__(self):
+        shapes = {
+            KV: [((4, 50, 8, 2, 96), torch.bfloat16)],
+            STATE: [((3, 20, 5, 7), torch.bfloat16), ((3, 20, 70_001), torch.float32)],
+        }
+        self.tensors = {
+            kind: [
+                random_bits_(torch.empty(shape, dtype=dtype, device=DEVICE))
+                for shape, dtype in each
+            ]
+            for kind, each in shapes.items()
+        }
+        self.layouts = {kind: RowLayout(t, sums_chunks=True) for kind, t in self.tensors.items()}
+        formats = [
+            RowFormat(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
+            for kind, count in ((KV, 50), (STATE, 20))
+        ]
+        self.host = HostTier(*formats, pinner=pinner_for(DEVICE))
+        self.host.wait_for_memory()
+        self.transfers = CudaTransfers(self.layouts, self.host.memory, DEVICE)
+        self.jobs = [CopyJob(KV, place, 49 - place) for place in range(50)]
+        self.jobs += [CopyJob(STATE, place, (7 * place) % 20) for place in range(20)]
+
+    def copy(self):
+        return {kind: [t.clone() for t in each] for kind, each in self.tensors.items()}
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.transfers.wait()
+    made.host.close()
+
+
+def test_entries_come_back_to_the_bit(rig):
+    before = rig.copy()
+    torch.cuda._sleep(BUSY_CYCLES)  # what is spilled waits for what is enqueued
+    with waiting_raises():
+        spilled = rig.transfers.spill(rig.jobs)
+    assert not spilled.is_done()
+    spilled.wait()
+    for tensors in rig.tensors.values():
+        for tensor in tensors:
+            tensor.zero_()
+    torch.cuda._sleep(BUSY_CYCLES)
+    loaded = rig.transfers.load(rig.jobs)
+    assert not loaded.is_done()
+    after = rig.copy()  # on the current stream, which waits for the load
+    loaded.wait()
+    assert loaded.damaged() == []
+    assert loaded.seconds() > 0
+    assert loaded.num_bytes == sum(rig.layouts[job.kind].row_bytes for job in rig.jobs)
+    for kind, tensors in after.items():
+        for tensor, old in zip(tensors, before[kind], strict=True):
+            assert_same_bits(tensor, old)
+
+
+def test_every_turned_bit_is_found_where_it_is(rig):
+    rig.transfers.spill(rig.jobs).wait()
+    for index in (0, 17, 49, 50, 69):
+        job = rig.jobs[index]
+        layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
+        for byte in (
+            0,
+            layout.payload_bytes // 2,
+            layout.payload_bytes - 1,
+            layout.checksums.start,
+        ):
+            row[byte] ^= 128
+            ticket = rig.transfers.load(rig.jobs)
+            ticket.wait()
+            assert ticket.damaged() == [index], byte
+            row[byte] ^= 128
+
+
+def test_what_is_loaded_overwrites_only_what_is_over(rig):
+    """A kernel that still reads the destination has read the old bits."""
+    rig.transfers.spill(rig.jobs).wait()
+    [tensor] = rig.tensors[KV]
+    random_bits_(tensor)
+    old = tensor.clone()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    read = tensor.clone()
+    rig.transfers.load(rig.jobs).wait()
+    assert_same_bits(read, old)
+
+
+def make_context():
+    context = DynamicInferenceContext(
+        make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30),
+        MODEL_CONFIG.state_spec(torch.float64),
+        MODEL_CONFIG.kv_spec(torch.float64),
+        device="cuda",
+        load_planner=always(),
+    )
+    context.wait_for_tiers()
+    return context
+
+
+def answer(context, model, prompt, num_tokens=2):
+    """Greedy tokens and logits; nothing in the calls before a step's end waits for the GPU."""
+    with waiting_raises():
+        admission = context.add_request(Request(request_id="a", prompt_tokens=prompt))
+    tokens, logits = [], []
+    while len(tokens) < num_tokens:
+        status = context.status("a")
+        if status is RequestStatus.PREEMPTED:
+            context.resume_request("a")
+        elif status is RequestStatus.PREFILLING:
+            context.schedule_prefill("a")
+        with waiting_raises():
+            step = context.begin_step()
+        row = model.forward(step.metadata, context)[-1].cpu()
+        if not context.commit_step([int(row.argmax())]):
+            tokens.append(int(row.argmax()))
+            logits.append(row)
+    context.finish("a")
+    return (tokens, logits), admission
+
+
+@pytest.mark.parametrize("damages", [False, True])
+def test_a_request_resumes_from_the_host(model, damages):
+    context = make_context()
+    for prompt in (PROMPT, *OTHERS):
+        run, _ = answer(context, model, prompt)
+        assert_same_run(run, prompt)
+    context.wait_for_tiers()
+    if damages:
+        for row in cached_rows(context, STATE):
+            flip(context, STATE, row, 77)
+    run, admission = answer(context, model, PROMPT)
+    assert_same_run(run, PROMPT)
+    assert admission.loads_state
+    stats = host_stats(context)
+    assert (stats.restored > 0) != damages
+    assert stats.refused.get("payload_digest", 0) == int(damages)
+    context.check_invariants()
+    context.wait_for_tiers()
+    assert not any(context.host_tier.leases.values())
+    context.host_tier.close()
+
+
+def test_the_first_request_does_not_wait_for_the_memory(model):
+    context = DynamicInferenceContext(
+        make_config(host_cache_gb=4),
+        MODEL_CONFIG.state_spec(torch.float64),
+        MODEL_CONFIG.kv_spec(torch.float64),
+        device="cuda",
+    )
+    run, _ = answer(context, model, PROMPT)
+    assert_same_run(run, PROMPT)
+    context.wait_for_tiers()
+    [stats] = context.tier_stats()
+    assert stats.ready_rows == stats.rows
+    context.host_tier.close()

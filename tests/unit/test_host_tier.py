@@ -1,0 +1,640 @@
+"""The host tier under a context: what is spilled, what is resumed from it, and what it refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+from context_rig import (
+    MODEL,
+    MODEL_CONFIG,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+)
+from tier_rig import (
+    KV,
+    STATE,
+    FailingTransfers,
+    LateTransfers,
+    always,
+    cached_rows,
+    flip,
+    flip_header,
+    host_stats,
+    install,
+    make_tiered,
+)
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
+from mamba_cache.context.tier_memory import make_tiering
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    InvariantError,
+    RequestCapacityError,
+)
+from mamba_cache.reference import Engine, HybridModel, SamplingParams, verify_greedy_on_device
+from mamba_cache.slots import ConsumedSlotPolicy
+from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.tiers import LoadPlanner, Rates, Refusal, tenant_digest
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
+OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]
+
+
+def first(context):
+    """A prompt of three blocks, with states after two and three of them."""
+    return generate(context, PROMPT, 1, checkpoint_positions=[16])
+
+
+def evict(context):
+    """Fills the GPU with other prompts, so that nothing of the first one is left there."""
+    for prompt in OTHERS:
+        assert_same_run(generate(context, prompt, 2), prompt)
+
+
+def resume(context, *, request_id="again"):
+    run = generate(context, PROMPT, 3, request_id=request_id)
+    assert_same_run(run, PROMPT)
+    context.check_invariants()
+    return run[2]
+
+
+def fill(context):
+    first(context)
+    evict(context)
+    return context
+
+
+def test_a_request_resumes_from_what_the_gpu_has_given_up():
+    context = make_tiered()
+    assert first(context)[2].skip_tokens == 0
+    evict(context)
+    admission = resume(context)
+    assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
+    assert admission.loads_state
+    assert admission.block_ids == ()
+    assert admission.miss_reason is None
+    stats = host_stats(context)
+    assert (stats.restored, stats.refused, stats.dropped) == (4, {}, {})
+    # It is on the GPU again, and not loaded twice.
+    assert (resume(context).loaded_blocks, host_stats(context).restored) == (0, 4)
+
+
+def test_what_is_loaded_is_no_state_that_was_saved():
+    context = fill(make_tiered())
+    before = context.stats().saved_states
+    add(context, "a", [*PROMPT[:25]])
+    run_step(context)
+    assert context.stats().hits == 1
+    assert context.stats().saved_states == before
+
+
+def test_kv_blocks_on_the_gpu_are_not_loaded():
+    """The joint boundary: the state from the host, the blocks from wherever they are."""
+    context = make_tiered(num_kv_blocks=100, max_slots=3)
+    first(context)
+    context.slot_allocator.reset()
+    admission = resume(context)
+    assert (admission.loaded_blocks, admission.loads_state, admission.skip_tokens) == (0, True, 24)
+    assert admission.kv_matched_blocks == 3
+    assert host_stats(context).restored == 1
+
+
+def test_a_state_without_its_blocks_is_no_boundary():
+    context = fill(make_tiered(num_host_blocks=0))
+    assert resume(context).skip_tokens == 0
+    assert host_stats(context).entries["state"] > 0
+    assert host_stats(context).dropped == {}
+
+
+def test_blocks_without_a_state_are_no_boundary():
+    context = fill(make_tiered(num_host_states=0))
+    assert resume(context).skip_tokens == 0
+    assert host_stats(context).entries["kv"] > 0
+
+
+def test_it_resumes_at_an_earlier_boundary_if_the_last_one_is_gone():
+    context = fill(make_tiered())
+    hashes = context.prepare(_request()).hashes
+    host = context.host_tier
+    row = host._entries[STATE].pool._row_of[hashes.digest(2)]
+    flip_header(context, STATE, row, 100)
+    admission = resume(context)
+    assert admission.skip_tokens == 16
+    assert sum(host_stats(context).refused.values()) == 1
+
+
+def _request():
+    return Request(request_id="probe", prompt_tokens=PROMPT)
+
+
+def test_requests_with_another_salt_find_nothing():
+    context = fill(make_tiered())
+    assert generate(context, PROMPT, 1, cache_salt="b")[2].skip_tokens == 0
+
+
+def test_without_a_tier_there_is_none():
+    context = make_context()
+    assert context.host_tier is None
+    assert context.tier_stats() == ()
+    context.wait_for_tiers()
+    first(context)
+    assert make_context(make_config(num_host_blocks=4, num_host_states=4,
+                                    enable_prefix_caching=False)).host_tier is None  # fmt: skip
+
+
+def test_a_budget_in_bytes_is_shared_by_a_ratio():
+    config = make_config(host_cache_gb=2**-14, host_state_share=0.25)  # 16 rows of 4 KiB
+    stats = host_stats(make_context(config))
+    assert stats.rows == {"kv": 12, "state": 4}
+    assert stats.ready_rows == stats.rows
+    with pytest.raises(BudgetError, match=r"host_cache_gb=.* is too small: it holds no KV block"):
+        make_context(make_config(host_cache_gb=2**-18))
+    assert host_stats(make_context(make_config(host_cache_gb=2**-18, host_state_share=1))).rows == {
+        "kv": 0,
+        "state": 1,
+    }
+
+
+def test_models_without_attention_need_no_rows_for_blocks():
+    spec = StateSpec.mamba(
+        num_layers=2, conv_shape=(4, 3), ssm_shape=(2, 2, 2), conv_dtype=torch.float32,
+        ssm_dtype=torch.float32,
+    )  # fmt: skip
+    config = make_config(host_cache_gb=2**-14)
+    context = DynamicInferenceContext(config, spec, KVCacheSpec(0, 1, 4, torch.float32))
+    assert host_stats(context).rows == {"kv": 0, "state": 16}
+    assert context._tiering._has_kv is False
+
+
+def test_models_without_attention_resume_too():
+    """There is nothing in their blocks that would have to be there."""
+    shape = dataclasses.replace(MODEL_CONFIG, layer_pattern="MM")
+    model = HybridModel(shape, dtype=torch.float64, seed=3)
+    sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 9, "num_host_states": 30}
+    context = make_context(make_config(**sizes), model=model, load_planner=always())
+    wanted = generate(context, PROMPT, 3, model=model)[0]
+    for prompt in OTHERS:
+        generate(context, prompt, 1, model=model)
+    tokens, _, admission = generate(context, PROMPT, 3, model=model)
+    assert tokens == wanted
+    assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
+    assert host_stats(context).restored == 1
+    context.check_invariants()
+
+
+def test_what_a_tier_needs():
+    config = make_config(num_host_blocks=1, num_host_states=1)
+    spec = MODEL.config.state_spec(torch.float64)
+    with pytest.raises(InvalidArgumentError, match="a host tier needs kv_spec"):
+        DynamicInferenceContext(config, spec)
+    for name, wrong in (("load_planner", 3), ("identity", "me"), ("host_state_policy", 1)):
+        with pytest.raises(InvalidArgumentError):
+            make_context(config, **{name: wrong})
+    context = make_context(config)
+    with pytest.raises(InvalidArgumentError, match="needs a CPU or a CUDA device, got meta"):
+        make_tiering(
+            config,
+            kv_blocks=context.kv_block_allocator,
+            slots=context.slot_allocator,
+            kv_cache=torch.empty(1, 2, 3, 4, device="meta"),
+            planner=None,
+            state_policy=None,
+            identity=None,
+        )
+
+
+def test_settings_are_checked():
+    for wrong, message in (
+        ({"num_host_blocks": 1}, "or both num_host_blocks and num_host_states, got 1 and None"),
+        ({"num_host_states": 1}, "or both num_host_blocks and num_host_states, got None and 1"),
+        ({"host_cache_gb": -1}, "host_cache_gb must be a number"),
+        ({"host_cache_gb": 1, "host_state_share": 1.5}, "host_state_share must be a number"),
+        ({"num_host_states": -1, "num_host_blocks": 1}, "num_host_states must be an int"),
+        ({"max_tier_copies": -1}, "max_tier_copies must be an int"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            make_config(**wrong)
+    assert isinstance(make_config(host_cache_gb=1), CacheConfig)
+
+
+@pytest.mark.parametrize("kind", [KV, STATE])
+def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
+    """The request is preempted, computes again, and nothing of it was findable or told."""
+    context = fill(make_tiered())
+    layout = context._tiering.transfers._layouts[kind]
+    for row in cached_rows(context, kind):
+        flip(context, kind, row, 8 * layout.payload_bytes - 9)
+    before = context.stats()
+    add(context, "hurt", PROMPT)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    assert context.commit_step({"hurt": 5}) == ("hurt",)
+    assert context.status("hurt") is RequestStatus.PREEMPTED
+    assert context.output("hurt") == []
+    assert context.stats().requests == before.requests
+    context.check_invariants()
+    damaged = 3 if kind is KV else 1
+    assert host_stats(context).refused == {"payload_digest": damaged}
+    context.host_tier.clear()  # of what the other rows hold
+    assert context.match(_request()).kv_matched_blocks == 0
+    assert context.resume_request("hurt").skip_tokens == 0
+    wanted = generate(make_context(), PROMPT, 1)[1][0]
+    torch.testing.assert_close(run_step(context)["hurt"][0], wanted, rtol=0, atol=1e-9)
+    context.finish("hurt")
+    resume(context)
+
+
+def test_others_of_the_step_go_on():
+    """Their tokens are theirs, whether they are given by id or by place."""
+    for as_list in (True, False):
+        context = fill(make_tiered(num_kv_blocks=24))
+        for row in cached_rows(context, STATE):
+            flip(context, STATE, row, 3)
+        add(context, "first", [1, 2, 3])
+        add(context, "hurt", PROMPT)
+        add(context, "last", [4, 5, 6])
+        step = context.begin_step()
+        MODEL.forward(step.metadata, context)
+        assert step.sampling_ids == ("first", "hurt", "last")
+        tokens = [7, 8, 9] if as_list else {"first": 7, "hurt": 8, "last": 9}
+        assert context.commit_step(tokens) == ("hurt",)
+        assert [context.output(i) for i in ("first", "hurt", "last")] == [[7], [], [9]]
+        context.check_invariants()
+
+
+def test_tokens_that_only_the_device_knows_are_dropped_too():
+    context = fill(make_tiered(num_speculative_tokens=2, num_kv_blocks=24))
+    for row in cached_rows(context, STATE):
+        flip(context, STATE, row, 3)
+    add(context, "first", [1, 2, 3])
+    add(context, "hurt", PROMPT)
+    step = context.begin_step()
+    logits = MODEL.forward(step.metadata, context)
+    drafts = torch.full((4, 2), -1)
+    sampled = verify_greedy_on_device(logits, step.metadata, drafts)
+    assert context.commit_step(sampled) == ("hurt",)
+    assert context.collect_step().keys() == {"first"}
+    context.check_invariants()
+    context.resume_request("hurt")
+
+
+def test_a_commit_that_broke_off_still_knows_what_was_damaged():
+    context = fill(make_tiered())
+    for row in cached_rows(context, STATE):
+        flip(context, STATE, row, 3)
+    add(context, "hurt", PROMPT)
+    context.begin_step()
+    runner = context._runner
+    assert runner._verify_loads() == runner._verify_loads() == list(runner._prefills)
+    assert context.commit_step({"hurt": 1}) == ("hurt",)
+    fine = fill(make_tiered())
+    add(fine, "fine", PROMPT)
+    fine.begin_step()
+    assert fine._runner._verify_loads() == fine._runner._verify_loads() == []
+    fine.abort_step()
+    fine.check_invariants()
+
+
+REASONS = {
+    0: "magic",
+    8 * 8: "version",
+    8 * 230: "checksum",
+}
+
+
+@pytest.mark.parametrize(("bit", "reason"), REASONS.items())
+def test_a_bit_turned_in_a_header(bit, reason):
+    context = fill(make_tiered())
+    for row in cached_rows(context, STATE):
+        flip_header(context, STATE, row, bit)
+    assert resume(context).skip_tokens == 0
+    assert host_stats(context).refused == {reason: 2}
+
+
+def test_every_bit_of_a_header_and_of_the_checksums_counts():
+    context = make_tiered(num_kv_blocks=100)
+    first(context)
+    host, [row, *_] = context.host_tier, cached_rows(context, STATE)
+    entries = host._entries[STATE]
+    [facts] = [_facts(context, i) for i in (2, 3) if _row(context, STATE, i) == row]
+    lease = host.read(facts)
+    host.release(lease)
+    for bit in range(8 * 256):
+        flip_header(context, STATE, row, bit)
+        assert host._refusal(entries, facts, lease.lease) is not None, bit
+        flip_header(context, STATE, row, bit)
+    checksums = entries.format.checksums
+    for bit in range(8 * checksums.start, 8 * checksums.stop):
+        flip(context, STATE, row, bit)
+        assert host._refusal(entries, facts, lease.lease) is Refusal.PAYLOAD_DIGEST
+        flip(context, STATE, row, bit)
+    assert host._refusal(entries, facts, lease.lease) is None
+
+
+def _row(context, kind, blocks):
+    digest = context.prepare(_request()).hashes.digest(blocks - 1)
+    return context.host_tier._entries[kind].pool._row_of.get(digest)
+
+
+def _facts(context, blocks):
+    add(context, "probe", PROMPT)
+    [active] = [a for a in context._requests if a.request_id == "probe"]
+    facts = context._tiering._facts(active, STATE, blocks - 1)
+    context.finish("probe")
+    return facts
+
+
+def test_a_header_of_another_entry_is_not_believed():
+    """Swapped entries, and a row that was given to another: each field is compared."""
+    context = make_tiered(num_kv_blocks=100)
+    first(context)
+    host = context.host_tier
+    entries, facts = host._entries[STATE], _facts(context, 3)
+    lease = host.read(facts)
+    row = lease.lease.row
+    other = _row(context, STATE, 2)
+    kept = entries.headers.copy()
+    entries.headers[row] = kept[other]
+    assert host._refusal(entries, facts, lease.lease) is Refusal.DIGEST
+    entries.headers[row] = kept[row]
+    stale = dataclasses.replace(lease.lease, generation=lease.lease.generation + 1)
+    assert host._refusal(entries, facts, stale) is Refusal.GENERATION
+    host.release(lease)
+
+
+def test_copies_that_come_late_are_not_found_before_they_are_over():
+    context = make_tiered(num_kv_blocks=100)
+    late = install(context, LateTransfers)
+    first(context)
+    assert host_stats(context).entries == {"kv": 0, "state": 0}
+    context.check_invariants()
+    late.run(1)
+    add(context, "other", [1, 2])  # any call looks
+    assert host_stats(context).entries == {"kv": 3, "state": 2}
+    context.check_invariants()
+
+
+@pytest.mark.parametrize("way", ["slots", "blocks"])
+def test_what_was_given_up_while_it_was_copied_does_not_count(way):
+    context = make_tiered(num_kv_blocks=100)
+    install(context, LateTransfers)
+    first(context)
+    if way == "slots":
+        context.slot_allocator.reset()
+        expected = {"kv": 3, "state": 0}
+    else:
+        context.kv_block_allocator.deregister_blocks(range(100))
+        expected = {"kv": 0, "state": 0}  # the states go with their blocks
+    context.wait_for_tiers()
+    stats = host_stats(context)
+    assert stats.entries == expected
+    assert stats.dropped == {"gone": 5 - sum(expected.values())}
+    context.check_invariants()
+
+
+def test_what_is_written_over_while_it_was_copied_is_never_restored():
+    """The copies read what other requests have put there since."""
+    context = make_tiered()
+    late = install(context, LateTransfers)
+    first(context)
+    evict(context)
+    late.run(100)
+    resume(context)
+
+
+def test_more_copies_than_may_be_under_way_are_dropped():
+    context = make_tiered(num_kv_blocks=100, max_tier_copies=2)
+    install(context, LateTransfers)
+    first(context)
+    assert host_stats(context).dropped == {"queue_full": 3}
+    context.check_invariants()
+
+
+def test_rows_that_are_all_in_use_are_not_given_away():
+    context = make_tiered(num_kv_blocks=100, num_host_blocks=2, num_host_states=1)
+    install(context, LateTransfers)
+    first(context)
+    assert host_stats(context).dropped == {"no_row": 2}
+    context.wait_for_tiers()
+    assert host_stats(context).entries == {"kv": 2, "state": 1}
+    context.check_invariants()
+
+
+def test_a_full_tier_gives_up_what_was_used_least_recently():
+    context = make_tiered(num_host_blocks=6, num_host_states=4)
+    first(context)
+    evict(context)
+    assert resume(context).skip_tokens == 0
+    stats = host_stats(context)
+    assert stats.evicted > 0
+    assert stats.entries == {"kv": 6, "state": 4}
+
+
+def test_states_go_by_a_policy_of_slots():
+    context = make_context(
+        make_config(num_host_blocks=60, num_host_states=3, num_kv_blocks=14, max_slots=3),
+        load_planner=always(),
+        host_state_policy=ConsumedSlotPolicy(),
+    )
+    evict(fill(context))
+    assert host_stats(context).entries["state"] == 3
+    resume(context)
+    context.reset()
+    context.host_tier.clear()
+    resume(context)
+
+
+def test_a_spill_that_raises_costs_nothing_but_the_entry():
+    context = make_tiered(num_kv_blocks=100)
+    failing = install(context, FailingTransfers)
+    failing.fails = {"spill"}
+    first(context)
+    stats = host_stats(context)
+    assert (stats.stored, stats.dropped) == (0, {"copy_failed": 5})
+    context.check_invariants()
+
+
+def test_a_load_that_raises_is_computed_instead():
+    context = make_tiered()
+    failing = install(context, FailingTransfers)
+    fill(context)
+    failing.fails = {"load"}
+    add(context, "a", PROMPT)
+    while context.status("a") is not RequestStatus.DECODING:
+        if context.status("a") is RequestStatus.PREFILLING:
+            context.schedule_prefill("a")
+        sampled = run_step(context)
+    context.check_invariants()
+    wanted = generate(make_context(), PROMPT, 1)[1][0]
+    torch.testing.assert_close(sampled["a"][0], wanted, rtol=0, atol=1e-9)
+    assert host_stats(context).refused == {"copy_failed": 4}
+    context.finish("a")
+    failing.fails = set()
+    resume(context)
+
+
+@pytest.mark.parametrize("how", ["abort", "finish", "preempt", "reset", "reset all"])
+def test_loads_that_nobody_wants_any_more_leave_nothing_behind(how):
+    context = make_tiered()
+    late = install(context, LateTransfers)
+    first(context)
+    late.run(9)
+    for prompt in OTHERS:
+        generate(context, prompt, 2)
+        late.run(9)
+    assert add(context, "a", PROMPT).loads_state
+    if how in ("abort", "reset", "reset all"):
+        context.begin_step()
+        context.check_invariants()
+    if how == "abort":
+        context.abort_step()
+        context.check_invariants()
+        assert sum(map(len, context.host_tier.leases.values())) == 4  # still read
+    elif how in ("finish", "preempt"):
+        getattr(context, how)("a")
+    else:
+        context.reset(preserve_prefix_cache=how == "reset")
+    context.check_invariants()
+    context.wait_for_tiers()
+    assert not any(context.host_tier.leases.values())
+    if how == "reset all":
+        assert host_stats(context).entries == {"kv": 0, "state": 0}
+    context.check_invariants()
+    context.reset(preserve_prefix_cache=True)
+    resume(context, request_id="b")
+
+
+def test_slots_that_are_reset_before_the_step_begins():
+    """The slot that the state was to be loaded to is another's; it is planned again."""
+    context = fill(make_tiered())
+    assert add(context, "a", PROMPT).loads_state
+    context.slot_allocator.reset()
+    step = context.begin_step()
+    assert step.requests[0].start == 0
+    context.check_invariants()
+    context.abort_step()
+    context.finish("a")
+    resume(context)
+
+
+def test_without_a_slot_it_is_computed():
+    context = fill(make_tiered())
+    slots = context.slot_allocator
+    slots.reset()
+    pinned = slots.reserve_slots([0, 1, 2])
+    assert add(context, "a", PROMPT).skip_tokens == 0
+    slots.cancel_reserved(pinned)
+    context.finish("a")
+    context.check_invariants()
+
+
+def test_a_request_that_does_not_fit_leaves_no_row_held():
+    context = fill(make_tiered())
+    for number in range(4):
+        add(context, number, [number])
+    with pytest.raises(RequestCapacityError):
+        add(context, "a", PROMPT)
+    context.check_invariants()
+    assert not any(context.host_tier.leases.values())
+
+
+def test_loading_is_weighed_against_computing():
+    slow = LoadPlanner(Rates(1e3, 0.0, 1e6), learns=False)
+    context = make_context(
+        make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30),
+        load_planner=slow,
+    )
+    assert resume(fill(context)).skip_tokens == 0
+    context._tiering.planner = always()
+    context.reset(preserve_prefix_cache=True)
+    evict(context)
+    assert resume(context).skip_tokens == 24
+
+
+def test_rates_are_measured_while_it_runs():
+    context = make_context(
+        make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30)
+    )
+    planner = context._tiering.planner
+    assumed = planner.rates
+    first(context)
+    assert planner.rates.tokens_per_second != assumed.tokens_per_second
+    # What is not over yet is measured later.
+    transfers, known = context._tiering.transfers, planner.rates
+    transfers.seconds_between = lambda begun, ended: None
+    generate(context, PROMPT, 1)
+    assert planner.rates == known
+    del transfers.seconds_between
+    context._tiering.poll()
+    assert planner.rates != known
+    context._tiering.planner = always()
+    evict(context)
+    context._tiering.planner = planner
+    planner.rates = Rates(1e18, 0.0, 1e-9)
+    before = planner.rates.bytes_per_second
+    resume(context)
+    assert planner.rates.bytes_per_second != before
+
+
+def test_scrubbing_leaves_entries_and_nothing_else():
+    context = make_tiered(num_kv_blocks=100)
+    first(context)
+    context.host_tier.clear()
+    context.scrub()
+    for kind in (KV, STATE):
+        memory = context.host_tier.memory[kind]
+        assert not any(memory.row(row).any() for row in range(memory.num_rows))
+    assert not context.host_tier._entries[KV].headers.any()
+
+
+def test_an_engine_brings_damaged_requests_on_again():
+    config = make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30)
+    engine = Engine(MODEL, config)
+    engine.context._tiering.planner = always()
+    sampling = SamplingParams(max_new_tokens=4)
+    first = engine.generate([PROMPT], sampling)[0].tokens
+    for prompt in OTHERS:
+        engine.generate([prompt], sampling)
+    for row in cached_rows(engine.context, STATE):
+        flip(engine.context, STATE, row, 77)
+    assert engine.generate([PROMPT], sampling)[0].tokens == first
+    assert host_stats(engine.context).refused["payload_digest"] >= 1
+    engine.context.check_invariants()
+
+
+def test_an_identity_enters_the_keys():
+    class Mine:
+        digest, rank = b"\7" * 32, 3
+
+    context = make_tiered(num_kv_blocks=100, hash_secret=b"s")
+    context._tiering._identity = Mine()
+    first(context)
+    key = _facts(context, 3).key
+    assert (key.identity, key.rank) == (b"\7" * 32, 3)
+    assert key.tenant == tenant_digest(b"s", None)
+
+
+def test_rows_held_for_nobody_are_noticed():
+    context = make_tiered(num_kv_blocks=100)
+    first(context)
+    lease = context.host_tier.read(_facts(context, 3))
+    with pytest.raises(InvariantError, match="held for nobody"):
+        context.check_invariants()
+    context.host_tier.release(lease)
+    context._tiering._watched[3] = [object()]
+    with pytest.raises(InvariantError, match="watched for spills that there are not"):
+        context.check_invariants()
+
+
+def test_a_steady_step_without_a_tier_calls_nothing():
+    """Who sets nothing pays nothing."""
+    context = make_context()
+    assert context._runner._tiering is None
+    assert context._checkpoints._tiering is None
+    assert context._admitter._tiering is None

@@ -1,0 +1,401 @@
+"""The rows of a tier: bookkeeping without bytes, and the memory that they lie in."""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tier_rig import KV, STATE
+
+from mamba_cache._guard import CallGuard
+from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy
+from mamba_cache.tiers import (
+    CopyJob,
+    EntryFacts,
+    EntryKey,
+    HostTier,
+    PlainTransfers,
+    Refusal,
+    RowFormat,
+    RowLayout,
+    RowMemory,
+    RowPool,
+)
+from mamba_cache.tiers.memory import Pinner, plain_slab
+
+
+def digest(number):
+    return bytes([number]) * 16
+
+
+def ready(num_rows, **options):
+    pool = RowPool(num_rows, **options)
+    pool.add_rows(num_rows)
+    return pool
+
+
+def store(pool, *numbers):
+    for number in numbers:
+        assert pool.complete(pool.reserve(digest(number)))
+
+
+class RowMachine(RuleBasedStateMachine):
+    """Against a plain model: what is stored, who reads, who writes."""
+
+    @initialize(
+        num_rows=st.integers(0, 5),
+        policy=st.sampled_from([None, LruSlotPolicy, ConsumedSlotPolicy]),
+    )
+    def start(self, num_rows, policy):
+        self.pool = RowPool(num_rows, policy=policy and policy())
+        self.stored, self.readers, self.writers = {}, [], []
+
+    @precondition(lambda self: self.pool.num_ready < self.pool.num_rows)
+    @rule()
+    def grow(self):
+        self.pool.add_rows(1)
+
+    @rule(numbers=st.sampled_from([(0, 1, 2, 3)]))
+    def store_some(self, numbers):
+        for number in numbers:
+            self.reserve(number)
+            if self.writers and self.writers[-1][0] == number:
+                _, lease, alive = self.writers.pop()
+                assert self.pool.complete(lease) == alive
+                if alive:
+                    self.stored[number] = lease.row
+
+    @rule(number=st.integers(0, 7))
+    def reserve(self, number):
+        before = set(self.stored)
+        lease = self.pool.reserve(digest(number))
+        known = number in before or any(n == number for n, _, alive in self.writers if alive)
+        busy = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
+        if known or len(busy) == self.pool.num_ready:
+            assert lease is None
+            return
+        assert lease.row not in busy
+        self.stored = {n: row for n, row in self.stored.items() if row != lease.row}
+        assert len(before) - len(self.stored) <= 1
+        self.writers.append((number, lease, True))
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data(), is_written=st.booleans())
+    def end_writing(self, data, is_written):
+        number, lease, alive = self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1)))
+        if is_written:
+            assert self.pool.complete(lease) == alive
+            if alive:
+                self.stored[number] = lease.row
+        else:
+            self.pool.cancel(lease)
+        for end in (self.pool.complete, self.pool.cancel, self.pool.release):
+            with pytest.raises(DoubleFreeError):
+                end(lease)
+
+    @rule(number=st.integers(0, 4), drops=st.booleans())
+    def read(self, number, drops):
+        lease = self.pool.read(digest(number))
+        assert (lease is None) == (number not in self.stored)
+        if lease is None:
+            return
+        assert lease.row == self.stored[number]
+        if drops:
+            self.pool.drop(lease)
+            self.pool.drop(lease)
+            del self.stored[number]
+        self.pool.use([lease])
+        self.readers.append((number, lease))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def release(self, data):
+        _, lease = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        assert self.pool.is_held(lease)
+        self.pool.release(lease)
+        assert not self.pool.is_held(lease)
+
+    @rule(forgets=st.booleans())
+    def reset(self, forgets):
+        self.stored = {}
+        if forgets:
+            kept = [x for _, x in self.readers]
+            self.writers = []
+            self.pool.reset(kept)
+        else:
+            self.pool.reset()
+            self.writers = [(number, lease, False) for number, lease, _ in self.writers]
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_invariants()
+        assert len(self.pool) == len(self.stored)
+        assert sorted(self.pool.digests()) == sorted(map(digest, self.stored))
+        assert all(digest(number) in self.pool for number in self.stored)
+        assert self.pool.num_arriving == sum(alive for *_, alive in self.writers)
+        held = self.pool.num_free + self.pool.num_arriving + self.pool.num_leaving
+        assert held + len(self.stored) == self.pool.num_ready
+
+
+TestRowMachine = RowMachine.TestCase
+TestRowMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+
+
+def test_the_end_of_a_prefix_goes_before_its_beginning():
+    pool = ready(3)
+    store(pool, 1, 2, 3)
+    leases = [pool.read(digest(number)) for number in (1, 2, 3)]
+    pool.use(leases)
+    for lease in leases:
+        pool.release(lease)
+    for number, gone in ((4, 3), (5, 2), (6, 1)):
+        store(pool, number)
+        assert digest(gone) not in pool
+    assert pool.evicted_total == 3
+
+
+def test_a_row_with_two_readers_is_kept_for_the_second():
+    pool = ready(1)
+    store(pool, 1)
+    readers = [pool.read(digest(1)), pool.read(digest(1))]
+    pool.release(readers[0])
+    assert pool.reserve(digest(2)) is None
+    pool.check_invariants()
+    pool.release(readers[1])
+    assert pool.reserve(digest(2)) is not None
+
+
+def test_a_policy_of_slots_chooses():
+    policy = ConsumedSlotPolicy()
+    pool = ready(2, policy=policy)
+    store(pool, 1, 2)
+    used = pool.read(digest(1))
+    pool.use([used])
+    pool.release(used)
+    store(pool, 3)
+    assert digest(2) not in pool
+    assert digest(1) in pool
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda pool: pool._free.append(0),
+        lambda pool: pool._digests.__setitem__(0, b"x"),
+        lambda pool: pool._awaited.update({digest(1): 0}),
+        lambda pool: pool.readers.__setitem__(1, 1),
+        lambda pool: pool._leases.clear(),
+        lambda pool: pool._queue.clear(),
+        lambda pool: pool._leaving.add(2),
+    ],
+)
+def test_contradictions_are_found(spoil):
+    pool = ready(4)
+    store(pool, 1, 2)
+    pool.reserve(digest(3))
+    pool.check_invariants()
+    spoil(pool)
+    with pytest.raises(InvariantError, match="does not hold"):
+        pool.check_invariants()
+
+
+def test_rows_lie_in_slabs():
+    memory = RowMemory(4096, 5, slab_bytes=8192)
+    assert memory.num_slabs == 3
+    assert [memory.slab_bytes(i) for i in range(3)] == [8192, 8192, 4096]
+    for index in range(3):
+        memory.add_slab(plain_slab(memory.slab_bytes(index)))
+    assert memory.num_ready == 5
+    for row in range(5):
+        memory.row(row).fill_(row + 1)
+    assert [memory.buffer(row)[4095] for row in range(5)] == [1, 2, 3, 4, 5]
+    memory.buffer(3)[0] = 9
+    assert memory.row(3)[0] == 9
+    assert RowMemory(4096, 0).num_slabs == 0
+
+
+def facts(number, kind=KV, num_bytes=4096):
+    key = EntryKey(bytes(32), bytes(16), kind, digest(number))
+    return EntryFacts(key, 8, bytes(16), num_bytes)
+
+
+def make_tier(num_rows=3, **options):
+    rows = RowFormat(4096, slice(4000, 4016), num_rows)
+    return HostTier(rows, rows, **options)
+
+
+class Gate:
+    """Pins memory when it is told to."""
+
+    def __init__(self, fails=False):
+        self.opened = threading.Event()
+        self.pinned, self.unpinned, self.fails = [], [], fails
+
+    def pin(self, address, num_bytes):
+        self.opened.wait(30)
+        if self.fails:
+            raise MemoryError
+        self.pinned.append((address, num_bytes))
+
+    def unpin(self, address):
+        self.unpinned.append(address)
+
+
+def test_pinned_memory_comes_in_the_background():
+    """Nobody waits for it: entries find no row until then, and are counted."""
+    gate = Gate()
+    tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
+    assert tier.is_growing
+    assert tier.reserve(facts(1)) is None
+    assert tier.dropped == {"no_row": 1}
+    tier.poll()
+    assert tier.stats().ready_rows == {"kv": 0, "state": 0}
+    gate.opened.set()
+    tier.wait_for_memory()
+    assert not tier.is_growing
+    assert tier.stats().ready_rows == {"kv": 3, "state": 3}
+    lease = tier.reserve(facts(1))
+    tier.buffer(lease)[:] = b"\1" * 4096
+    assert tier.complete(lease)
+    tier.check_invariants()
+    assert all(address % 2**21 == 0 and size == 3 * 4096 for address, size in gate.pinned)
+    tier.close()
+    assert sorted(gate.unpinned) == sorted(address for address, _ in gate.pinned)
+    make_tier().close()
+
+
+def test_memory_that_cannot_be_pinned_is_done_without():
+    gate = Gate(fails=True)
+    gate.opened.set()
+    tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
+    tier.wait_for_memory()
+    assert not tier.is_growing
+    assert tier.stats().ready_rows == {"kv": 0, "state": 0}
+    tier.check_invariants()
+
+
+def test_memory_is_unpinned_when_the_tier_goes():
+    gate = Gate()
+    gate.opened.set()
+    tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
+    tier.wait_for_memory()
+    gone = weakref.ref(tier)
+    del tier
+    gc.collect()
+    assert gone() is None
+    assert len(gate.unpinned) == len(gate.pinned) == 2
+
+
+def test_lower_tiers_end_their_copies_later():
+    """From threads of their own; the next poll does it."""
+    tier = make_tier()
+    for refusal, is_kept in ((None, True), (Refusal.SHORT, False)):
+        lease = tier.reserve(facts(1, STATE), for_lower=True)
+        assert tier.reserve(facts(1, STATE)) is None
+        assert not any(tier.leases.values())
+        tier.buffer(lease)[:] = b"\1" * 4096
+        thread = threading.Thread(target=tier.end_later, args=(lease, refusal))
+        thread.start()
+        thread.join()
+        assert not tier.has(STATE, digest(1))
+        tier.poll()
+        assert tier.has(STATE, digest(1)) == is_kept
+        tier.check_invariants()
+        tier.clear()
+    own = tier.reserve(facts(2))
+    tier.complete(own)
+    read = tier.read(facts(2), for_lower=True)
+    tier.end_later(read, None)
+    tier.poll()
+    tier.check_invariants()
+    assert tier._lower == {}
+
+
+def test_a_reset_leaves_lower_tiers_their_rows():
+    tier = make_tier(num_rows=1)
+    late = tier.reserve(facts(1), for_lower=True)
+    tier.reset()
+    assert tier.reserve(facts(2)) is None
+    tier.end_later(late, None)
+    tier.end_later(late, None)  # a second time does nothing
+    tier.poll()
+    assert not tier.has(KV, digest(1))
+    assert tier.reserve(facts(2)) is not None
+    tier.check_invariants()
+
+
+def test_a_lower_tier_that_ended_its_lease_is_noticed():
+    tier = make_tier()
+    tier.reserve(facts(2), for_lower=True)
+    lease = tier.reserve(facts(1), for_lower=True)
+    tier.check_invariants()
+    tier._entries[KV].pool.cancel(lease.lease)
+    with pytest.raises(InvariantError, match="which was ended"):
+        tier.check_invariants()
+    other = make_tier()
+    other._entries[KV].pool.add_rows(0)
+    other._entries[KV].memory.num_ready -= 1
+    with pytest.raises(InvariantError, match=r"rows of .* are lost"):
+        other.check_invariants()
+
+
+def test_a_tier_belongs_to_a_guard():
+    tier = make_tier()
+    guard = CallGuard(tier.check_invariants)
+    tier.join(guard)
+    assert tier._guard is guard
+    assert tier.read(facts(1)) is Refusal.MISSING
+    assert tier.refused == {"missing": 1}
+
+
+def test_entries_lie_in_rows_to_the_bit():
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randn(2, 4, 3, generator=generator),
+        torch.randint(-9, 9, (1, 4, 5), generator=generator, dtype=torch.int8),
+        torch.randn(3, 4, 2, 2, generator=generator, dtype=torch.float64),
+    ]
+    layout = RowLayout(tensors)
+    assert layout.row_bytes % 4096 == 0
+    assert RowLayout([]).payload_bytes == 0
+    assert RowLayout([torch.zeros(1, 2, 70_000)], sums_chunks=True).checksums == slice(
+        280064, 280064 + 40
+    )
+    memory = RowMemory(layout.row_bytes, 2)
+    memory.add_slab(plain_slab(memory.slab_bytes(0)))
+    transfers = PlainTransfers({KV: layout}, {KV: memory})
+    before = [tensor.clone() for tensor in tensors]
+    ticket = transfers.spill([CopyJob(KV, 1, 0), CopyJob(KV, 3, 1)])
+    assert ticket.is_done()
+    ticket.wait()
+    assert ticket.num_bytes == 2 * layout.row_bytes
+    assert isinstance(ticket.seconds(), float)
+    loaded = transfers.load([CopyJob(KV, 0, 1), CopyJob(KV, 2, 0)])
+    assert loaded.damaged() == []
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old[:, [3, 1, 1, 3]])
+    memory.row(1)[layout.payload_bytes - 1] ^= 1
+    assert transfers.load([CopyJob(KV, 0, 0), CopyJob(KV, 1, 1)]).damaged() == [1]
+    transfers.wait()
+    transfers.scrub()
+    mark = transfers.mark()
+    assert transfers.seconds_between(mark, mark + 1) == 1
+
+
+def test_pages_are_touched_before_they_are_pinned():
+    gate = Gate()
+    gate.opened.set()
+    pinner = Pinner(gate.pin, gate.unpin)
+    slab = pinner.make(5 * 4096).result()
+    assert slab.dtype == torch.uint8
+    assert len(slab) == 5 * 4096
+    assert not np.any(slab.numpy())
+    pinner.close()
