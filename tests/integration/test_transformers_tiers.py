@@ -1,4 +1,4 @@
-"""The cache of a notebook survives a restart: prefixes of transformers models in host memory and on disk."""
+"""The cache of a notebook survives a restart: prefixes of transformers models below the GPU."""
 
 import json
 import os
@@ -18,6 +18,12 @@ from mamba_cache.tiers.directory import slab_path
 from mamba_cache.tiers.slab import PAGE_BYTES, row_bytes_of
 
 FAMILY = "granite 4"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The package's clock jumps in tests; the disk is waited for all the same."""
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
 
 
 @pytest.fixture(scope="module")
