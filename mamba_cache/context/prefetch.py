@@ -30,7 +30,7 @@ __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
 _ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
 """Of a disk, until it is measured."""
 
-FactsOf = Callable[[EntryKind, int], EntryFacts]
+_FactsOf = Callable[[EntryKind, int], EntryFacts]
 """What a request derives of the entry of a kind at one of its blocks."""
 
 
@@ -251,7 +251,7 @@ class LowerTierLink:
         if not self.tier.put(facts, self._host.buffer(lease), self._ending(lease)):
             self._host.release(lease)
 
-    def offer_used(self, blocks: int, facts_of: FactsOf) -> None:
+    def offer_used(self, blocks: int, facts_of: _FactsOf) -> None:
         """Offer what a hit has used and the host tier has.
 
         Args:
@@ -271,7 +271,7 @@ class LowerTierLink:
         request_id: Hashable,
         match: PrefixMatch,
         hashes: BlockHashes,
-        facts_of: FactsOf,
+        facts_of: _FactsOf,
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing.
@@ -351,7 +351,7 @@ class LowerTierLink:
         self._under_way.clear()
         self._flights.clear()
 
-    def _plan(self, match: PrefixMatch, hashes: BlockHashes, facts_of: FactsOf) -> _Plan | None:
+    def _plan(self, match: PrefixMatch, hashes: BlockHashes, facts_of: _FactsOf) -> _Plan | None:
         """Choose the boundary to bring; None if it is best to bring nothing."""
         usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
         first, on_gpu = match.state_matched_blocks, match.kv_matched_blocks
@@ -409,7 +409,7 @@ class LowerTierLink:
 
         return end
 
-    def _blocks(self, indices: range, facts_of: FactsOf) -> Iterator[EntryFacts]:
+    def _blocks(self, indices: range, facts_of: _FactsOf) -> Iterator[EntryFacts]:
         if self._has_kv:
             for index in indices:
                 yield facts_of(EntryKind.KV, index)
