@@ -29,6 +29,7 @@ from mamba_cache.integrations.transformers.batching.batcher import (
     BatchStats,
 )
 from mamba_cache.integrations.transformers.batching.calls import BatchCall, check_batcher
+from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
@@ -360,6 +361,47 @@ class PrefixCache:
             shows_progress=progress_bar,
             records_timestamps=record_timestamps,
         )
+
+    @guarded(waits=True, trusts=())
+    def prepare_batches(self) -> None:
+        """Sets up what ``generate_batch`` needs, which its first call does otherwise.
+
+        Raises:
+            InvalidArgumentError: The model cannot be served in batches.
+            BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
+            ModelChangedError: The model was moved.
+            StepOrderError: The cache is closed.
+            UnresumableModelError: The model computes something else for several requests at once.
+        """
+        self._check_ready()
+        self._ready_batcher()
+
+    @guarded(waits=True, trusts=())
+    def run_batches(self, manager: BatchManager) -> None:
+        """Lets a manager run the requests that have arrived, and those that arrive meanwhile.
+
+        Args:
+            manager: It returns when nobody waits any more.
+
+        Raises:
+            ModelChangedError: The model was moved, or its weights or settings are others.
+            StepOrderError: The cache is closed.
+        """
+        self._check_ready()
+        batcher, fingerprint = self._ready_batcher(), self._runner.fingerprint
+
+        def begin() -> None:
+            before = fingerprint.key
+            fingerprint.begin(may_differ=self._store.is_empty and batcher.is_empty)
+            if fingerprint.key != before and batcher.num_unfinished:
+                raise ModelChangedError(
+                    "the model's settings were changed while requests ran: call reset()"
+                )
+
+        begin()
+        batcher.configure()
+        batcher.warm_up(self._max_batch_size)
+        manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
         """Returns what ``generate_batch`` did so far, None before its first call."""

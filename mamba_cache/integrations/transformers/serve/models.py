@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from mamba_cache.errors import InvalidArgumentError, ModelChangedError, PoisonedError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    ModelChangedError,
+    PoisonedError,
+    UnresumableModelError,
+)
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
 
@@ -127,6 +132,7 @@ class ServedModel:
         self.cache: PrefixCache | None = None
         self._settings = settings
         self._is_tried = False
+        self._serves_batches: bool | None = None
         self._num_renewals = 0  # since the last hit
         self._told: set[str] = set()
 
@@ -144,6 +150,18 @@ class ServedModel:
             else:
                 self._tell_routers(self.model, self.cache)
         return self.cache
+
+    def batches(self) -> PrefixCache | None:
+        """Return the cache if it serves the model in batches, else say why not, once."""
+        cache = self.prepare()
+        if cache is not None and self._serves_batches is None:
+            try:
+                cache.prepare_batches()
+                self._serves_batches = True
+            except (InvalidArgumentError, UnresumableModelError) as error:
+                self._serves_batches = False
+                _log.warning("%s is served request by request: %s", self._name, error)
+        return cache if self._serves_batches else None
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Do what ``model.generate`` does, through the cache where it serves that.
