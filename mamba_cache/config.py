@@ -65,6 +65,9 @@ class CacheConfig:
             skipped and counted. Default: three for each request.
         save_decode_states: Save a state when decoding crosses a block boundary, so that the next
             turn of a conversation reuses the answer.
+        publish_decoded_blocks: Make the KV blocks that decoding fills findable. If False, an answer
+            is computed again where it comes back in a prompt, for models that compute a single
+            token otherwise than a prompt; no states are saved while decoding then.
         num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
             0, each request has ``live_rows_per_request`` live states, one for each outcome.
         restore_on_side_stream: On a GPU, restore states on a stream of their own, beside what is
@@ -100,6 +103,7 @@ class CacheConfig:
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
+    publish_decoded_blocks: bool = True
     num_speculative_tokens: int = 0
     restore_on_side_stream: bool = False
     slot_quantization: Literal["int8"] | None = None

@@ -32,6 +32,9 @@ class Checkpoints:
         kv_blocks: Where block hashes are registered.
         slots: Where slots are reserved, and checkpoints that found no room are counted.
         counters: Where saved states are counted.
+
+    Attributes:
+        publishes_decoded_blocks: Whether blocks that decoding fills become findable.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Checkpoints:
         self._counters = counters
         self._block_size = config.block_size_tokens
         self._is_on = config.enable_prefix_caching
+        self.publishes_decoded_blocks = config.publish_decoded_blocks
         self._save_decode_states = config.save_decode_states
         self._max_inside = self._room = config.checkpoints_per_step
         # States that hits have used, by slot, so that there are never more than slots.
@@ -77,7 +81,7 @@ class Checkpoints:
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
         wants = self._save_decode_states or bool(active.checkpoint_positions)
-        return self._is_on and wants
+        return self._is_on and self.publishes_decoded_blocks and wants
 
     def plan_decode(self, active: ActiveRequest) -> None:
         """Plan the checkpoint of a decoding request that may end a block in the next step.

@@ -279,7 +279,8 @@ class StepRunner:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
         hashes = active.take_over()
         if checkpoint is None:
-            self._checkpoints.publish_blocks(active, hashes)
+            if self._checkpoints.publishes_decoded_blocks:
+                self._checkpoints.publish_blocks(active, hashes)
             return
         active.checkpoint = None
         self._checkpoints.publish(active, (checkpoint,))

@@ -1,11 +1,14 @@
 """Batches of requests that come and go: each says what it says alone."""
 
+import importlib.util
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import SERVED, answers, batch, subject, tokens
+from sources import ROOT
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -194,6 +197,7 @@ def test_answers_are_reused_if_they_are_kept(nemotron, generator):
         outputs = batch(cache, [longer])
         assert answers(outputs) == [nemotron.answer(longer, 6)]
         assert cache.batch_stats().cache.skipped_tokens - before == hit
+        assert cache.batch_stats().cache.kv_matched_blocks == hit // BLOCK
 
 
 def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
@@ -209,6 +213,17 @@ def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
     output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
     assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
     cache.check_invariants()
+
+
+def test_the_example_prints_what_the_page_shows(capsys):
+    path = ROOT / "examples" / "transformers_batch.py"
+    spec = importlib.util.spec_from_file_location("transformers_batch", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.main() == 0
+    page = (ROOT / "docs" / "how-to" / "batching.md").read_text(encoding="utf-8")
+    command = "$ python examples/transformers_batch.py\n"
+    assert capsys.readouterr().out == page.split(command)[1].split("```")[0]
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, True, "half", None])

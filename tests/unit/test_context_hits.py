@@ -14,7 +14,7 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
-from mamba_cache.context import MissReason, PrefixMatch
+from mamba_cache.context import MissReason, PrefixMatch, Request
 from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, RefZeroSlotPolicy, ScoreSlotPolicy
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
@@ -123,6 +123,17 @@ def test_decode_states_can_be_left_out():
     context = make_context(make_config(save_decode_states=False))
     generate(context, PROMPT, 3 * BLOCK)
     assert context.slot_allocator.num_cached_slots == 1
+
+
+def test_what_was_decoded_can_be_left_out_altogether():
+    """Also where somebody asked for a state in the answer."""
+    context = make_context(make_config(publish_decoded_blocks=False))
+    answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])[0]
+    match = context.match(Request(request_id="next", prompt_tokens=[*PROMPT, *answer]))
+    complete = len(PROMPT) // BLOCK
+    assert (match.kv_matched_blocks, match.skip_tokens) == (complete, complete * BLOCK)
+    assert context.slot_allocator.num_cached_slots == 1
+    context.check_invariants()
 
 
 def test_superseding_spares_a_state_that_is_being_read():

@@ -58,7 +58,7 @@ class BatcherSettings:
         num_blocks: KV blocks.
         placement: Where states inside a prompt are saved, beside its last complete block.
         eviction: Which states are given up first.
-        saves_answers: Save states while decoding.
+        saves_answers: Keep what is computed while decoding.
         fewest_tokens: What a chunk of a prompt must have at least.
     """
 
@@ -187,6 +187,7 @@ class Batcher:
                 min_computed_tokens=settings.fewest_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
+                publish_decoded_blocks=settings.saves_answers,
             ),
             self._layout.state_spec,
             self._layout.kv_spec,
@@ -595,7 +596,11 @@ class Batcher:
 
     def stats(self) -> BatchStats:
         """Returns what was done so far."""
-        return BatchStats(self.context.stats(), replace(self.counts), replace(self._graphs.counts))
+        cache = self.context.stats()
+        cache = replace(
+            cache, forks=cache.forks - self.counts.moves
+        )  # a move is one, and no answer
+        return BatchStats(cache, replace(self.counts), replace(self._graphs.counts))
 
     def drop(self) -> None:
         """Ends all requests, and a step in flight; what is cached stays."""
