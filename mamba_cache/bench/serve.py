@@ -67,6 +67,8 @@ _ONE_BY_ONE_LIMITS = {"shared": 20.0}
 _STATIC_LIMITS = {"shared": 2.0, "lengths": 3.0, "rollouts": 3.0}
 _STEP_LIMIT_MS = {64: 12.0}
 _SAMPLE = 2
+_SECONDS_ON_A_GPU = 400
+"""A GPU is often lent for ten minutes; what is begun last may take one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class Outcome:
             "answers": len(self.answers),
             "of": workload.num_answers,
             "new_tokens": sum(map(len, self.answers.values())),
-            "seconds": round(self.seconds, 4),
+            "seconds": round(self.seconds, 6),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "first_token_ms": _spread_ms(self.first_seconds),
             "step_ms": _spread_ms(self.step_seconds),
@@ -413,6 +415,13 @@ def add_serve_options(command: Any) -> None:
         help="prompts that are called one by one, and one batch of each size, instead of all; "
         f"default: {_SAMPLE}, or with tiny workloads all",
     )
+    command.add_argument(
+        "--seconds",
+        type=count,
+        metavar="N",
+        help="begin nothing new after so long, and report what there is; default: on a GPU "
+        f"{_SECONDS_ON_A_GPU}, with tiny workloads no limit",
+    )
     for option, what in (
         ("--static-rows", "sizes of static batches to try"),
         ("--decode-rows", "sizes of batches whose decode steps are timed"),
@@ -426,6 +435,7 @@ def run_serve(
     workload: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
     sample: int | None = None,
+    seconds: int | None = None,
     static_rows: Sequence[int] | None = None,
     decode_rows: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -437,6 +447,8 @@ def run_serve(
         only: Some of ``WAYS``. Default: all.
         sample: So many prompts are called one by one, and one static batch of each size is
             measured, instead of all. Default: 2; of tiny workloads all.
+        seconds: Begin nothing new after so long; what was not measured counts as failed. Default:
+            400 on a GPU; for tiny workloads no limit.
         static_rows: Sizes of static batches, of which the best counts.
         decode_rows: Sizes of batches whose decode steps are timed.
 
@@ -450,7 +462,8 @@ def run_serve(
         UnsupportedVersionError: It is too old.
     """
     scale = _TINY if family == "tiny" else _FULL
-    numbers = [*(static_rows or ()), *(decode_rows or ()), *([] if sample is None else [sample])]
+    numbers = [one for one in (sample, seconds) if one is not None]
+    numbers += [*(static_rows or ()), *(decode_rows or ())]
     unknown = {*(workload or ())} - {*WORKLOADS} | {*(only or ())} - {*WAYS}
     if unknown or min(numbers, default=1) < 1:
         raise InvalidArgumentError(
@@ -471,6 +484,7 @@ def run_serve(
         workloads=make_workloads(workload or [*WORKLOADS], scale, subject.model.config.vocab_size),
         ways=[way for way in WAYS if way in (only or WAYS)],
         sample=sample if sample or scale is _TINY else _SAMPLE,
+        seconds=seconds if seconds or scale is _TINY else _SECONDS_ON_A_GPU,
         static_rows=sorted(static_rows or scale.static_rows),
         decode_rows=sorted(decode_rows or scale.decode_rows),
         steps=scale.steps,
@@ -507,6 +521,7 @@ class _Report:
         workloads: Sequence[Workload],
         ways: Sequence[str],
         sample: int | None,
+        seconds: float | None,
         static_rows: Sequence[int],
         decode_rows: Sequence[int],
         steps: int,
@@ -517,6 +532,7 @@ class _Report:
         self._workloads = workloads
         self._ways = ways
         self._sample = sample
+        self._seconds = seconds
         self._static_rows = static_rows
         self._decode_rows = decode_rows
         self._steps = steps
@@ -560,14 +576,14 @@ class _Report:
             for one in self._workloads:
                 run = partial(answer_one_by_one, subject, model, one, one.sample(self._sample))
                 self._measure("generate", one, run)
+        if "batch" in self._ways:
+            self._attempt(WAYS["batch"], self._run_batch)
         if "static" in self._ways:
             self._warm_up(lambda: subject.generate(model, self._fresh(2), max_new_tokens=8))
             for one in self._workloads:
                 self._measure_static(one)
         if "cached" in self._ways:
-            self._attempt("PrefixCache", self._run_cached)
-        if "batch" in self._ways:
-            self._attempt("generate_batch", self._run_batch)
+            self._attempt(WAYS["cached"], self._run_cached)
         for one in self._workloads:
             for way in self._ways:
                 if way not in self._outcomes[one.name]:
@@ -614,19 +630,20 @@ class _Report:
             self._figures.append(
                 Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
             )
+            for rows in self._decode_rows:
+                title = f"generate_batch: decode step of {rows} requests, host time included"
+                self._attempt(title, partial(self._add_decode_steps, title, cache, rows))
             for one in self._workloads:
                 self._measure("batch", one, partial(answer_batched, self._subject, cache, one))
-            for rows in self._decode_rows:
-                self._add_decode_steps(cache, rows)
             self._extra["batch"] = _plain(cache.batch_stats())
 
-    def _add_decode_steps(self, cache: PrefixCache, rows: int) -> None:
+    def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
         seconds = time_decode_steps(self._subject, cache, rows, self._steps)
         spread = _spread_ms(seconds)
         limit = _STEP_LIMIT_MS.get(rows) if self._has_limits else None
         self._figures.append(
             Measurement(
-                f"generate_batch: decode step of {rows} requests, host time included",
+                title,
                 spread["median"],
                 "ms",
                 limit,
@@ -655,7 +672,8 @@ class _Report:
         found = self._outcomes[workload.name]
         best = {
             way: max(outcomes, key=lambda one: one.tokens_per_second)
-            for way, outcomes in found.items()
+            for way in WAYS
+            if (outcomes := found.get(way))
         }
         for way, outcome in best.items():
             yield from _figures_of(way, workload, outcome)
@@ -677,8 +695,9 @@ class _Report:
     ) -> Iterator[Measurement]:
         """Compare the answers of all ways with those of the first one, as far as both have some."""
         answers = {
-            way: {key: answer for one in outcomes for key, answer in one.answers.items()}
-            for way, outcomes in found.items()
+            way: {key: answer for one in found[way] for key, answer in one.answers.items()}
+            for way in WAYS
+            if way in found
         }
         first, *others = answers or [""]
         for way in others:
@@ -700,6 +719,9 @@ class _Report:
 
     def _attempt(self, title: str, run: Callable[[], None]) -> None:
         """Measure something; a failure is part of the result, and the rest is measured still."""
+        if self._seconds is not None and time.perf_counter() - self._start > self._seconds:
+            self._failed[title] = f"not begun: {self._seconds} s were over"
+            return
         try:
             run()
         except torch.cuda.OutOfMemoryError as error:

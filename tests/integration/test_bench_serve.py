@@ -154,7 +154,9 @@ def test_the_result_says_what_was_measured_of_what(small, capsys):
             for outcome in outcomes:
                 if name != "rollouts" or len(outcomes) == 1:
                     assert outcome["answers"] == outcome["of"]
-                assert rate(outcome) == pytest.approx(outcome["tokens_per_second"], abs=0.01)
+                assert rate(outcome) == pytest.approx(
+                    outcome["tokens_per_second"], rel=1e-3, abs=0.01
+                )
         assert [outcome["rows"] for outcome in ways["static"]] == [2, rows]
     assert result["workloads"]["shared"]["ways"]["batch"][0]["new_tokens"] == 9
     found = by_name(result)
@@ -265,11 +267,36 @@ def test_a_way_that_gave_nothing_fails(small, monkeypatch):
     assert not result["passed"]
 
 
+def test_nothing_is_begun_when_the_time_is_over(small, monkeypatch):
+    """What was measured until then is reported: whoever kills a run gets nothing."""
+    now = [0.0]
+    monkeypatch.setattr(serve.time, "perf_counter", lambda: now[0])
+
+    def slow(subject, who, workload, prompts):
+        now[0] += 6
+        return Outcome(6, {(0, 0): [1, 2]})
+
+    monkeypatch.setattr(serve, "answer_one_by_one", slow)
+    result = run_serve(family="tiny", only=["generate", "batch"], seconds=10)
+    assert [name for name, one in result["workloads"].items() if one["ways"]] == [
+        "shared", "lengths",
+    ]  # fmt: skip
+    over = "not begun: 10 s were over"
+    assert result["failed"] == {
+        "generate, one by one, 2 x 2 rollouts": over,
+        "generate_batch": over,
+        **{f"generate_batch, {title}": "nothing was measured" for title in (
+            "3 requests, 3 new", "3 requests, 2 to 6 new", "2 x 2 rollouts",
+        )},
+    }  # fmt: skip
+    assert (result["seconds"], result["passed"]) == (12, False)
+
+
 def report(model, **outcomes):
     [one] = make_workloads(["shared"], SCALE, 512)
     made = serve._Report(
-        Subject(model), workloads=[one], ways=[*WAYS], sample=2, static_rows=[2], decode_rows=[64],
-        steps=3, has_limits=True, is_exact=False,
+        Subject(model), workloads=[one], ways=[*WAYS], sample=2, seconds=None, static_rows=[2],
+        decode_rows=[64], steps=3, has_limits=True, is_exact=False,
     )  # fmt: skip
     made._outcomes["shared"] = outcomes
     return {figure.name: figure for figure in made._compare(one)}
@@ -312,7 +339,14 @@ def test_the_spread_is_of_all_times():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sample": 0}, {"static_rows": [0]}, {"workload": ["long"]}, {"only": ["vllm"]}]
+    "wrong",
+    [
+        {"sample": 0},
+        {"seconds": 0},
+        {"static_rows": [0]},
+        {"workload": ["long"]},
+        {"only": ["vllm"]},
+    ],
 )
 def test_what_is_unknown_or_below_one_is_refused(wrong):
     with pytest.raises(InvalidArgumentError, match="at least 1"):
