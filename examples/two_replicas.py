@@ -457,7 +457,7 @@ def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
             replica, length = reply["system_fingerprint"], len(history)
             answers.append(Answer(number, turn, replica, length, predicted, skipped, new))
             history.extend(new)
-        time.sleep(0.2)  # people read: by the next question the router has heard of it
+        time.sleep(0.5)  # people read: by the next question the router has heard of it
     return answers
 
 

@@ -13,14 +13,14 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -m venv "$work/venv"
-if ! timeout 300 "$work/venv/bin/pip" install -q --only-binary=:all: \
+if ! timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q --only-binary=:all: \
     ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 2>"$work/pip.log"; then
     tail -n 3 "$work/pip.log"
     echo "SKIPPED: the wheels of vllm-router and ai-dynamo-runtime cannot be had here"
     exit 0
 fi
 # After this environment's own packages, so that what both have is theirs.
-site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PATH=$PATH:$work/venv/bin
 export PYTHONPATH=$PWD:$here:$site${PYTHONPATH:+:$PYTHONPATH}

@@ -3,6 +3,7 @@
 import random
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
 pytest.importorskip("zmq", reason="needs the extra events")
@@ -19,6 +20,7 @@ from mamba_cache.integrations.events.view import (
     Removed,
     Stored,
 )
+from mamba_cache.slots import StatesStored
 
 MODES = ("resident", "reachable")
 
@@ -135,3 +137,16 @@ def test_a_run_of_blocks_is_one_event():
     assert isinstance(event, Stored)
     assert len(event.hashes) == 6
     assert event.token_ids == [5] * 6 * BLOCK
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_waits_for_the_one_before_it(mode):
+    view = EventView(BLOCK, mode)
+    tokens = np.arange(BLOCK, dtype=np.int32)
+    view.apply(BlocksStored((1,), (11,), (None,), 10, None, tokens, BLOCK))
+    view.apply(StatesStored((0,), (1,), (11,)))
+    assert view.take_events() == []
+    view.apply(BlocksStored((0,), (10,), (None,), None, None, tokens, BLOCK))
+    blocks, state = view.take_events()
+    assert (blocks.group, len(blocks.hashes), blocks.parent) == (0, 2, None)
+    assert (state.group, state.hashes, state.parent) == (1, blocks.hashes[1:], blocks.hashes[0])
