@@ -243,7 +243,8 @@ def _hints(requests: Sequence[TraceRequest], wrong: float) -> list[bool]:
         hints.append(bool(whole) and whole[-1] in later)
         later.update(whole)
     turned = np.random.default_rng(0).random(len(hints)) < wrong
-    return [hint != is_turned for hint, is_turned in zip(reversed(hints), turned, strict=True)]
+    pairs = zip(reversed(hints), turned.tolist(), strict=True)
+    return [hint != is_turned for hint, is_turned in pairs]
 
 
 def replay(

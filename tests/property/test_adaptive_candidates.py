@@ -77,4 +77,25 @@ def test_the_tree_decides_as_its_rules_say_through_refits() -> None:
 
 
 def test_many_candidates_below_one_are_summed_by_whole_arrays() -> None:
-    _run(2, num_requests=90, max_ghosts=300, max_kept=3)
+    tree, model = CandidateTree(500), ModelTree(500)
+    nodes = {}
+    for last in range(2, 90):
+        path = [1, last] if last < 88 else [1, last, last + 100]
+        for depth in range(1, len(path) + 1):
+            prompt, twin = tree.begin_request(path, 0, 0), model.begin_request(path, 0, 0)
+            node = tree.propose(prompt, depth, CandidateKind.END_OF_PROMPT)
+            nodes[node] = model.propose(twin, depth, CandidateKind.END_OF_PROMPT)
+    first, deep = next(iter(nodes)), next(n for n, p in nodes.items() if len(p) == 3)
+    kept: list[int] = []
+    for node in (deep, first):
+        tree.keep(node)
+        model.keep(nodes[node])
+        kept.append(node)
+        values = tree.values_of(np.array(kept), tree.indices_of(np.array(kept)))
+        assert values.tolist() == [model.value_of(nodes[n]) for n in kept]
+        tree.check_invariants()
+    tree.drop(first)
+    model.drop(nodes[first])
+    values = tree.values_of(np.array([deep]), tree.indices_of(np.array([deep])))
+    assert values.tolist() == [model.value_of(nodes[deep])]
+    tree.check_invariants()

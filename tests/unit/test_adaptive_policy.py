@@ -362,3 +362,64 @@ def test_equal_calls_give_equal_fingerprints_over_500_random_steps(seed):
         assert one == other
     ranks[0].context.check_invariants()
     assert ranks[0].context.stats().refused_states > 0
+
+
+def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_published():
+    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
+    asked = StateProposal(prompt, 2, "branch", is_asked=True)
+    assert pool.reserve_slots([3], [asked]) == [3]
+    assert pool.reserve_slots([5], [asked]) == [2]
+    pool.check_invariants()
+    pool.commit_reserved([3], [3], [2])
+    pool.commit_reserved([2], [3], [2])  # another request had published its block
+    pool.check_invariants()
+    assert (pool.num_cached_slots, pool.free_count) == (1, 3)
+
+
+def test_an_unfinished_block_that_is_published_without_a_hash_is_kept_by_age():
+    pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.begin_request(PromptFacts([1], 16, 0, 1))
+    assert pool.reserve_slots([7], [StateProposal(prompt, 2, hash_ids=[1])]) == [1]
+    pool.commit_reserved([1], [7], [0])
+    pool.check_invariants()
+    assert pool.num_cached_slots == 1
+
+
+def test_a_state_that_came_without_its_prompt_may_be_named_later():
+    service = Service(4)
+    pool = service.pool
+    [block] = service.kv_blocks.allocate_memory_blocks(1)
+    pool.commit_reserved(pool.reserve_slots([block]), [block], [3])
+    prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
+    [other] = service.kv_blocks.allocate_memory_blocks(1)
+    [slot] = pool.reserve_slots([other], [StateProposal(prompt, 3)])
+    pool.cancel_reserved([slot])
+    pool.check_invariants()
+    pool.invalidate_block(block)
+    for number in range(1, 5_000):  # until both are forgotten
+        pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
+        again = pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
+        pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
+    assert service.policy.num_candidates <= 4_097
+    pool.check_invariants()
+
+
+def test_a_state_that_arrives_is_that_of_the_ghost_it_belongs_to():
+    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
+    pool.cancel_reserved(pool.reserve_slots([3], [StateProposal(prompt, 2)]))
+    before = pool.policy.num_candidates
+    copy = pool.begin_arriving([3])
+    pool.complete_arriving(copy, [3], [2])
+    assert (pool.policy.num_candidates, pool.num_cached_slots) == (before, 1)
+    pool.check_invariants()
+
+
+def test_a_tree_that_contradicts_itself_is_noticed():
+    service = Service(2)
+    service.ask(range(1, 4))
+    for node in service.policy._tree.counts_of_kept():
+        service.policy._tree._gain_at[node] += 1
+    with pytest.raises(InvariantError, match="gains and serves what it should"):
+        service.pool.check_invariants()

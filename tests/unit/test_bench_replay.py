@@ -166,3 +166,34 @@ def test_the_benchmarks_page_quotes_the_run_beside_it():
         placement = first or placement
         quoted[placement, policy] = cells.split(" | ")
     assert quoted == rates
+
+
+def test_a_budget_for_both_is_split_by_the_sizes_of_a_model():
+    result = run_replay(
+        limit=20, cache_gb=2, state_share=0.5, policies=["adaptive"], placements=["last"]
+    )
+    [record] = result["records"]
+    assert (record["slots"], record["kv_blocks"]) == (2**30 // 102_629_376, 2**30 // 2**23)
+    assert result["settings"]["cache_gb"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache_gb": 0.1}, "at least one of each"),
+        ({"cache_gb": 8, "state_share": 1}, "at least one of each"),
+        ({"cache_gb": 8, "state_share": 2}, "state_share must be"),
+        ({"cache_gb": 8, "model": "no-such-model"}, "no-such-model"),
+        ({"hints_wrong": 1.5}, "hints_wrong must be"),
+    ],
+)
+def test_budgets_and_hints_are_checked(settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        run_replay(limit=3, **settings)
+
+
+def test_right_hints_help_the_policy_that_takes_them():
+    settings = {"limit": 700, "slots": [15], "placements": ["last"], "policies": ["adaptive"]}
+    [without] = run_replay(**settings)["records"]
+    [right] = run_replay(hints_wrong=0, **settings)["records"]
+    assert right["token_hit_rate"] > without["token_hit_rate"]

@@ -235,10 +235,8 @@ class CandidateTree:
 
     def _last_before(self, prompt: PromptPath, depth: int) -> int:
         """Return the deepest candidate on a path that is not below a depth."""
-        for node in reversed(prompt.nodes):
-            if self._depth_at[node] <= depth:
-                return node
-        raise AssertionError("the root is on every path")
+        # The root is on every path.
+        return next(node for node in reversed(prompt.nodes) if self._depth_at[node] <= depth)
 
     def _use(self, node: int) -> None:
         told = self._told[node]
@@ -508,7 +506,7 @@ class CandidateTree:
         if not children:
             self._num_children_at[parent] -= 1
         children.clear()
-        if self._by_hash[self._hashes[node]] == node:
+        if self._by_hash.get(self._hashes[node]) == node:  # not one that was named later
             del self._by_hash[self._hashes[node]]
         self._edges[node] = array("q")
         self._arrays[:, node] = 0
