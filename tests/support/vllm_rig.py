@@ -1,12 +1,16 @@
 """A real vLLM on the CPU, over tiny random models of three families, and steps for it to serve."""
 
 import gc
+import importlib.util
 import os
 import random
 import warnings
 from dataclasses import dataclass, field
 
 import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: tests/engines/vllm.sh", allow_module_level=True)
 
 os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -16,7 +20,6 @@ os.environ.update(
 )
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's own imports
-    vllm = pytest.importorskip("vllm", reason="needs vLLM: tests/engines/vllm.sh")
     import torch
     import transformers
     from vllm import LLM, SamplingParams
@@ -41,8 +44,8 @@ _SHAPE = {
 
 def granite(vocabulary):
     config = transformers.GraniteMoeHybridConfig(
-        **_SHAPE, vocab_size=vocabulary, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"],
-        mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4,
+        **_SHAPE, vocab_size=vocabulary, num_hidden_layers=3,
+        layer_types=["mamba", "attention", "mamba"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4,
         mamba_expand=2, mamba_chunk_size=64, num_local_experts=0, num_experts_per_tok=0,
         shared_intermediate_size=64, position_embedding_type="nope",
     )  # fmt: skip
@@ -51,8 +54,8 @@ def granite(vocabulary):
 
 def nemotron(vocabulary):
     config = transformers.NemotronHConfig(
-        **_SHAPE, vocab_size=vocabulary, hybrid_override_pattern="M*M-", num_hidden_layers=4, head_dim=32,
-        mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1, conv_kernel=4,
+        **_SHAPE, vocab_size=vocabulary, num_hidden_layers=4,
+        hybrid_override_pattern="M*M-", head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1, conv_kernel=4,
         expand=2, chunk_size=64,
     )  # fmt: skip
     return transformers.NemotronHForCausalLM(config)
