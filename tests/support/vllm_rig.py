@@ -45,18 +45,19 @@ _SHAPE = {
 def granite(vocabulary):
     config = transformers.GraniteMoeHybridConfig(
         **_SHAPE, vocab_size=vocabulary, num_hidden_layers=3,
-        layer_types=["mamba", "attention", "mamba"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4,
-        mamba_expand=2, mamba_chunk_size=64, num_local_experts=0, num_experts_per_tok=0,
-        shared_intermediate_size=64, position_embedding_type="nope",
+        layer_types=["mamba", "attention", "mamba"], mamba_n_heads=4, mamba_d_head=32,
+        mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=64,
+        num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=64,
+        position_embedding_type="nope",
     )  # fmt: skip
     return transformers.GraniteMoeHybridForCausalLM(config)
 
 
 def nemotron(vocabulary):
     config = transformers.NemotronHConfig(
-        **_SHAPE, vocab_size=vocabulary, num_hidden_layers=4,
-        hybrid_override_pattern="M*M-", head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1, conv_kernel=4,
-        expand=2, chunk_size=64,
+        **_SHAPE, vocab_size=vocabulary, num_hidden_layers=4, hybrid_override_pattern="M*M-",
+        head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=1,
+        conv_kernel=4, expand=2, chunk_size=64,
     )  # fmt: skip
     return transformers.NemotronHForCausalLM(config)
 
