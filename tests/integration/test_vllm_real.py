@@ -261,9 +261,9 @@ class Copies:
         shape = len(model.groups), self.SLOTS, 10
         blocks = 1 + rng.permuted(np.tile(np.arange(60), (shape[0], 1)), axis=1).reshape(shape)
         self.tables = list(torch.from_numpy(blocks).int())
-        by_row = [table.flip(0).contiguous() for table in self.tables]
+        self.by_row = [table.flip(0).contiguous() for table in self.tables]  # vLLM has the address
         self.context.initialize_from_forward_context(
-            config, self.states.forward_context(), by_kind, self.tables, by_row
+            config, self.states.forward_context(), by_kind, self.tables, self.by_row
         )
 
 

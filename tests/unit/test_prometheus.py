@@ -16,8 +16,14 @@ from tier_rig import make_tiered
 
 from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.integrations.prometheus import TIMED_CALLS, CacheCollector, CallDurations
+from mamba_cache.integrations.prometheus import (
+    TIMED_CALLS,
+    AlignCollector,
+    CacheCollector,
+    CallDurations,
+)
 from mamba_cache.integrations.transformers import PrefixCacheStats
+from mamba_cache.integrations.vllm import counters
 
 DASHBOARD = ROOT / "docs" / "how-to" / "grafana_dashboard.json"
 GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
@@ -262,3 +268,22 @@ def test_the_dashboard_and_the_guide_leave_no_metric_out(exported):
     metrics = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported}
     assert {name.removesuffix("_bucket") for name in shown} == metrics
     assert listed == metrics
+
+
+def test_moves_in_block_tables_are_read_at_each_scrape(monkeypatch):
+    monkeypatch.setattr(counters, "_all_counts", [])
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(AlignCollector())
+    first, second = counters.CopyCounts(3), counters.CopyCounts(2)
+    first.steps, first.on_host[:] = 7, [2, 1]
+    second.on_device += 4
+    assert scrape(registry) == {
+        "mamba_cache_align_steps_total": {labels(): 7},
+        "mamba_cache_align_moved_requests_total": {
+            labels(when="before"): 6,
+            labels(when="after"): 5,
+        },
+        "mamba_cache_align_copied_states_total": {labels(): 3 * 3 + 8 * 2},
+    }
+    page = (ROOT / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(mamba_cache_align\w+)", page)) == set(scrape(registry))

@@ -156,7 +156,7 @@ def copy_differences(home: ModuleType) -> list[str]:
     ]
 
 
-_REQUESTS = {"fresh": (0, 5), "running": (7, 2), "resumed": (8, 1), "moving": (4, 1)}
+_REQUESTS = {"fresh": (0, 5), "running": (7, 1), "resumed": (8, 1), "moving": (4, 1)}
 """Computed and scheduled tokens of each request of a batch, where a column has four."""
 
 
