@@ -4,7 +4,7 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
 
-from mamba_cache import DeviceTokens
+from mamba_cache import DeviceTokens, Request
 from mamba_cache.context import RequestStatus, ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import EveryNthBlock, LastBlock
@@ -256,3 +256,15 @@ def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
     context.commit_step({"a": 1})
     assert not context.slot_allocator.has_state(foreign)
     assert context.stats().reserved_slots == 0
+
+
+def test_a_prepared_request_can_be_added_again_when_an_answer_has_grown_on_it(context):
+    prepared = context.prepare(Request(request_id="a", prompt_tokens=PROMPT[:BLOCK]))
+    for _ in range(2):
+        context.add_request(prepared)
+        for _ in range(BLOCK + 2):
+            run_step(context)
+        context.check_invariants()
+        assert len(prepared.hashes) == 1
+        context.finish("a")
+    assert context.match(prepared).kv_matched_blocks == 1

@@ -134,10 +134,10 @@ def _save_boundaries(
 ) -> None:
     """Say which live state of each request is at its boundary, if the step has reached that."""
     arrays = rows.arrays(metadata)
+    if arrays["boundary_slots"][0] < 0:  # they come first, so there is none
+        return
     entries = arrays["boundary_entries"][: len(decoding)]
     indices = (entries >= 0).nonzero()[0]
-    if not len(indices):
-        return
     places, saved = decoding[indices], entries[indices]
     ahead = arrays["boundary_positions"][indices] - arrays["num_computed"][places]
     reached = (ahead > 0) & (ahead <= accepted[indices])
