@@ -99,7 +99,11 @@ def draw_entry() -> None:
     steps = {
         38: (("step commits", BLOCK), ("found by hash", STATE), ("evicted", SKIPPED)),
         22: (("spilled", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),
-        6: (("second use:\nwritten, synced", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),
+        6: (
+            ("second use:\nwritten, synced", BLOCK),
+            ("found by digest", STATE),
+            ("evicted", SKIPPED),
+        ),
     }
     for bottom, name, detail in rows:
         _name(axes, bottom, name, detail)
