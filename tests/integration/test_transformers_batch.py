@@ -23,6 +23,7 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 
 ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
 """What transformers wants for several answers to a prompt, and which is as greedy as can be."""
@@ -161,6 +162,25 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert (sizes[0], sizes[-1]) == (8, 1)
     assert sizes.count(2) >= 10
     assert cache.batch_stats().counts.moves >= 2
+
+
+def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, generator, monkeypatch):
+    """Rows of the decode batch that are half-way through a prompt, of which no chunk is due."""
+    cache = nemotron.cache()
+    lengths = [17, 29, 5, 26, 2, 27, 5, 19]  # found by a search
+    prompts = [tokens(generator, n) for n in lengths]
+    find, found = BatchQueues.idle_rows, []
+
+    def idle_rows(self, bound):
+        rows = find(self, bound)
+        found.extend(rows)
+        return rows
+
+    monkeypatch.setattr(BatchQueues, "idle_rows", idle_rows)
+    config = ContinuousBatchingConfig(max_batch_tokens=BLOCK)
+    options = {"continuous_batching_config": config, "max_new_tokens": 20}
+    assert answers(batch(cache, prompts, **options)) == [nemotron.answer(p, 20) for p in prompts]
+    assert found
 
 
 @pytest.mark.parametrize("rows", [1, 2])
