@@ -33,6 +33,7 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 
 ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
 """What transformers wants for several answers to a prompt, and which is as greedy as can be."""
@@ -173,6 +174,32 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert cache.batch_stats().counts.moves >= 2
 
 
+def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, generator, monkeypatch):
+    """Rows of the decode batch that are half-way through a prompt, of which no chunk is due."""
+    cache = nemotron.cache()
+    lengths = [17, 29, 5, 26, 2, 27, 5, 19]  # found by a search
+    prompts = [tokens(generator, n) for n in lengths]
+    find, found = BatchQueues.idle_rows, []
+
+    def idle_rows(self, bound):
+        rows = find(self, bound)
+        found.extend(rows)
+        return rows
+
+    monkeypatch.setattr(BatchQueues, "idle_rows", idle_rows)
+    config = ContinuousBatchingConfig(max_batch_tokens=BLOCK)
+    options = {"continuous_batching_config": config, "max_new_tokens": 20}
+    assert answers(batch(cache, prompts, **options)) == [nemotron.answer(p, 20) for p in prompts]
+    assert found
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_little_room_for_requests_and_chunks(nemotron, generator, rows):
+    cache = nemotron.cache(max_batch_size=rows, segment_tokens=BLOCK)
+    prompts = [tokens(generator, n) for n in (3 * BLOCK + 2, 2, 1)]
+    assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
+
+
 def test_limits_of_the_batching_config(cache, nemotron, generator):
     prompts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
     config = ContinuousBatchingConfig(
@@ -223,6 +250,10 @@ def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
     output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
     assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
     cache.check_invariants()
+    batches, both = cache.batch_stats().cache, cache.stats()
+    assert (batches.requests, both.requests) == (1, 2)
+    assert sum(both.misses.values()) == 2
+    assert both.free_slots + both.cached_slots == 10
 
 
 def test_what_lies_in_host_memory_stays_when_batches_take_their_share(nemotron, generator):

@@ -6,7 +6,9 @@ import copy
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
+from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -523,8 +526,14 @@ class PrefixCache:
         return self._store.layout.block_size_tokens
 
     def stats(self) -> PrefixCacheStats:
-        """Returns what the cache did so far, what that took and saved, and what it holds now."""
-        return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
+        """Returns what the cache did so far, what that took and saved, and what it holds now.
+
+        What ``generate_batch`` did and holds is in it, but for seconds and ``bytes_per_slot``.
+        """
+        stats, batcher = self._store.stats(), self._batcher
+        if batcher is not None:
+            stats = _join_stats(stats, batcher.stats().cache)
+        return PrefixCacheStats.of(stats, self._costs.spent)
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
@@ -689,6 +698,17 @@ def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:
     most = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
     return max(most // block_size_tokens, 1) * block_size_tokens
+
+
+def _join_stats(stats: CacheStats, of_batches: CacheStats) -> CacheStats:
+    """Adds what two parts of a cache did and hold."""
+    joined: dict[str, Any] = {
+        one.name: getattr(stats, one.name) + getattr(of_batches, one.name)
+        for one in fields(CacheStats)
+        if one.name not in ("misses", "bytes_per_slot")
+    }
+    misses = Counter(stats.misses) + Counter(of_batches.misses)
+    return CacheStats(**joined, misses=dict(misses), bytes_per_slot=stats.bytes_per_slot)
 
 
 def _chunk_tokens(segment_tokens: int, block_size_tokens: int) -> int:

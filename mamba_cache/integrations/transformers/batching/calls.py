@@ -179,6 +179,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
     generator = torch.Generator().manual_seed(2)
     longest = batcher.context.config.max_sequence_length - 1
     count = min(batcher.context.max_requests, 3)
+    longest = min(longest, batcher.context.config.max_tokens // count)
     lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
     prompts = [
         torch.randint(runner.vocabulary, (length + 1,), generator=generator, device="cpu").tolist()
