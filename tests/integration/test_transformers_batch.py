@@ -163,6 +163,13 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert cache.batch_stats().counts.moves >= 2
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_little_room_for_requests_and_chunks(nemotron, generator, rows):
+    cache = nemotron.cache(max_batch_size=rows, segment_tokens=BLOCK)
+    prompts = [tokens(generator, n) for n in (3 * BLOCK + 2, 2, 1)]
+    assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
+
+
 def test_limits_of_the_batching_config(cache, nemotron, generator):
     prompts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
     config = ContinuousBatchingConfig(
@@ -213,6 +220,10 @@ def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
     output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
     assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
     cache.check_invariants()
+    batches, both = cache.batch_stats().cache, cache.stats()
+    assert (batches.requests, both.requests) == (1, 2)
+    assert sum(both.misses.values()) == 2
+    assert both.free_slots + both.cached_slots == 10
 
 
 def test_the_example_prints_what_the_page_shows(capsys):

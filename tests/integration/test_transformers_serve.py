@@ -1,6 +1,5 @@
 """transformers' own server on loopback with prefix caches behind it, driven by OpenAI's client."""
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -12,8 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
@@ -27,15 +24,26 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
+from serve_rig import (  # noqa: E402
+    BLOCK,
+    CHATML,
+    NEW,
+    OPENING,
+    SERVED,
+    SETTINGS,
+    SPECIAL,
+    STRIPPING,
+    TOKENS,
+    Server,
+    make_tokenizer,
+    save,
+)
 from sources import ROOT  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
-from transformers.cli.serve import Serve  # noqa: E402
 from transformers.cli.serving import chat_completion, model_manager, utils  # noqa: E402
 from transformers_rig import make_model  # noqa: E402
 
@@ -48,56 +56,6 @@ from mamba_cache.errors import (  # noqa: E402
 )
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
-
-BLOCK = 16
-SETTINGS = {
-    "mamba_cache_gb": 0.02,
-    "kv_cache_gb": 0.02,
-    "block_size_tokens": BLOCK,
-    "measure_costs": False,
-}
-NEW = 12
-
-CHATML = (
-    "{% if greeting %}{{ greeting }}{% endif %}"
-    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-STRIPPING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Drops what was thought in earlier turns; the next turn begins as this prompt ends."""
-
-OPENING = STRIPPING + "{% if add_generation_prompt %}<think>\n{% endif %}"
-"""Opens the thought itself, so that the next turn parts from the prompt before its end."""
-
-
-def make_tokenizer(template):
-    """A character of ASCII a token, so that an answer's text tells its tokens."""
-    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # space and newline
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return fast
-
-
-def save(folder, model, template=CHATML):
-    tokenizer = make_tokenizer(template)
-    # Their text is not in an answer; without them each token is one character of it.
-    model.generation_config.suppress_tokens = tokenizer.all_special_ids
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-TOKENS = len(make_tokenizer(CHATML))
-SPECIAL = {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
 
 
 @pytest.fixture(scope="module")
@@ -117,76 +75,6 @@ def folders(tmp_path_factory):
     torch.manual_seed(0)
     found["llama"] = save(root / "llama", LlamaForCausalLM(llama).eval())
     return found
-
-
-class ClosingServe(Serve):
-    """Closes its event loop in the end, which the library leaves to the garbage collector."""
-
-    def start_server(self):
-        def run():
-            with contextlib.closing(asyncio.new_event_loop()) as loop:
-                loop.run_until_complete(self.server.serve())
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
-
-
-class Server:
-    """A server that runs, and clients of it."""
-
-    def __init__(self, **options):
-        options = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "port": 0, **options}
-        self.serve = ClosingServe(**options, non_blocking=True)
-        uvicorn = self.serve.server
-        while not uvicorn.started:
-            assert self.serve._thread.is_alive()
-            threading.Event().wait(0.01)
-        port = uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def close(self):
-        self.client.close()
-        self.serve.kill_server()
-        self.serve._thread.join()
-
-    def chat(self, model, messages, **options):
-        options = {"max_tokens": NEW, "temperature": 0, **options}
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        return self.client.chat.completions.create(model=model, messages=messages, **options)
-
-    def post(self, path, body):
-        """Status and body of a raw request's answer."""
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self.url + path, body, headers)
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    def get(self, path):
-        with urllib.request.urlopen(self.url + path) as answer:
-            return answer.read().decode()
-
-    def timed(self, folder):
-        """What the server keeps of a model, which is loaded if it is not."""
-        manager, name = self.serve._model_manager, f"{folder}@main"
-        manager.load_model_and_processor(name)
-        return manager.loaded_models[name]
-
-    def served(self, folder):
-        return SERVED[-1].find(self.timed(folder).model)
-
-    def check(self, folder):
-        """The books of a model's cache, once what ran has ended."""
-        self.served(folder).cache.check_invariants()
-
-
-SERVED = []
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,39 @@ def test_a_step_describes_all_of_each_request(context):
     assert step.sampling_ids == ("decoding",)
 
 
+def test_a_step_tells_what_embedders_that_compute_its_parts_apart_need():
+    """Its chunks with the slots inside them, the rows that decode, and the metadata's tensors."""
+    context = make_context(make_config(), placement=EveryNthBlock(1))
+    add(context, "decoding", OTHER)
+    run_step(context)
+    add(context, "new", PROMPT)
+    step = context.begin_step()
+    [new] = step.prefills
+    assert new == step.requests[1]
+    assert [position for position, _ in new.checkpoints] == [BLOCK, 2 * BLOCK, 3 * BLOCK]
+    slots = step.metadata.checkpoint_slots[:3].tolist()
+    assert [slot for _, slot in new.checkpoints] == slots
+    assert step.decode_rows.tolist() == step.metadata.request_rows[:1].tolist()
+    assert step.requests[0].checkpoints == ()
+    for name, tensor in context.step_buffers.tensors.items():
+        assert getattr(step.metadata, name) is tensor
+
+
+def test_the_lowest_free_row_is_taken_next():
+    context = make_context(make_config(max_requests=4))
+    for name in "abcd":
+        add(context, name, OTHER)
+    run_step(context)
+    for name in "dbc":
+        context.finish(name)
+    taken = []
+    for name in "xyz":
+        add(context, name, OTHER)
+        taken.append(context.begin_step([]).metadata.state_rows[0].item())
+        context.commit_step({name: 1})
+    assert taken == [1, 2, 3]
+
+
 def test_tokens_are_skipped_by_the_first_chunk_alone(context):
     generate(context, PROMPT, 1)
     add(context, "hit", PROMPT, chunk_tokens=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey
+from mamba_cache.context import CacheStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -28,6 +31,7 @@ from mamba_cache.integrations.transformers.batching.batcher import (
     BatchStats,
 )
 from mamba_cache.integrations.transformers.batching.calls import BatchCall, check_batcher
+from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
@@ -332,6 +336,47 @@ class PrefixCache:
             records_timestamps=record_timestamps,
         )
 
+    @guarded(waits=True, trusts=())
+    def prepare_batches(self) -> None:
+        """Sets up what ``generate_batch`` needs, which its first call does otherwise.
+
+        Raises:
+            InvalidArgumentError: The model cannot be served in batches.
+            BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
+            ModelChangedError: The model was moved.
+            StepOrderError: The cache is closed.
+            UnresumableModelError: The model computes something else for several requests at once.
+        """
+        self._check_ready()
+        self._ready_batcher()
+
+    @guarded(waits=True, trusts=())
+    def run_batches(self, manager: BatchManager) -> None:
+        """Lets a manager run the requests that have arrived, and those that arrive meanwhile.
+
+        Args:
+            manager: It returns when nobody waits any more.
+
+        Raises:
+            ModelChangedError: The model was moved, or its weights or settings are others.
+            StepOrderError: The cache is closed.
+        """
+        self._check_ready()
+        batcher, fingerprint = self._ready_batcher(), self._runner.fingerprint
+
+        def begin() -> None:
+            before = fingerprint.key
+            fingerprint.begin(may_differ=self._store.is_empty and batcher.is_empty)
+            if fingerprint.key != before and batcher.num_unfinished:
+                raise ModelChangedError(
+                    "the model's settings were changed while requests ran: call reset()"
+                )
+
+        begin()
+        batcher.configure()
+        batcher.warm_up(self._max_batch_size)
+        manager.run(batcher, begin)
+
     def batch_stats(self) -> BatchStats | None:
         """Returns what ``generate_batch`` did so far, None before its first call."""
         return None if self._batcher is None else self._batcher.stats()
@@ -434,8 +479,14 @@ class PrefixCache:
         return past
 
     def stats(self) -> PrefixCacheStats:
-        """Returns what the cache did so far, what that took and saved, and what it holds now."""
-        return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
+        """Returns what the cache did so far, what that took and saved, and what it holds now.
+
+        What ``generate_batch`` did and holds is in it, but for seconds and ``bytes_per_slot``.
+        """
+        stats, batcher = self._store.stats(), self._batcher
+        if batcher is not None:
+            stats = _join_stats(stats, batcher.stats().cache)
+        return PrefixCacheStats.of(stats, self._costs.spent)
 
     def break_even_tokens(self, new_tokens: int = 256) -> int | None:
         """Returns from how many cached tokens on a hit wins, by what was measured in calls.
@@ -589,6 +640,17 @@ def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:
     most = _SEGMENT_WITH_KERNELS if capture and capture.has_kernels else _SEGMENT_OF_REFERENCE
     return max(most // block_size_tokens, 1) * block_size_tokens
+
+
+def _join_stats(stats: CacheStats, of_batches: CacheStats) -> CacheStats:
+    """Adds what two parts of a cache did and hold."""
+    joined: dict[str, Any] = {
+        one.name: getattr(stats, one.name) + getattr(of_batches, one.name)
+        for one in fields(CacheStats)
+        if one.name not in ("misses", "bytes_per_slot")
+    }
+    misses = Counter(stats.misses) + Counter(of_batches.misses)
+    return CacheStats(**joined, misses=dict(misses), bytes_per_slot=stats.bytes_per_slot)
 
 
 def _chunk_tokens(segment_tokens: int, block_size_tokens: int) -> int:

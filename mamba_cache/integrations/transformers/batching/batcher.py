@@ -321,9 +321,13 @@ class Batcher:
         """Requests that are not over."""
         return len(self._queues)
 
-    def warm_up(self) -> None:
-        """Captures the decode step for the batches that may come, while nobody runs."""
-        count = min(self._limits[1], max(self._num_unfinished, 1))
+    def warm_up(self, most_requests: int | None = None) -> None:
+        """Captures the decode step for the batches that may come, while nobody runs.
+
+        Args:
+            most_requests: How many requests may run at once; None: those that wait.
+        """
+        count = min(self._limits[1], max(most_requests or self._num_unfinished, 1))
         largest = self._size_for(count)
         parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
         lies_at = tuple(tensor.data_ptr() for tensor in parameters)
@@ -565,6 +569,15 @@ class Batcher:
         request.end()
         self._num_unfinished -= 1
         return request
+
+    def cancel(self, request: BatchRequest) -> None:
+        """Ends a request between two steps; what it cached stays findable."""
+        self._queues.cancel(request)
+        self._end(request)
+
+    def draw_seed(self) -> int:
+        """Draws a seed from PyTorch's generator."""
+        return int(torch.randint(2**62, (), device="cpu"))
 
     @property
     def is_empty(self) -> bool:

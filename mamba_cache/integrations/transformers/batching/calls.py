@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prompts import read_prompt
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
-__all__ = ["BatchCall", "check_batcher"]
+__all__ = ["BatchCall", "answer_output", "check_batcher", "failed_output"]
 
 _PROMPT_SEED = 0x9E3779B97F4A7C15
 _TOLERANCES = {True: 1e-3, False: 0.15}
@@ -135,7 +135,9 @@ class BatchCall:
                     self._end_stream(request)
                 bar.update(len(over))
         ordered = [one for answers in made for one in (*answers[1:], answers[0])]
-        return {one.request_id: _output(one, records_timestamps) for one in ordered}
+        return {
+            one.request_id: answer_output(one, has_timestamps=records_timestamps) for one in ordered
+        }
 
     def _submit(self, batcher: Batcher, index: int) -> list[BatchRequest]:
         request_id, streamer = f"req_{index}", self._streamers[index]
@@ -177,6 +179,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
     generator = torch.Generator().manual_seed(2)
     longest = batcher.context.config.max_sequence_length - 1
     count = min(batcher.context.max_requests, 3)
+    longest = min(longest, batcher.context.config.max_tokens // count)
     lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
     prompts = [
         torch.randint(runner.vocabulary, (length + 1,), generator=generator, device="cpu").tolist()
@@ -242,26 +245,47 @@ def _why_eager(use_cuda_graph: Any) -> str:
     return "use_cuda_graph is False" if is_off else ""
 
 
-def _output(request: BatchRequest, records_timestamps: bool) -> Any:
-    try:
-        library = importlib.import_module("transformers.generation.continuous_batching.requests")
-        kind, statuses = library.GenerationOutput, library.RequestStatus
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no GenerationOutput: use a version "
-            "that mamba_cache was tested with (docs/how-to/transformers.md)"
-        ) from error
+def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
+    """Returns a ``GenerationOutput`` of a request.
+
+    Args:
+        request: It may not be over yet.
+        has_timestamps: Say when each token was there.
+
+    Raises:
+        UnsupportedVersionError: transformers has no such thing.
+    """
+    kind, statuses = _output_types()
+    status = statuses.FINISHED if request.error is None else statuses.FAILED
     return kind(
         request_id=request.request_id,
         prompt_ids=request.prompt,
         generated_tokens=list(request.answer),
         logprobs=list(request.logprobs),
         error=request.error,
-        status=statuses.FINISHED if request.error is None else statuses.FAILED,
+        status=status if request.is_over else statuses.DECODING,
         created_time=request.created_time,
         lifespan=(request.started_time, request.finished_time),
-        timestamps=list(request.timestamps) if records_timestamps else None,
+        timestamps=list(request.timestamps) if has_timestamps else None,
     )
+
+
+def failed_output(request_id: str, prompt: Sequence[int], error: BaseException) -> Any:
+    """Returns a ``GenerationOutput`` of a request that could not begin, or go on."""
+    kind, statuses = _output_types()
+    message = str(error) or repr(error)
+    return kind(request_id, list(prompt), error=message, status=statuses.FAILED)
+
+
+def _output_types() -> tuple[Any, Any]:
+    try:
+        library = importlib.import_module("transformers.generation.continuous_batching.requests")
+        return library.GenerationOutput, library.RequestStatus
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedVersionError(
+            f"transformers {transformers().__version__} has no GenerationOutput: use a version "
+            "that mamba_cache was tested with (docs/how-to/transformers.md)"
+        ) from error
 
 
 def _progress(total: int, *, is_shown: bool) -> Any:

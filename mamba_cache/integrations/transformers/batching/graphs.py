@@ -96,7 +96,10 @@ class DecodeGraphs:
             # Whatever a model does that cannot be captured. Nothing of it may stay.
             torch.cuda.synchronize(self.device)
             self._graphs.clear()
-            self._refusal = f"the model's decode step cannot be captured: {error!r}"
+            cause: BaseException = error
+            while cause.__context__ is not None:  # the end of a capture that failed fails as well
+                cause = cause.__context__
+            self._refusal = f"the model's decode step cannot be captured: {cause!r}"
         finally:
             self.quiet()
             torch.cuda.synchronize(self.device)

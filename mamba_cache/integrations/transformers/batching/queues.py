@@ -145,6 +145,12 @@ class BatchQueues:
         self._context.finish(request.key)
         self._forget(request)
 
+    def cancel(self, request: BatchRequest) -> None:
+        """Ends a request that nobody waits for any more, between two steps."""
+        if request.key in self.running or request.key in self._preempted:
+            self._context.finish(request.key)
+        self._forget(request)
+
     def end_chunk(self, request: BatchRequest, num_computed: int, *, decodes: bool) -> None:
         """Takes note that a chunk was computed.
 
@@ -233,6 +239,7 @@ class BatchQueues:
         del self._waiting[request.key]
         request.branch_positions.update(positions)
         self._number(request)
+        request.cached_tokens = admission.skip_tokens
         self._begin(request, admission.skip_tokens)
         return admission.chunk_tokens
 

@@ -34,6 +34,7 @@ class BatchRequest:
         most_tokens: Of its answer, as many as it may have and as there is room for.
         error: Why it could not run.
         is_over: It has ended, one way or the other.
+        cached_tokens: Of its prompt, not computed when it was first admitted.
         computed: Tokens that it had computed before the chunk that is scheduled.
         admitted: Its number in the order of admissions; -1 before.
         waited_steps: Steps in which it let others go first.
@@ -57,6 +58,7 @@ class BatchRequest:
     most_tokens: int = 0
     error: str | None = None
     is_over: bool = False
+    cached_tokens: int = 0
     computed: int = 0
     admitted: int = -1
     waited_steps: int = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnsupportedVersionError,
 )
+from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.serve.models import ServedModels
@@ -51,13 +54,15 @@ def install(
     reuse_answers: bool = True,
     weights_check: WeightsCheck = "sample",
     measure_costs: bool = True,
+    max_batch_size: int = 64,
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
     Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
     before the server is made: ``transformers.cli.serve.Serve(...)``. Requests are served as ever; a
     model that cannot be cached, and a request that its cache does not serve, go past it with one
-    warning in the log ``mamba_cache`` that names the reason. Continuous batching is left alone.
+    warning in the log ``mamba_cache`` that names the reason. With continuous batching hybrid models
+    are batched by their caches, and others as ever.
 
     Args:
         mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
@@ -70,6 +75,7 @@ def install(
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
         measure_costs: Pass over what is known not to pay.
+        max_batch_size: Requests that run at once, with continuous batching.
 
     Raises:
         InvalidArgumentError: A setting is out of range, whatever the model.
@@ -86,6 +92,7 @@ def install(
         check_int("segment_tokens", segment_tokens, minimum=1)
     check_kind("reuse_answers", reuse_answers, bool)
     check_kind("measure_costs", measure_costs, bool)
+    check_int("max_batch_size", max_batch_size, minimum=1)
     for name, value, allowed in (
         ("on_unresumable", on_unresumable, ("error", "step")),
         ("weights_check", weights_check, ("full", "sample", "off")),
@@ -105,6 +112,8 @@ def install(
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
             "measure_costs": measure_costs,
+            "max_batch_size": max_batch_size,
+            "batch_share": 1,  # with continuous batching nothing else uses a model's cache
         }
     )
     found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
@@ -181,6 +190,70 @@ def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..
     @wraps(original)
     def generate(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, served.asked(model), *args, **kwargs)
+
+    return generate
+
+
+def _use_batches(served: ServedModels, original: Callable[..., bool]) -> Callable[..., bool]:
+    """The choice of continuous batching: a hybrid model has it where its cache can."""
+
+    @wraps(original)
+    def use_continuous_batching(self: Any, model: Any, modality: Any) -> bool:
+        if not original(self, model, modality):
+            return False
+        one = served.find(model)
+        return one is None or one.prepare() is None or one.batches() is not None
+
+    return use_continuous_batching
+
+
+def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
+    """What makes the manager of batches: that of the model's cache, if it has one."""
+
+    @wraps(original)
+    def init_cb(self: Any, model: Any, gen_config: Any) -> None:
+        one = served.find(model)
+        cache = None if one is None else one.batches()
+        if cache is None:
+            original(self, model, gen_config)
+        elif self._cb is None:
+            self._cb = BatchManager(cache, _describe_arrival, model)
+            self._cb.start()
+
+    return init_cb
+
+
+_arriving: ContextVar[tuple[Any, Any]] = ContextVar("_arriving")
+"""Configuration and tokenizer of the request that is handed to a manager of batches."""
+
+
+def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
+    """Return what is known of the request that is being answered."""
+    config, processor = _arriving.get()
+    config = copy.copy(config)
+    config.use_cache = True  # for the library's own batches the server says that there is none
+    request, tokenizer = current_request.get(), getattr(processor, "tokenizer", processor)
+    if request is None:
+        return ArrivalDetails(config, tokenizer)
+    served, checkpoints = request, []
+    with suppress(Exception):  # the server has read the request already, in its own way
+        checkpoints = served.checkpoints(tokenizer, tokens)
+
+    def tell_cached(count: int) -> None:
+        served.cached_tokens = count
+
+    return ArrivalDetails(config, tokenizer, served.cache_salt, checkpoints, tell_cached)
+
+
+def _batched(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A manager of batches, which hands on no more of a configuration than two lengths."""
+
+    @wraps(original)
+    def generate(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
+    ) -> Any:
+        _arriving.set((gen_config, processor))
+        return original(self, model, processor, inputs, gen_config, *args, **kw)
 
     return generate
 
@@ -303,6 +376,10 @@ class _Entrance:
 _REPLACEMENTS: dict[str, _Make] = {
     "utils.GenerateManager.generate_streaming": _generate,
     "utils.GenerateManager.generate_non_streaming": _generate,
+    "utils.GenerationState.use_continuous_batching": _use_batches,
+    "utils.CBGenerateManager.init_cb": _init_batches,
+    "utils.CBGenerateManager.generate_streaming": _batched,
+    "utils.CBGenerateManager.generate_non_streaming": _batched,
     "utils.BaseHandler.get_processor_inputs_from_messages": _read_messages,
     "model_manager.TimedModel.__init__": _load,
     "model_manager.TimedModel.delete_model": _unload,

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from mamba_cache.errors import InvalidArgumentError, ModelChangedError, PoisonedError
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    ModelChangedError,
+    PoisonedError,
+    UnresumableModelError,
+)
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
 
@@ -84,6 +89,7 @@ class ServedModel:
         self.cache: PrefixCache | None = None
         self._settings = settings
         self._is_tried = False
+        self._serves_batches: bool | None = None
         self._num_renewals = 0  # since the last hit
         self._told: set[str] = set()
 
@@ -99,6 +105,18 @@ class ServedModel:
             except Exception as error:  # whatever a model raises that was not made for it
                 self._give_up(error)
         return self.cache
+
+    def batches(self) -> PrefixCache | None:
+        """Return the cache if it serves the model in batches, else say why not, once."""
+        cache = self.prepare()
+        if cache is not None and self._serves_batches is None:
+            try:
+                cache.prepare_batches()
+                self._serves_batches = True
+            except (InvalidArgumentError, UnresumableModelError) as error:
+                self._serves_batches = False
+                _log.warning("%s is served request by request: %s", self._name, error)
+        return cache if self._serves_batches else None
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Do what ``model.generate`` does, through the cache where it serves that.

@@ -1,0 +1,268 @@
+"""Requests that arrive one by one, from other threads, and are batched with those that run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from mamba_cache.blocks import ExtraKey
+from mamba_cache.errors import MambaCacheError, ModelChangedError, PoisonedError
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
+from mamba_cache.integrations.transformers.batching.requests import BatchRequest
+
+__all__ = ["ArrivalDetails", "BatchManager", "BatchRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalDetails:
+    """What the server knows of a request beside its prompt.
+
+    Attributes:
+        config: Its ``GenerationConfig``.
+        tokenizer: For stop strings.
+        cache_salt: Prompts of different salts never share anything.
+        checkpoints: Positions at which others will branch off.
+        tell_cached: Called with the tokens of the prompt that were not computed.
+    """
+
+    config: Any
+    tokenizer: Any = None
+    cache_salt: ExtraKey = None
+    checkpoints: Sequence[int] = ()
+    tell_cached: Callable[[int], None] | None = None
+
+
+class BatchRunner(Protocol):
+    """Who lets a manager use the model: a ``PrefixCache``."""
+
+    def run_batches(self, manager: BatchManager) -> None:
+        """Call ``manager.run`` with a batcher, alone with the model."""
+
+    def reset(self) -> None:
+        """Forget all that is cached."""
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A request that somebody waits for.
+
+    Attributes:
+        request_id: Its name.
+        tokens: Its prompt.
+        details: See there.
+        is_streaming: Every token is told as it comes.
+        request: What runs of it; None before.
+        is_cancelled: Nobody waits for it any more.
+        deliver: Hands an output to who waits; None before he says how.
+        num_told: Tokens of it that were.
+    """
+
+    request_id: str
+    tokens: list[int]
+    details: ArrivalDetails
+    is_streaming: bool
+    request: BatchRequest | None = None
+    is_cancelled: bool = False
+    deliver: Callable[[Any], None] | None = None
+    num_told: int = 0
+
+
+class BatchManager:
+    """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
+
+    It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
+
+    Args:
+        runner: Lets it use the model.
+        describe: Returns what is known of the request that is being added, given its tokens.
+        model: The model.
+    """
+
+    def __init__(
+        self, runner: BatchRunner, describe: Callable[[list[int]], ArrivalDetails], model: Any
+    ) -> None:
+        self._runner = runner
+        self._describe = describe
+        self._model = model
+        self._lock = threading.Lock()
+        self._arrivals: dict[str, _Arrival] = {}
+        self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests that are not here yet
+        self._untold: dict[str, list[Any]] = {}  # outputs of those that nobody listens to yet
+        self._wake = threading.Event()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.batch_processor = None
+
+    def start(self) -> None:
+        """Begin to run requests."""
+        self._thread.start()
+
+    def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
+        """End all requests, and the thread."""
+        self._is_stopped = True
+        self._wake.set()
+        if block:
+            self._thread.join(timeout)
+
+    def add_request(
+        self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
+    ) -> str:
+        """Have a prompt answered.
+
+        Args:
+            input_ids: Its tokens.
+            request_id: A name for it.
+            streaming: Deliver an output with each token, not one at the end.
+
+        Returns:
+            The name.
+        """
+        tokens = list(input_ids)
+        arrival = _Arrival(request_id, tokens, self._describe(tokens), streaming)
+        with self._lock:
+            arrival.deliver = self._listeners.pop(request_id, None)
+            self._arrivals[request_id] = arrival
+        self._wake.set()
+        return request_id
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Say who hears of a request, before it is added or after; in the running event loop.
+
+        Args:
+            request_id: The request.
+            callback: Called in the loop with each ``GenerationOutput``.
+        """
+        loop = asyncio.get_running_loop()
+
+        def deliver(output: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(callback, output)
+
+        with self._lock:
+            arrival, untold = self._arrivals.get(request_id), self._untold.pop(request_id, [])
+            if arrival is not None:
+                arrival.deliver = deliver
+            elif not untold:
+                self._listeners[request_id] = deliver
+        for output in untold:
+            deliver(output)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Have nobody wait for a request; it ends with the step that runs."""
+        with self._lock:
+            arrival = self._arrivals.get(request_id)
+            if arrival is not None:
+                arrival.is_cancelled = True
+        self._wake.set()
+
+    def _work(self) -> None:
+        while not self._is_stopped:
+            try:
+                self._runner.run_batches(self)
+            except BaseException as error:
+                self._fail_all(error)
+                if not isinstance(error, Exception):
+                    self.background_thread_status.fatal_error = error
+                    raise
+                if isinstance(error, MambaCacheError) and not self._recovers(error):
+                    return
+            self._wake.wait()
+
+    def _recovers(self, error: MambaCacheError) -> bool:
+        """Begin anew after an error that would come again."""
+        if isinstance(error, (ModelChangedError, PoisonedError)):
+            try:
+                self._runner.reset()
+            except MambaCacheError as reason:
+                self.background_thread_status.fatal_error = reason
+                return False
+        return True
+
+    def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
+        """Run what has arrived, and what arrives meanwhile, until nobody waits.
+
+        Args:
+            batcher: What runs requests.
+            begin: Looks at the model when there is something new.
+        """
+        while not self._is_stopped:
+            self._wake.clear()
+            with self._lock:
+                known = list(self._arrivals.values())
+            new = [one for one in known if one.request is None and not one.is_cancelled]
+            if new:
+                begin()
+            for arrival in new:
+                self._submit(batcher, arrival)
+            for arrival in known:
+                if arrival.is_cancelled:
+                    self._cancel(batcher, arrival)
+            if not batcher.num_unfinished:
+                return
+            batcher.step()
+            self._tell(known)
+
+    def _submit(self, batcher: Batcher, arrival: _Arrival) -> None:
+        details = arrival.details
+        try:
+            reader = AnswerSettingsReader(self._model, details.tokenizer, {})
+            settings = reader.read(details.config, len(arrival.tokens))
+            settings.num_answers = 1
+            [arrival.request] = batcher.submit(
+                arrival.request_id,
+                arrival.tokens,
+                settings,
+                seed=batcher.draw_seed(),
+                cache_salt=details.cache_salt,
+                checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
+            )
+        except MambaCacheError as error:  # of this request alone
+            self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+
+    def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
+        if arrival.request is not None and not arrival.request.is_over:
+            batcher.cancel(arrival.request)
+        with self._lock:
+            for kept in (self._arrivals, self._listeners, self._untold):
+                kept.pop(arrival.request_id, None)
+
+    def _tell(self, arrivals: Sequence[_Arrival]) -> None:
+        for arrival in arrivals:
+            request = arrival.request
+            if request is None or arrival.is_cancelled:
+                continue
+            if request.answer and not arrival.num_told and arrival.details.tell_cached:
+                arrival.details.tell_cached(request.cached_tokens)
+            is_new = len(request.answer) > arrival.num_told
+            arrival.num_told = len(request.answer)
+            if request.is_over:
+                self._end(arrival, answer_output(request))
+            elif is_new and arrival.is_streaming:
+                self._deliver(arrival, answer_output(request))
+
+    def _end(self, arrival: _Arrival, output: Any) -> None:
+        self._deliver(arrival, output)
+        with self._lock:
+            self._arrivals.pop(arrival.request_id, None)
+
+    def _deliver(self, arrival: _Arrival, output: Any) -> None:
+        with self._lock:
+            if arrival.deliver is None:
+                self._untold.setdefault(arrival.request_id, []).append(output)
+                return
+        arrival.deliver(output)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            if not arrival.is_cancelled:
+                self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
