@@ -27,4 +27,4 @@ for version in 0.17.1 0.18.2 0.19.2; do
 done
 
 [ $# -gt 0 ] || set -- tests/integration/test_megatron_real.py tests/integration/test_real_kernels.py
-MEGATRON_WHEELS=$wheels timeout 900 python -m pytest -q "$@"
+MEGATRON_WHEELS=$wheels timeout 1500 python -m pytest -q "$@"

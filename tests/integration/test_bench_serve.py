@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
+from clocks import Clock
 
-from mamba_cache.bench import serve
+from mamba_cache.bench import serve, ttft_model
 from mamba_cache.bench.command import main
 from mamba_cache.bench.serve import (
     WAYS,
@@ -38,6 +39,13 @@ def model():
     tiny = FAMILIES["tiny"]
     config = tiny.config | {"hybrid_override_pattern": "M*"}
     return make_model(replace(tiny, config=config), "cpu")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Rates are compared with times here, so these are not to be next to nothing."""
+    for module in (serve, ttft_model):
+        monkeypatch.setattr(module, "time", Clock(0.01))
 
 
 @pytest.fixture
