@@ -13,6 +13,7 @@ from events_rig import BLOCK, PAUSE, Books, Known, Subscriber, by_hand, observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_cache.blocks import BlocksStored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.events.view import (
     Cleared,
