@@ -36,12 +36,14 @@ from mamba_cache.slots import (
     EveryNthBlock,
     LastBlock,
     MegatronPlacement,
+    PrefixSlotPolicy,
     SlotEvictionPolicy,
 )
 
 __all__ = [
     "PLACEMENTS",
     "POLICIES",
+    "DecisionTimes",
     "add_replay_options",
     "print_replay",
     "replay",
@@ -261,9 +263,11 @@ def replay(
         Counts of requests, tokens, states and evictions; "token_hit_rate": the share of prompt
         tokens that were skipped; "kv_hit_rate": the share whose keys and values were found, which
         is the most that states could make of it; "us_per_request": the median CPU time to hash,
-        admit, schedule, commit and finish one.
+        admit, schedule, commit and finish one; "decision_us_mean" and "decision_us_worst": the
+        part of it that a policy which knows prompts takes.
     """
     seconds, failed, total = [], 0, 0
+    decisions = DecisionTimes(engine.context.slot_allocator.policy)
     for number, request in enumerate(requests):
         tokens = prompt_tokens(request)
         total += len(tokens)
@@ -272,6 +276,7 @@ def replay(
         engine.submit(tokens, _FIRST_TOKEN, will_continue=hint)
         ends = [event.completion for event in engine.stream() if event.completion]
         seconds.append(time.process_time() - start)
+        decisions.end_request()
         failed += sum(end.error is not None for end in ends)
     engine.context.check_invariants()
     stats = engine.context.stats()
@@ -292,6 +297,7 @@ def replay(
         "skipped_checkpoints": stats.skipped_checkpoints,
         "us_per_request": round(statistics.median(seconds) * 1e6, 1),
         "cpu_seconds": round(sum(seconds), 3),
+        **decisions.summary(),
     }
 
 
@@ -318,6 +324,49 @@ def print_replay(result: dict[str, Any]) -> None:
         "each.\n"
         "hit: tokens not computed; saved, refused, evicted: states; time: of a CPU for one request"
     )
+
+
+class DecisionTimes:
+    """CPU seconds that a policy which knows prompts spends on each request.
+
+    Args:
+        policy: Its methods are replaced by ones that are timed. Of simple ones nothing is.
+
+    Attributes:
+        by_request: Of each request so far.
+    """
+
+    _TIMED = ("on_request", "admit", "on_reserved", "on_published", "on_removed", "least_loss")
+
+    def __init__(self, policy: SlotEvictionPolicy) -> None:
+        self.by_request: list[float] = []
+        self._spent = 0.0
+        if isinstance(policy, PrefixSlotPolicy):
+            for name in self._TIMED:
+                setattr(policy, name, self._timed(getattr(policy, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.process_time()
+            result = method(*args)
+            self._spent += time.process_time() - start
+            return result
+
+        return run
+
+    def end_request(self) -> None:
+        """Begin to count for the next request."""
+        self.by_request.append(self._spent)
+        self._spent = 0.0
+
+    def summary(self) -> dict[str, float]:
+        """Return the mean and the worst in microseconds."""
+        mean = sum(self.by_request) / len(self.by_request)
+        worst = max(self.by_request)
+        return {
+            "decision_us_mean": round(mean * 1e6, 1),
+            "decision_us_worst": round(worst * 1e6, 1),
+        }
 
 
 def _tell(

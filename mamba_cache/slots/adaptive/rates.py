@@ -81,20 +81,23 @@ class ReturnRates:
         for array in (self._events, self._ends, self._parts, self._is_seen):
             array.fill(0)
         self._seen: npt.NDArray[np.intp] = np.empty(0, np.intp)
-        self._rates = np.empty((0, NUM_BINS))
+        self._exposure = self._seen_events = np.empty((0, NUM_BINS))
+        self._rates: npt.NDArray[np.float64] | None = self._exposure
         self._num_done = 0
         self._table[:] = _gittins(_PRIOR[None])
 
     def state(self) -> npt.NDArray[np.int64]:
         """Return what later indices depend on, as int64."""
-        rates = self._rates.reshape(-1).view(np.int64)
+        rates = self._exposure if self._rates is None else self._rates
         counts = (
             self._events[self._is_seen],
             self._ends[self._is_seen],
             self._parts[self._is_seen],
         )
         flat = [array.reshape(-1) for array in (*counts, self._table[self._is_seen])]
-        return np.concatenate((*flat, rates, np.array([self._num_done], np.int64)))
+        return np.concatenate(
+            (*flat, rates.reshape(-1).view(np.int64), np.array([self._num_done], np.int64))
+        )
 
     def begin_spell(self, klass: int, age: int) -> None:
         """Count a candidate that enters a class at an age, 0 if it is new or was just used."""
@@ -137,18 +140,24 @@ class ReturnRates:
         ends = np.bincount(places, minlength=size).reshape(shape) + self._ends[seen]
         spent = np.bincount(places, ages - _FIRST_AGE[bins] + 1, minlength=size).reshape(shape)
         outlasting = ends[:, ::-1].cumsum(1)[:, ::-1] - ends
-        exposure = outlasting * _WIDTHS + (spent + self._parts[seen])
-        events = self._events[seen].astype(np.float64)
-        groups = self._groups[seen]
+        self._exposure = outlasting * _WIDTHS + (spent + self._parts[seen])
+        self._seen_events = self._events[seen].astype(np.float64)
+        self._rates, self._num_done = None, 0
+
+    def _lean(self) -> npt.NDArray[np.float64]:
+        """Return the rates of groups and then of the classes seen, each leaning on others."""
+        groups, events, exposure = self._groups[self._seen], self._seen_events, self._exposure
         is_of_group = (groups == np.arange(self._num_groups)[:, None]).astype(np.float64)
         group_events, group_exposure = is_of_group @ events, is_of_group @ exposure
         in_all = _shrunk(group_events.sum(0), group_exposure.sum(0), _PRIOR)
         in_groups = _shrunk(group_events, group_exposure, in_all)
-        self._rates = np.concatenate((in_groups, _shrunk(events, exposure, in_groups[groups])))
-        self._num_done = 0
+        return np.concatenate((in_groups, _shrunk(events, exposure, in_groups[groups])))
 
     def work(self) -> None:
         """Derive the indices of some classes from what the last ``refit`` has found."""
+        if self._rates is None:  # by itself: together with the counting it would take too long
+            self._rates = self._lean()
+            return
         first, last = self._num_done, min(self._num_done + _ROWS_AT_ONCE, len(self._rates))
         if first == last:
             return
