@@ -80,14 +80,25 @@ def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
     )
 
 
-def test_drafts_with_prefix_caching_where_there_is_no_triton(tmp_path, monkeypatch):
-    """On Qwen3-Next; vLLM's own crashes at the first decision that only its kernels make."""
-    save_model("qwen3_next", tmp_path, counts=True)
-    options = {"speculative_config": DRAFTS}
-    with Engine(tmp_path, "qwen3_next", enable_prefix_caching=False, **options) as engine:
-        uncached = serve_drafts(engine)
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory):
+    """Makes engines over a Qwen3-Next with n-gram drafts; and what one says without a cache."""
+    folder = tmp_path_factory.mktemp("drafting")
+    save_model("qwen3_next", folder, counts=True)
+
+    def make(**options):
+        # Room for all prompts in one step: how they are cut may change the last bit in bf16.
+        options = {"speculative_config": DRAFTS, "max_num_batched_tokens": 2048, **options}
+        return Engine(folder, "qwen3_next", **options)
+
+    with make(enable_prefix_caching=False) as engine:
+        return make, serve_drafts(engine)
+
+
+def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
+    make, uncached = drafting
     before = adapter.stats()
-    with adapter.installed(), Engine(tmp_path, "qwen3_next", **options) as engine:
+    with adapter.installed(), make() as engine:
         ours = serve_drafts(engine)
         assert engine.counted("spec_decode_num_accepted_tokens") > 0
     assert ours.tokens == uncached.tokens
@@ -96,12 +107,19 @@ def test_drafts_with_prefix_caching_where_there_is_no_triton(tmp_path, monkeypat
     assert moved.moved_before > before.moved_before
     assert moved.moved_after > before.moved_after
 
+
+def test_drafts_without_copies_say_other_things(drafting, monkeypatch):
+    make, uncached = drafting
     monkeypatch.setattr(plain, "_copy", lambda *_: None)
-    with adapter.installed(), Engine(tmp_path, "qwen3_next", **options) as engine:
+    with adapter.installed(), make() as engine:
         assert serve_drafts(engine).tokens != uncached.tokens
-    monkeypatch.undo()
+
+
+def test_drafts_with_prefix_caching_crash_in_vllms_own(drafting):
+    """The decision after a step exists as a Triton kernel only."""
+    make, _ = drafting
     crash = pytest.raises(TypeError, match=r"not subscriptable|not callable")
-    with Engine(tmp_path, "qwen3_next", **options) as engine, crash:
+    with make() as engine, crash:
         serve_drafts(engine)
 
 

@@ -278,6 +278,7 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
+        self.table.counts.steps += bool(num_reqs)
         self._run(
             "precopy_resident",
             num_reqs,

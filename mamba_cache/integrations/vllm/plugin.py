@@ -200,7 +200,6 @@ def _preprocess(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(context, MambaSpecDecodeGPUContext):
             theirs(self, input_batch, block_tables, kv_cache_config, num_computed_tokens)
         elif input_batch.num_reqs:
-            context.table.counts.steps += 1
             context.run_resident_precopy(
                 input_batch.num_reqs,
                 input_batch.idx_mapping,
