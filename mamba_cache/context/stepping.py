@@ -212,26 +212,12 @@ class StepRunner:
     def _num_prefill_tokens(self) -> int:
         return sum(active.current_chunk.num_tokens for active in self._prefills)
 
-    def _verify_loads(self) -> Sequence[ActiveRequest]:
-        """Return the requests of the step whose loads brought other bytes than were written."""
-        if self._tiering is None or not self._prefills:
-            return ()
-        return self._tiering.verify(self._prefills)
-
     def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
-        if not damaged:
-            return ()
         self._prefills = tuple(active for active in self._prefills if active not in damaged)
         for active in damaged:
             self._admitter.release(active)
         return tuple(active.request_id for active in damaged)
-
-    def _spill(self, num_prefill_tokens: int = 0) -> None:
-        """Begin to spill what the step made findable."""
-        if self._tiering is not None:
-            self._tiering.end_forward(num_prefill_tokens)
-            self._tiering.pump()
 
     def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[CheckpointEntry]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
@@ -255,32 +241,36 @@ class StepRunner:
             The requests whose loads brought other bytes than were written: they are preempted.
         """
         self._drop_unwritten()
-        damaged = self._verify_loads()
+        tiering, num_prefill_tokens = self._tiering, 0
+        damaged: Sequence[ActiveRequest] = ()
+        if tiering is not None and self._prefills:
+            damaged, num_prefill_tokens = tiering.verify(self._prefills), self._num_prefill_tokens
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
         self._unfinished = "a step is committed in part"
         tokens, counts = sampled
         work, num_decodes = self._work, len(self._work.group.ids)
-        num_prefill_tokens = self._num_prefill_tokens if self._tiering is not None else 0
-        sampling = [active for active in self._prefills if active.samples]
-        preempted = self._preempt_damaged(damaged)
         if num_decodes:
             own = None if counts is None else counts[:num_decodes]
             self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
             self._counters.computed_tokens += work.num_tokens
+        preempted: tuple[Hashable, ...] = ()
         if self._prefills:
-            for active in self._prefills:
-                self._end_chunk(active)
+            sampling = [active for active in self._prefills if active.samples]
             firsts = tokens[num_decodes:, 0]
-            if preempted:
+            if damaged:
                 firsts = firsts[[active not in damaged for active in sampling]]
                 sampling = [active for active in sampling if active not in damaged]
+                preempted = self._preempt_damaged(damaged)
+            for active in self._prefills:
+                self._end_chunk(active)
             rows = np.array([active.row for active in sampling], dtype=np.int64)
             self._rows.append_token(rows, firsts)
         self._end_step()
         self._unfinished = ""
-        self._spill(num_prefill_tokens)
+        if tiering is not None:
+            tiering.end_step(num_prefill_tokens)
         return preempted
 
     def _take(
@@ -359,19 +349,21 @@ class StepRunner:
             )
         self._speculation.check_sampled(sampled, num_requests)
         self._drop_unwritten()
-        damaged = self._verify_loads()
+        tiering, num_prefill_tokens = self._tiering, 0
+        damaged: Sequence[ActiveRequest] = ()
+        if tiering is not None and self._prefills:
+            damaged, num_prefill_tokens = tiering.verify(self._prefills), self._num_prefill_tokens
         self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
         sent = SentTokens(sampled)
         self._unfinished = "a step is committed in part"
         work, count = self._work, len(self._work.group.ids)
-        num_prefill_tokens = self._num_prefill_tokens if self._tiering is not None else 0
         sampling = [
             (i, active)
             for i, active in enumerate(self._prefills, count)
             if active.samples and active not in damaged
         ]
-        preempted = self._preempt_damaged(damaged)
+        preempted = self._preempt_damaged(damaged) if damaged else ()
         rows = np.array([active.row for _, active in sampling], dtype=np.int64)
         rows = np.concatenate((work.group.rows, rows))
         uncollected = _Uncollected(
@@ -390,7 +382,8 @@ class StepRunner:
         self._uncollected = uncollected
         self._end_step()
         self._unfinished = ""
-        self._spill(num_prefill_tokens)
+        if tiering is not None:
+            tiering.end_step(num_prefill_tokens)
         return preempted
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
@@ -430,7 +423,8 @@ class StepRunner:
         self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
         self._unfinished = ""
-        self._spill()
+        if self._tiering is not None:
+            self._tiering.pump()
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
         return {request_id: new[:number] for request_id, new, number in lists}

@@ -305,11 +305,16 @@ class Tiering:
         """
         self._begun = self.transfers.mark() if num_tokens else None
 
-    def end_forward(self, num_tokens: int) -> None:
-        """End it: everything of the step is enqueued."""
+    def end_step(self, num_tokens: int) -> None:
+        """End it, for everything of the step is enqueued; begin to spill what became findable.
+
+        Args:
+            num_tokens: As in ``begin_forward``.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             self._timed.append((begun, self.transfers.mark(), num_tokens))
+        self.pump()
 
     def verify(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         """Find the requests of a step whose loads brought other bytes than were written.

@@ -5,8 +5,6 @@ its checksums are computed beside it, and the row crosses the link in one copy; 
 way back. With two groups of staging rows in each direction one is filled while the other is moved.
 """
 
-# Only a GPU runs this: tests/gpu does.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +42,7 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
     return Pinner(pin, unpin)
 
 
-class _Staging:  # pragma: no cover - tests/gpu run it
+class _Staging:
     """Rows on the GPU through which entries of one kind pass in one direction.
 
     Args:
@@ -82,7 +80,7 @@ class _Staging:  # pragma: no cover - tests/gpu run it
         return list(range(first, first + count))
 
 
-class _CudaTicket:  # pragma: no cover - tests/gpu run it
+class _CudaTicket:
     """Copies that end with an event.
 
     Args:
@@ -118,7 +116,7 @@ class _CudaTicket:  # pragma: no cover - tests/gpu run it
         return float(begun.elapsed_time(ended)) / 1e3
 
 
-class CudaTransfers:  # pragma: no cover - tests/gpu run it
+class CudaTransfers:
     """Copies between a GPU and rows of pinned host memory.
 
     Args:
@@ -181,7 +179,7 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
         try:
             with torch.cuda.stream(self._scattering):
                 changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
-                verdicts = torch.empty(len(jobs), dtype=torch.int32, pin_memory=True, device="cpu")
+                verdicts = _pinned(len(jobs))
             for staging, memory, part in self._parts(self._loads, jobs):
                 group = staging.next_group()
                 rows = staging.rows_of(group, len(part))
@@ -231,8 +229,8 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
 
     def _places(self, part: Sequence[tuple[int, CopyJob]]) -> torch.Tensor:
         """Send slots or blocks to the GPU on the current stream, without waiting."""
-        places = [job.place for _, job in part]
-        sent = torch.tensor(places, dtype=torch.int32, pin_memory=True, device="cpu")
+        sent = _pinned(len(part))
+        sent.numpy()[:] = [job.place for _, job in part]
         return sent.to(self._device, non_blocking=True)
 
     def _parts(
@@ -244,6 +242,11 @@ class CudaTransfers:  # pragma: no cover - tests/gpu run it
             for first in range(0, len(mine), staging.rows_per_group):
                 part = mine[first : first + staging.rows_per_group]
                 yield staging, self._memory[kind], part
+
+
+def _pinned(count: int) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
+    """Return [count] int32 on the host, which nobody else is given before copies of it are over."""
+    return torch.empty(count, dtype=torch.int32, pin_memory=True, device="cpu")
 
 
 def _event(*, timed: bool = False) -> Any:  # pragma: no cover - tests/gpu run it

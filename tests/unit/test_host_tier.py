@@ -290,13 +290,14 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
         flip(context, STATE, row, 3)
     add(context, "hurt", PROMPT)
     context.begin_step()
-    runner = context._runner
-    assert runner._verify_loads() == runner._verify_loads() == list(runner._prefills)
+    runner, verify = context._runner, context._tiering.verify
+    assert verify(runner._prefills) == verify(runner._prefills) == list(runner._prefills)
     assert context.commit_step({"hurt": 1}) == ("hurt",)
     fine = fill(make_tiered())
     add(fine, "fine", PROMPT)
     fine.begin_step()
-    assert fine._runner._verify_loads() == fine._runner._verify_loads() == []
+    prefills, verify = fine._runner._prefills, fine._tiering.verify
+    assert verify(prefills) == verify(prefills) == []
     fine.abort_step()
     fine.check_invariants()
 

@@ -1,0 +1,124 @@
+"""What goes where between a GPU and host memory, with a device that is done at once.
+
+Whether streams wait for each other only a GPU shows: tests/gpu/test_tiers_gpu.py.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from mamba_cache.tiers import (
+    CopyJob,
+    CudaTransfers,
+    EntryKind,
+    HostTier,
+    RowFormat,
+    RowLayout,
+    cuda,
+)
+
+KV, STATE = EntryKind.KV, EntryKind.STATE
+
+
+class Done:
+    """A stream and an event on which nothing is ever left to do."""
+
+    def record(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def elapsed_time(self, later):
+        return 2.0
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(cuda, "_event", lambda timed=False: Done())
+    monkeypatch.setattr(cuda, "_stream", lambda device: Done())
+    monkeypatch.setattr(cuda, "_pinned", lambda count: torch.empty(count, dtype=torch.int32))
+    monkeypatch.setattr(cuda, "_GROUP_BYTES", 3 * 12_288)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
+    return torch.device("cpu")
+
+
+class Rig:
+    def __init__(self, device):
+        generator = torch.Generator().manual_seed(1)
+        self.tensors = {
+            KV: [torch.randn(4, 11, 3, 96, generator=generator)],
+            STATE: [
+                torch.randn(3, 5, 7, generator=generator).bfloat16(),
+                torch.randn(2, 5, 9001, generator=generator),
+            ],
+        }
+        self.layouts = {kind: RowLayout(t, sums_chunks=True) for kind, t in self.tensors.items()}
+        formats = [
+            RowFormat(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
+            for kind, count in ((KV, 11), (STATE, 5))
+        ]
+        self.host = HostTier(*formats)
+        self.transfers = CudaTransfers(self.layouts, self.host.memory, device)
+        self.jobs = [CopyJob(KV, place, 10 - place) for place in range(11)]
+        self.jobs += [CopyJob(STATE, place, 2 * place % 5) for place in range(5)]
+
+
+def test_entries_come_back_to_the_bit(device):
+    """More of them than fit into a group of staging rows, and of both kinds."""
+    rig = Rig(device)
+    before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
+    spilled = rig.transfers.spill(rig.jobs)
+    assert spilled.is_done()
+    assert spilled.damaged() == []
+    for tensors in rig.tensors.values():
+        for tensor in tensors:
+            tensor.zero_()
+    ticket = rig.transfers.load(rig.jobs)
+    ticket.wait()
+    assert ticket.damaged() == []
+    assert ticket.seconds() == 0.002
+    assert ticket.num_bytes == sum(rig.layouts[job.kind].row_bytes for job in rig.jobs)
+    for kind, tensors in rig.tensors.items():
+        for tensor, old in zip(tensors, before[kind], strict=True):
+            assert torch.equal(tensor, old)
+    rig.transfers.scrub()
+    rig.transfers.wait()
+    mark = rig.transfers.mark()
+    assert rig.transfers.seconds_between(mark, rig.transfers.mark()) == 0.002
+
+
+def test_a_turned_bit_is_found_where_it_is(device):
+    rig = Rig(device)
+    rig.transfers.spill(rig.jobs)
+    for index, job in enumerate(rig.jobs):
+        layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
+        for byte in (
+            0,
+            layout.payload_bytes - 1,
+            layout.checksums.start,
+            layout.checksums.stop - 1,
+        ):
+            row[byte] ^= 128
+            assert rig.transfers.load(rig.jobs).damaged() == [index], byte
+            row[byte] ^= 128
+    assert rig.transfers.load(rig.jobs).damaged() == []
+
+
+def test_swapped_checksums_are_found(device):
+    rig = Rig(device)
+    rig.transfers.spill(rig.jobs)
+    checksums, memory = rig.layouts[STATE].checksums, rig.host.memory[STATE]
+    first, second = memory.row(0)[checksums], memory.row(2)[checksums]
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+    assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
