@@ -1,4 +1,4 @@
-"""The pictures that explain: a hit, and the layers of the package."""
+"""The pictures that explain: a hit, the layers of the package, the life of an entry."""
 
 from __future__ import annotations
 
@@ -90,6 +90,36 @@ def draw_layers() -> None:
         text = textwrap.fill("; ".join(holds), 58)
         axes.text(60, bottom + 3, text, va="center", color=LIGHT["muted"], fontsize=9)
     save(axes.get_figure(), "layers")
+
+
+def draw_entry() -> None:
+    """Draw the life of an entry: down to the disk, and verified on its way up."""
+    axes = _canvas(112, 52)
+    rows = ((38, "GPU", "slots and KV blocks"), (22, "host", "pinned rows"), (6, "disk", "slabs"))
+    steps = {
+        38: (("step commits", BLOCK), ("found by hash", STATE), ("evicted", SKIPPED)),
+        22: (("spilled", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),
+        6: (
+            ("second use:\nwritten, synced", BLOCK),
+            ("found by digest", STATE),
+            ("evicted", SKIPPED),
+        ),
+    }
+    for bottom, name, detail in rows:
+        _name(axes, bottom, name, detail)
+        for index, (label, paint) in enumerate(steps[bottom]):
+            left = 24 + index * 22
+            _box(axes, left, bottom, label, paint, width=18)
+            if index:
+                _arrow(axes, (left - 3.8, bottom + 3), (left - 0.2, bottom + 3), "muted")
+    for bottom in (22, 6):
+        _arrow(axes, (33, bottom + 15.8), (33, bottom + 6.3), "blue")
+        _arrow(axes, (55, bottom + 6.3), (55, bottom + 15.8), "green")
+        label = "header, then checksums" if bottom == 22 else "header, then digest"
+        axes.text(57, bottom + 11, f"verified: {label}", color=LIGHT["green"], va="center")
+    _note(axes, 97, 25, "dropped and counted:\na miss, by reason")
+    _note(axes, 55, 1.6, "what does not match is never restored; the prompt is computed instead")
+    save(axes.get_figure(), "entry")
 
 
 def _canvas(width: float, height: float) -> Axes:

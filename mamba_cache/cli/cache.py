@@ -16,7 +16,7 @@ from mamba_cache.errors import InvalidArgumentError, TierInUseError
 from mamba_cache.tiers import CacheFolder, FolderLock, count_rows, folders, inspect_rows
 from mamba_cache.tiers import remove_folder as remove
 
-__all__ = ["cache"]
+__all__ = ["cache", "ls", "prune", "verify"]
 
 cache = typer.Typer(
     cls=Group,

@@ -30,7 +30,7 @@ __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
 _ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
 """Of a disk, until it is measured."""
 
-FactsOf = Callable[[EntryKind, int], EntryFacts]
+_FactsOf = Callable[[EntryKind, int], EntryFacts]
 """What a request derives of the entry of a kind at one of its blocks."""
 
 
@@ -251,27 +251,31 @@ class LowerTierLink:
         if not self.tier.put(facts, self._host.buffer(lease), self._ending(lease)):
             self._host.release(lease)
 
-    def offer_used(self, blocks: int, facts_of: FactsOf) -> None:
+    def offer_used(
+        self, blocks: int, key_of: Callable[[EntryKind, int], EntryKey], facts_of: _FactsOf
+    ) -> None:
         """Offer what a hit has used and the host tier has.
 
         Args:
             blocks: Blocks before the boundary that it resumes from.
-            facts_of: Derives the entries.
+            key_of: Names an entry, which is all that is needed of those that are stored.
+            facts_of: Derives it.
         """
         if not blocks or not self.tier.is_healthy:
             return
-        used = [*self._blocks(range(blocks), facts_of), facts_of(EntryKind.STATE, blocks - 1)]
-        stored = self.tier.has_many([facts.key for facts in used])
-        for facts, is_stored in zip(used, stored, strict=True):
-            if not is_stored and self._is_in_host(facts):
-                self.offer(facts)
+        used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
+        used.append((EntryKind.STATE, blocks - 1))
+        keys = [key_of(*each) for each in used]
+        for each, key, is_stored in zip(used, keys, self.tier.has_many(keys), strict=True):
+            if not is_stored and self._host.has(key.kind, key.digest):
+                self.offer(facts_of(*each))
 
     def prefetch(
         self,
         request_id: Hashable,
         match: PrefixMatch,
         hashes: BlockHashes,
-        facts_of: FactsOf,
+        facts_of: _FactsOf,
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing.
@@ -351,7 +355,7 @@ class LowerTierLink:
         self._under_way.clear()
         self._flights.clear()
 
-    def _plan(self, match: PrefixMatch, hashes: BlockHashes, facts_of: FactsOf) -> _Plan | None:
+    def _plan(self, match: PrefixMatch, hashes: BlockHashes, facts_of: _FactsOf) -> _Plan | None:
         """Choose the boundary to bring; None if it is best to bring nothing."""
         usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
         first, on_gpu = match.state_matched_blocks, match.kv_matched_blocks
@@ -409,7 +413,7 @@ class LowerTierLink:
 
         return end
 
-    def _blocks(self, indices: range, facts_of: FactsOf) -> Iterator[EntryFacts]:
+    def _blocks(self, indices: range, facts_of: _FactsOf) -> Iterator[EntryFacts]:
         if self._has_kv:
             for index in indices:
                 yield facts_of(EntryKind.KV, index)

@@ -155,7 +155,7 @@ class DiskTier:
         sizes = {kind: size for kind, size in sizes.items() if size}
         share = check_number("state_share", state_share, maximum=1)
         max_rows = _rows_within(self._capacity, sizes, share)
-        self._path, self._identity, self._pid = Path(path), identity, os.getpid()
+        self._path, self._identity, self._pid = Path(path).expanduser(), identity, os.getpid()
         self._lock = threading.RLock()
         self._load_came = threading.Condition(self._lock)
         self._put_came = threading.Condition(self._lock)

@@ -8,7 +8,7 @@ import json
 import sys
 
 import torch
-from transformers_rig import BLOCK, GREEDY, VOCABULARY, make_cache, make_model
+from transformers_rig import GREEDY, VOCABULARY, make_cache, make_model
 
 LENGTHS = (83, 120, 64, 41)
 

@@ -43,7 +43,13 @@ def make_engine(path, *, weights="w", model=MODEL, **changes):
     }
     identity = ModelIdentity(name="model", weights=weights)
     config = cache_config(**(settings | changes))
-    return Engine(model, config, identity=identity, load_planner=slow_prefill())
+    return Engine(
+        model,
+        config,
+        identity=identity,
+        load_planner=slow_prefill(),
+        prefetch_seconds=1e9,  # the package's clock jumps in tests
+    )
 
 
 def run(engine, seed, **options):

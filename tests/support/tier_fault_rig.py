@@ -567,7 +567,7 @@ def slow_copy(rig):
 def killed_writer(rig):
     """A process that writes is killed at any moment; the next one opens what it left."""
     rig.disk.close()
-    seconds = rig.rng.exponential(0.01)
+    seconds = rig.rng.exponential(0.05)
     first = int(rig.rng.integers(1000))
     child = os.fork()
     if not child:

@@ -102,7 +102,7 @@ class PrefixTiers:
     ) -> None:
         budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
         self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
-        self._path = None if disk_cache_path is None else Path(disk_cache_path)
+        self._path = None if disk_cache_path is None else Path(disk_cache_path).expanduser()
         self._store, self._runner = store, runner
         layout, tensors = store.layout, store.tensors
         slots = tensors.slots
@@ -431,9 +431,10 @@ class PrefixTiers:
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
-        self.let_go()
         if self._disk is not None:
+            self._disk.flush()
             self._disk.close()
+        self.let_go()
         self._lengths.clear()
         self._begin()
 

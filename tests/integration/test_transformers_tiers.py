@@ -1,0 +1,216 @@
+"""The cache of a notebook survives a restart: prefixes of transformers models below the GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import notebook_rig
+import pytest
+import torch
+from notebook_rig import LENGTHS, ask, open_cache, prompts
+from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
+
+from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.tiers import EntryKind
+from mamba_cache.tiers.directory import slab_path
+from mamba_cache.tiers.slab import PAGE_BYTES, row_bytes_of
+
+FAMILY = "granite 4"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The package's clock jumps in tests; the disk is waited for all the same."""
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [plain(model, ids).sequences[0].tolist() for ids in prompts()]
+
+
+def test_a_second_process_skips_what_the_first_computed_with_equal_answers(tmp_path) -> None:
+    command = [sys.executable, notebook_rig.__file__, str(tmp_path), FAMILY]
+    paths = os.pathsep.join(each for each in sys.path if each)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    results = [
+        json.loads(
+            subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout
+        )
+        for _ in range(2)
+    ]
+    (first, skipped_first), (second, skipped) = results
+    assert first == second
+    assert skipped_first == 0
+    assert skipped >= 0.95 * sum(LENGTHS)
+
+
+@pytest.mark.parametrize("family", [FAMILY, "mamba2"])
+def test_the_next_cache_goes_on_with_the_disk(tmp_path, family) -> None:
+    """The same prompts, whole, and prompts that go on from them."""
+    model = make_model(family)
+    with open_cache(tmp_path, model) as first:
+        answers, skipped = ask(first, prompts())
+        assert skipped == 0
+    with open_cache(tmp_path, make_model(family)) as second:
+        assert ask(second, prompts()) == (answers, sum(LENGTHS))
+        assert [stats.name for stats in second.tier_stats()] == ["host", "disk"]
+        assert second.tier_stats()[1].refused == {}
+    longer = [torch.tensor([[*answer, 7, 8, 9]]) for answer in answers]
+    with open_cache(tmp_path, model) as third:
+        found, skipped = ask(third, longer)
+        assert found == [plain(model, ids).sequences[0].tolist() for ids in longer]
+        assert skipped >= 0.9 * sum(map(len, answers))
+
+
+def test_what_no_longer_fits_beside_the_model_is_found_in_host_memory(model, expected) -> None:
+    probe = make_cache(model)
+    small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
+    ask(small, prompts())
+    answers, skipped = ask(small, prompts())
+    assert answers == expected
+    assert skipped >= 0.95 * sum(LENGTHS)
+    assert [stats.name for stats in small.tier_stats()] == ["host"]
+    assert small.tier_stats()[0].restored > 0
+    assert probe.tier_stats() == ()
+
+
+def test_other_weights_find_nothing(tmp_path, model) -> None:
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts()[:1])
+    other = make_model(FAMILY)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    with open_cache(tmp_path, other) as second:
+        assert ask(second, prompts()[:1])[1] == 0
+
+
+def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp_path) -> None:
+    model = make_model(FAMILY)
+    with open_cache(tmp_path, model) as cache:
+        ask(cache, prompts()[:1])
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+        with pytest.raises(ModelChangedError):
+            ask(cache, prompts()[:1])
+        cache.reset()
+        answers, skipped = ask(cache, prompts()[:1])
+        assert skipped == 0
+        assert answers == [plain(model, prompts()[0]).sequences[0].tolist()]
+        cache.reset()  # forgets what host memory holds, and finds it on the disk
+        assert ask(cache, prompts()[:1]) == (answers, LENGTHS[0])
+
+
+def test_other_settings_and_salts_find_nothing(tmp_path, model) -> None:
+    ids = prompts()[0]
+    with open_cache(tmp_path, model) as first:
+        ask(first, [ids])
+    other = make_model(FAMILY)
+    other.config.attention_multiplier = 2.0
+    with open_cache(tmp_path, other) as second:
+        assert ask(second, [ids])[1] == 0
+    with open_cache(tmp_path, model) as third:
+        third.generate(ids, cache_salt="other", **GREEDY)
+        assert third.stats().skipped_tokens == 0
+    with open_cache(tmp_path, model, block_size_tokens=2 * BLOCK) as fourth:
+        assert ask(fourth, [ids])[1] == 0
+
+
+def test_a_function_that_does_something_else_is_another_setting(tmp_path) -> None:
+    """Of the same name in the same place, as a notebook's cell that was edited."""
+    hooks = [lambda module, args, output: output, lambda module, args, output: output * 2]
+    ids = prompts()[0]
+    for hook, skipped in ((hooks[0], 0), (hooks[1], 0), (hooks[0], LENGTHS[0])):
+        model = make_model(FAMILY)
+        model.model.layers[0].register_forward_hook(hook)
+        with open_cache(tmp_path, model) as cache:
+            answers, found = ask(cache, [ids])
+            assert found == skipped
+            assert answers == [plain(model, ids).sequences[0].tolist()]
+
+
+def test_what_closes_over_a_tensor_is_not_shared(tmp_path) -> None:
+    """No name tells in the next process what the tensor holds."""
+    scale = torch.tensor(1.5)
+    for _ in range(2):
+        model = make_model(FAMILY)
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output * scale)
+        with open_cache(tmp_path, model) as cache:
+            assert ask(cache, prompts()[:1])[1] == 0
+            assert cache.tier_stats()[0].stored == 0
+
+
+def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts())
+        folder = first._store.tiers._disk.folder
+        sizes = {kind: layout.row_bytes for kind, layout in first._store.tiers._layouts.items()}
+    for kind in EntryKind:
+        with slab_path(folder, kind).open("r+b") as file:
+            for row in range(0, 60, 3):
+                at = row * row_bytes_of(sizes[kind]) + PAGE_BYTES + row
+                file.seek(at)
+                data = file.read(1)
+                if data:
+                    file.seek(at)
+                    file.write(bytes([data[0] ^ 1]))
+    with open_cache(tmp_path, model) as second:
+        answers, skipped = ask(second, prompts())
+        assert answers == expected
+        assert skipped < sum(LENGTHS)
+        assert second.tier_stats()[1].refused["payload_digest"] > 0
+
+
+def test_damage_in_host_memory_is_noticed(model, expected) -> None:
+    probe = make_cache(model)
+    small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
+    ask(small, prompts())
+    for memory in small._store.tiers._host.memory.values():
+        for row in range(memory.num_ready):
+            memory.row(row)[3] ^= 4
+    answers, _ = ask(small, prompts())
+    assert answers == expected
+    assert small.tier_stats()[0].refused["payload_digest"] > 0
+
+
+def test_a_full_cache_takes_what_there_is_room_for(tmp_path, model, expected) -> None:
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts())
+    probe = make_cache(model)
+    with open_cache(tmp_path, model, **budgets(probe, slots=1, blocks=4)) as tiny:
+        assert ask(tiny, prompts())[0] == expected
+
+
+def test_a_call_that_breaks_off_leaves_the_tiers_usable(
+    tmp_path, model, expected, monkeypatch
+) -> None:
+    with open_cache(tmp_path, model) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix_tiers.PlainTransfers, "spill", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ask(cache, prompts()[:1])
+        assert ask(cache, prompts())[0] == expected
+
+
+def _interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_settings_are_checked(tmp_path, model) -> None:
+    for settings, error, message in (
+        ({"disk_cache_path": tmp_path}, InvalidArgumentError, "needs host_cache_gb"),
+        ({"host_cache_gb": -1}, InvalidArgumentError, "host_cache_gb must be"),
+        ({"host_cache_gb": 1e-7}, BudgetError, "host_cache_gb is too small"),
+        ({"host_cache_gb": 0.01, "weights_check": "off"}, InvalidArgumentError, "weights_check"),
+    ):
+        with pytest.raises(error, match=message):
+            make_cache(model, **settings)
+    with open_cache(tmp_path, model), pytest.raises(TierInUseError):
+        open_cache(tmp_path, model)
