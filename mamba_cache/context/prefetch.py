@@ -251,20 +251,24 @@ class LowerTierLink:
         if not self.tier.put(facts, self._host.buffer(lease), self._ending(lease)):
             self._host.release(lease)
 
-    def offer_used(self, blocks: int, facts_of: _FactsOf) -> None:
+    def offer_used(
+        self, blocks: int, key_of: Callable[[EntryKind, int], EntryKey], facts_of: _FactsOf
+    ) -> None:
         """Offer what a hit has used and the host tier has.
 
         Args:
             blocks: Blocks before the boundary that it resumes from.
-            facts_of: Derives the entries.
+            key_of: Names an entry, which is all that is needed of those that are stored.
+            facts_of: Derives it.
         """
         if not blocks or not self.tier.is_healthy:
             return
-        used = [*self._blocks(range(blocks), facts_of), facts_of(EntryKind.STATE, blocks - 1)]
-        stored = self.tier.has_many([facts.key for facts in used])
-        for facts, is_stored in zip(used, stored, strict=True):
-            if not is_stored and self._is_in_host(facts):
-                self.offer(facts)
+        used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
+        used.append((EntryKind.STATE, blocks - 1))
+        keys = [key_of(*each) for each in used]
+        for each, key, is_stored in zip(used, keys, self.tier.has_many(keys), strict=True):
+            if not is_stored and self._host.has(key.kind, key.digest):
+                self.offer(facts_of(*each))
 
     def prefetch(
         self,

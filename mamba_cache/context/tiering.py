@@ -222,8 +222,15 @@ class Tiering:
             active: The request.
             blocks: Blocks before the boundary that it resumes from.
         """
-        if self.lower is not None:
-            self.lower.offer_used(blocks, lambda kind, index: self._facts(active, kind, index))
+        if self.lower is None:
+            return
+        tenant, hashes = tenant_digest(self._secret, active.request.cache_salt), active.hashes
+
+        def key_of(kind: EntryKind, index: int) -> EntryKey:
+            identity = self._identity
+            return EntryKey(identity.digest, tenant, kind, hashes.digest(index), identity.rank)
+
+        self.lower.offer_used(blocks, key_of, lambda kind, index: self._facts(active, kind, index))
 
     def prefetch(
         self,
