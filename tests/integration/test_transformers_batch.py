@@ -164,6 +164,15 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert cache.batch_stats().counts.moves >= 2
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_batches_in_inference_mode_and_out_of_it(nemotron, generator, first):
+    cache = nemotron.cache()
+    prompt = tokens(generator, 2 * BLOCK + 3)
+    for is_on in (first, not first):
+        with torch.inference_mode(is_on):
+            assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
 def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):
     """Of all keys and values a decode step changes those of the tokens that it computes."""
     cache = nemotron.cache()
