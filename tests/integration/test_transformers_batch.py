@@ -174,6 +174,44 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert cache.batch_stats().counts.moves >= 2
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_batches_in_inference_mode_and_out_of_it(nemotron, generator, first):
+    cache = nemotron.cache()
+    prompt = tokens(generator, 2 * BLOCK + 3)
+    for is_on in (first, not first):
+        with torch.inference_mode(is_on):
+            assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
+def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):
+    """Of all keys and values a decode step changes those of the tokens that it computes."""
+    cache = nemotron.cache()
+    batch(cache, [tokens(generator, 5)])
+    batcher, written = cache._batcher, []
+    context, compute = batcher.context, batcher._graphs.compute
+    pool = context.kv_cache.flatten(2, 3)
+    dummy = context.kv_block_allocator.dummy_block_id
+
+    def watched(size):
+        metadata = context.step_buffers.tensors
+        decoding = int((metadata["decode_state_rows"][:, 0] >= 0).sum())
+        own = metadata["kv_slot_mapping"][:decoding].tolist()
+        before, live = pool.clone(), context.live_states.tensors
+        beyond = {name: tensor[:, size:].clone() for name, tensor in live.items()}
+        logits = compute(size)
+        changed = (pool != before).flatten(3).any(-1).flatten(0, 1).any(0).nonzero().flatten()
+        assert {*changed.tolist()} - {*own} <= {*range(dummy * BLOCK, (dummy + 1) * BLOCK)}
+        assert {*own} <= {*changed.tolist()}
+        assert all(torch.equal(live[name][:, size:], kept) for name, kept in beyond.items())
+        written.append(size - decoding)
+        return logits
+
+    batcher._graphs.compute = watched
+    prompts = [tokens(generator, n) for n in (5, 2 * BLOCK, 9)]
+    assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
+    assert max(written) > 0
+
+
 def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, generator, monkeypatch):
     """Rows of the decode batch that are half-way through a prompt, of which no chunk is due."""
     cache = nemotron.cache()

@@ -691,16 +691,15 @@ def test_a_model_that_is_named_has_its_cache_before_the_first_request(server, fo
         named.close()
 
 
-def test_continuous_batching_is_refused_in_its_own_words(server, folders, caplog):
-    """As without caches: hybrids are none of its models."""
-    batching = Server(continuous_batching=True, force_model=folders["main"])
+def test_models_without_states_are_batched_by_transformers_itself(server, folders, caplog):
+    batching = Server(continuous_batching=True, force_model=folders["llama"])
     try:
-        with pytest.raises(openai.APIError):
-            batching.chat(folders["main"], "Hello")
-        assert batching.served(folders["main"]).cache is None
+        assert batching.chat(folders["llama"], "Hello").choices[0].message.content
+        manager = batching.serve._generation_state._cb_manager._cb
+        assert type(manager).__module__.startswith("transformers.")
+        assert batching.served(folders["llama"]).cache is None
     finally:
         batching.close()
-    assert warnings_in(caplog) == []
 
 
 # Installation.

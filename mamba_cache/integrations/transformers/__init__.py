@@ -8,8 +8,9 @@ Put it around a model and call its ``generate`` instead of the model's::
     output = cache.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
 """
 
+from mamba_cache.integrations.transformers.batching.batcher import BatchStats
 from mamba_cache.integrations.transformers.checkpoints import message_ends
 from mamba_cache.integrations.transformers.costs import PrefixCacheStats
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 
-__all__ = ["PrefixCache", "PrefixCacheStats", "message_ends"]
+__all__ = ["BatchStats", "PrefixCache", "PrefixCacheStats", "message_ends"]

@@ -115,7 +115,7 @@ class BatchCall:
             records_timestamps: Return when each token was there.
 
         Returns:
-            ``GenerationOutput``s by request id.
+            A ``GenerationOutput`` for each request id.
         """
         config = self._batching
         batcher.configure(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
@@ -43,6 +44,7 @@ class DecodeStep:
         attention: What its attention layers call.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         runner: ModelRunner,
