@@ -258,7 +258,8 @@ class Subscriber:
     def _take(self, seq: int, payload: bytes, answer: Callable[[], object]) -> None:
         if seq > self.last + 1:
             self.num_replays += 1
-            self._dealer.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
+            asked = self.last + 1
+            self._dealer.send_multipart([b"", asked.to_bytes(8, "big")])
             while True:
                 if not self._dealer.poll(5):
                     answer()
@@ -268,6 +269,7 @@ class Subscriber:
                 if number == END_SEQ:
                     assert old == b""
                     break
+                assert int.from_bytes(number, "big") >= asked
                 self._apply(int.from_bytes(number, "big"), old)
         if seq > self.last:
             self._apply(seq, payload)

@@ -55,7 +55,10 @@ FRONT_DOOR = {
     *errors.__all__,
 }
 
-NOT_ALWAYS_INSTALLED = ("triton", "rich", "typer", "prometheus_client", "transformers", "megatron")
+NOT_ALWAYS_INSTALLED = (
+    *("triton", "rich", "typer", "prometheus_client", "transformers", "megatron"),
+    *("msgspec", "zmq"),
+)
 
 # Importing a `__main__` would run it.
 SOURCES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]
