@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from adaptive_model import ModelTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_cache.slots.adaptive.candidates import CandidateKind, CandidateTree
-from tests.support.adaptive_model import ModelTree
 
 
 class _Prompts:
