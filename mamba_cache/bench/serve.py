@@ -252,7 +252,7 @@ class _Stamps:
         return torch.zeros(len(ids), dtype=torch.bool, device=self._device)
 
 
-def answer_one_by_one(
+def _answer_one_by_one(
     subject: Subject, who: Any, workload: Workload, prompts: Sequence[int]
 ) -> Outcome:
     """Call ``generate`` of the model or of a prefix cache for one answer after the other."""
@@ -271,7 +271,7 @@ def answer_one_by_one(
     return outcome
 
 
-def answer_in_batches(
+def _answer_in_batches(
     subject: Subject, workload: Workload, rows: int, most_batches: int | None = None
 ) -> Outcome:
     """Call ``model.generate`` for batches in the order of arrival, each until its longest is over.
@@ -315,7 +315,7 @@ def answer_in_batches(
     return outcome
 
 
-def answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> Outcome:
+def _answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> Outcome:
     """Call ``generate_batch`` of a prefix cache for all requests."""
     outcome = Outcome(rows=0)
     configs = [_config(workload, i) for i in range(len(workload.prompts))]
@@ -339,7 +339,7 @@ def answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> 
     return outcome
 
 
-def time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
+def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
     """Return the seconds of each step in which so many requests decode and nobody else is there.
 
     Args:
@@ -574,7 +574,7 @@ class _Report:
         if "generate" in self._ways:
             self._warm_up(lambda: subject.generate(model, self._fresh(1), max_new_tokens=8))
             for one in self._workloads:
-                run = partial(answer_one_by_one, subject, model, one, one.sample(self._sample))
+                run = partial(_answer_one_by_one, subject, model, one, one.sample(self._sample))
                 self._measure("generate", one, run)
         if "batch" in self._ways:
             self._attempt(WAYS["batch"], self._run_batch)
@@ -608,7 +608,7 @@ class _Report:
         most = None if self._sample is None else 1
         sizes = sorted({min(rows, workload.num_answers) for rows in self._static_rows})
         for rows in sizes:
-            run = partial(answer_in_batches, self._subject, workload, rows, most)
+            run = partial(_answer_in_batches, self._subject, workload, rows, most)
             self._measure("static", workload, run)
 
     def _run_cached(self) -> None:
@@ -621,12 +621,12 @@ class _Report:
                     # Of a part, most would be the first to see what all share.
                     ids = torch.tensor([one.prompts[other]], device=self._subject.model.device)
                     self._subject.generate(cache, ids)
-                run = partial(answer_one_by_one, self._subject, cache, one, chosen)
+                run = partial(_answer_one_by_one, self._subject, cache, one, chosen)
                 self._measure("cached", one, run)
 
     def _run_batch(self) -> None:
         with self._make_cache() as cache:
-            seconds = self._subject.time(lambda: time_decode_steps(self._subject, cache, 2, 4))
+            seconds = self._subject.time(lambda: _time_decode_steps(self._subject, cache, 2, 4))
             self._figures.append(
                 Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
             )
@@ -634,11 +634,11 @@ class _Report:
                 title = f"generate_batch: decode step of {rows} requests, host time included"
                 self._attempt(title, partial(self._add_decode_steps, title, cache, rows))
             for one in self._workloads:
-                self._measure("batch", one, partial(answer_batched, self._subject, cache, one))
+                self._measure("batch", one, partial(_answer_batched, self._subject, cache, one))
             self._extra["batch"] = _plain(cache.batch_stats())
 
     def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
-        seconds = time_decode_steps(self._subject, cache, rows, self._steps)
+        seconds = _time_decode_steps(self._subject, cache, rows, self._steps)
         spread = _spread_ms(seconds)
         limit = _STEP_LIMIT_MS.get(rows) if self._has_limits else None
         self._figures.append(

@@ -20,7 +20,7 @@ from mamba_cache.context.requests import (
 )
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
-from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease
+from mamba_cache.slots import MambaSlotAllocator, SlotLease
 
 __all__ = ["Admitter"]
 
@@ -195,26 +195,11 @@ class Admitter:
                 if load.checkpoint is None:
                     self.release(active)
                     return False
-            if self._slots.knows_prompts and self._config.enable_prefix_caching:
-                active.prompt_seen = self._slots.begin_request(self._facts_of(active))
-            active.chunk = self._checkpoints.plan(active, active.chunk)
+            active.chunk = self._checkpoints.plan(active, active.chunk, is_admitted=True)
         except BaseException:
             self.release(active)
             raise
         return True
-
-    def _facts_of(self, active: ActiveRequest) -> PromptFacts:
-        """Describe a request that was just matched, for a policy that knows prompts."""
-        block_size = self._config.block_size_tokens
-        most_skipped = max(0, active.num_tokens - self._config.min_computed_tokens)
-        return PromptFacts(
-            hash_ids=active.hashes,
-            block_size_tokens=block_size,
-            num_matched_blocks=active.num_shared_blocks,
-            num_usable_blocks=most_skipped // block_size,
-            will_continue=active.request.will_continue,
-            source=active.request.source,
-        )
 
     def schedule(
         self,

@@ -16,6 +16,7 @@ from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
     PlacementFacts,
+    PromptFacts,
     SlotLease,
     StateProposal,
 )
@@ -59,23 +60,29 @@ class Checkpoints:
         self._counters = counters
         self._block_size = config.block_size_tokens
         self._is_on = config.enable_prefix_caching
+        self._min_computed_tokens = config.min_computed_tokens
         self.publishes_decoded_blocks = config.publish_decoded_blocks
         self._save_decode_states = config.save_decode_states
         self._max_inside = self._room = config.checkpoints_per_step
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
 
-    def plan(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
+    def plan(self, active: ActiveRequest, chunk: Chunk, *, is_admitted: bool = False) -> Chunk:
         """Return ``chunk`` with its checkpoints planned.
 
         Args:
             active: The request, with the blocks of the chunk.
             chunk: What is computed.
+            is_admitted: Whether the request begins with it, so that a policy that knows prompts is
+                told of this one.
         """
         if not self._is_on:
             return chunk
         end = chunk.end
         positions = self._positions(active, chunk.start, end)
+        # After the placement, which may be an embedder's and raise: a policy cannot forget again.
+        if is_admitted and self._slots.knows_prompts:
+            active.prompt_seen = self._slots.begin_request(self._facts_of(active))
         if not positions:
             return chunk
         without_room = max(0, sum(p < end for p in positions) - self._room)
@@ -263,6 +270,18 @@ class Checkpoints:
         lease = self._slots.pin_slots([boundary.slot])[0]
         self._slots.unpin_slots([lease])
         return lease
+
+    def _facts_of(self, active: ActiveRequest) -> PromptFacts:
+        """Describe a request that was just matched, for a policy that knows prompts."""
+        most_skipped = max(0, active.num_tokens - self._min_computed_tokens)
+        return PromptFacts(
+            hash_ids=active.hashes,
+            block_size_tokens=self._block_size,
+            num_matched_blocks=active.num_shared_blocks,
+            num_usable_blocks=most_skipped // self._block_size,
+            will_continue=active.request.will_continue,
+            source=active.request.source,
+        )
 
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""

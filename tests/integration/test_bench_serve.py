@@ -19,11 +19,11 @@ from mamba_cache.bench.serve import (
     WORKLOADS,
     Outcome,
     Workload,
-    answer_in_batches,
-    answer_one_by_one,
+    _answer_in_batches,
+    _answer_one_by_one,
+    _time_decode_steps,
     make_workloads,
     run_serve,
-    time_decode_steps,
 )
 from mamba_cache.bench.ttft_model import FAMILIES, Subject, make_model
 from mamba_cache.errors import InvalidArgumentError
@@ -121,7 +121,7 @@ def test_a_sample_is_spread_over_the_lengths_of_answers():
 def test_static_batches_go_on_until_their_longest_is_over(subject):
     prompts = [subject.random(7)[0].tolist() for _ in range(3)]
     one = workload(prompts=prompts, new_tokens=[2, 5, 3])
-    outcome = answer_in_batches(subject, one, 2)
+    outcome = _answer_in_batches(subject, one, 2)
     assert {key: len(answer) for key, answer in outcome.answers.items()} == {
         (0, 0): 2, (1, 0): 5, (2, 0): 3,
     }  # fmt: skip
@@ -129,9 +129,9 @@ def test_static_batches_go_on_until_their_longest_is_over(subject):
     assert outcome.tokens_per_second == 10 / outcome.seconds, "what nobody asked for is no token"
     assert len(outcome.first_seconds) == 3
     assert outcome.first_seconds[0] == outcome.first_seconds[1] < outcome.first_seconds[2]
-    alone = answer_one_by_one(subject, subject.model, one, [0, 1, 2])
+    alone = _answer_one_by_one(subject, subject.model, one, [0, 1, 2])
     assert alone.answers == outcome.answers
-    assert answer_in_batches(subject, one, 2, most_batches=1).answers.keys() == {(0, 0), (1, 0)}
+    assert _answer_in_batches(subject, one, 2, most_batches=1).answers.keys() == {(0, 0), (1, 0)}
 
 
 def test_static_batches_of_samples_are_generates_own(subject, monkeypatch):
@@ -145,7 +145,7 @@ def test_static_batches_of_samples_are_generates_own(subject, monkeypatch):
     monkeypatch.setattr(subject.model, "generate", watched)
     prompts = [subject.random(5)[0].tolist() for _ in range(3)]
     one = workload(prompts=prompts, new_tokens=[4] * 3, samples=2, end_tokens=[7])
-    outcome = answer_in_batches(subject, one, 4)
+    outcome = _answer_in_batches(subject, one, 4)
     assert calls == [(2, 2), (1, 2)]
     assert outcome.answers.keys() == {(i, number) for i in range(3) for number in range(2)}
 
@@ -204,7 +204,7 @@ def test_a_part_can_be_measured(small, capsys):
 def test_of_a_part_the_cache_has_seen_the_prefix(small, monkeypatch):
     """As for all requests but the first two, which a sample would count for too much."""
     seen = []
-    answer = serve.answer_one_by_one
+    answer = serve._answer_one_by_one
 
     def watched(subject, who, workload, prompts):
         if who is not subject.model:
@@ -214,7 +214,7 @@ def test_of_a_part_the_cache_has_seen_the_prefix(small, monkeypatch):
             return outcome
         return answer(subject, who, workload, prompts)
 
-    monkeypatch.setattr(serve, "answer_one_by_one", watched)
+    monkeypatch.setattr(serve, "_answer_one_by_one", watched)
     always = serve.Subject.prefix_cache
     monkeypatch.setattr(
         serve.Subject,
@@ -226,14 +226,14 @@ def test_of_a_part_the_cache_has_seen_the_prefix(small, monkeypatch):
 
 
 def test_answers_that_differ_are_noticed(small, monkeypatch):
-    answer = serve.answer_batched
+    answer = serve._answer_batched
 
     def wrong(subject, cache, workload):
         outcome = answer(subject, cache, workload)
         outcome.answers[1, 0][-1] += 1
         return outcome
 
-    monkeypatch.setattr(serve, "answer_batched", wrong)
+    monkeypatch.setattr(serve, "_answer_batched", wrong)
     result = run_serve(family="tiny", workload=["shared"], only=["static", "batch"])
     name = f"{WAYS['batch']}: answers equal to those of {WAYS['static']}, 3 requests, 3 new"
     equal = by_name(result)[name]
@@ -248,9 +248,9 @@ def test_what_fails_is_reported_and_the_rest_is_measured(small, monkeypatch, cap
             raise torch.cuda.OutOfMemoryError("no room. Tried to have some")
         if workload.name == "lengths":
             raise ValueError("this one is broken")
-        return answer_in_batches(subject, workload, rows, most_batches)
+        return _answer_in_batches(subject, workload, rows, most_batches)
 
-    monkeypatch.setattr(serve, "answer_in_batches", out_of_memory)
+    monkeypatch.setattr(serve, "_answer_in_batches", out_of_memory)
     assert main(["serve", "--tiny", "--only", "generate", "static", "--json"]) == 1
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -267,7 +267,7 @@ def test_a_way_that_gave_nothing_fails(small, monkeypatch):
     def out_of_memory(*_):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(serve, "answer_in_batches", out_of_memory)
+    monkeypatch.setattr(serve, "_answer_in_batches", out_of_memory)
     result = run_serve(family="tiny", workload=["shared"], only=["static"])
     assert result["failed"] == {
         "static batches of generate, 3 requests, 3 new": "nothing was measured"
@@ -284,7 +284,7 @@ def test_nothing_is_begun_when_the_time_is_over(small, monkeypatch):
         now[0] += 6
         return Outcome(6, {(0, 0): [1, 2]})
 
-    monkeypatch.setattr(serve, "answer_one_by_one", slow)
+    monkeypatch.setattr(serve, "_answer_one_by_one", slow)
     result = run_serve(family="tiny", only=["generate", "batch"], seconds=10)
     assert [name for name, one in result["workloads"].items() if one["ways"]] == [
         "shared", "lengths",
@@ -334,10 +334,10 @@ def test_decode_steps_are_those_in_which_all_decode(subject):
         return {str(i): SimpleNamespace(timestamps=one) for i, one in enumerate(stamps)}
 
     cache = SimpleNamespace(generate_batch=generate_batch)
-    assert time_decode_steps(subject, cache, 3, 8) == pytest.approx([0.5])
+    assert _time_decode_steps(subject, cache, 3, 8) == pytest.approx([0.5])
     assert asked == [(3, 9, True)]
     stamps[0].append(10.6)
-    assert time_decode_steps(subject, cache, 3, 8) == pytest.approx([0.5, 1.0])
+    assert _time_decode_steps(subject, cache, 3, 8) == pytest.approx([0.5, 1.0])
 
 
 def test_the_spread_is_of_all_times():

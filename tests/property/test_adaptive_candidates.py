@@ -55,9 +55,7 @@ def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> Non
             freed = tree.blocks_freed_by(nodes).tolist()
             assert freed == [model.blocks_freed_by(p) for p in kept.values()]
             place = tree.first_of(nodes, (values == values.min()).nonzero()[0].tolist())
-            by_rule = min(
-                kept.values(), key=lambda p: (model.value_of(p), len(p), model.known[p].born)
-            )
+            by_rule = min(kept.values(), key=model.order_of)
             assert kept[nodes.item(place)] == by_rule
             tree.drop(nodes.item(place))
             model.drop(kept.pop(nodes.item(place)))

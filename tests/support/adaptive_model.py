@@ -91,6 +91,11 @@ class ModelTree:
         turn_class = turn if turn < 3 else 3 if turn < 6 else 4
         return _Prompt(path, turn, (turn_class, new_class, 0))
 
+    def order_of(self, path: Path) -> tuple[int, int, int, int]:
+        """In which order kept candidates are given up."""
+        candidate = self.known[path]
+        return self.value_of(path), len(path), candidate.last_use, candidate.born
+
     def propose(self, prompt: _Prompt, depth: int, kind: int) -> Path:
         path = prompt.path[:depth]
         if path in self.known:

@@ -21,6 +21,7 @@ BUILT_IN = {
     errors.NotCopyableError: TypeError,
     errors.PoisonedError: RuntimeError,
     errors.StepOrderError: RuntimeError,
+    errors.TierInUseError: RuntimeError,
     errors.UnsupportedVersionError: ImportError,
     errors.UnwrittenStateWarning: RuntimeWarning,
 }

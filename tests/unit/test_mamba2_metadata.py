@@ -217,4 +217,5 @@ def test_a_thousand_long_sequences_take_no_more_steps_than_two_short_ones():
         computed = torch.arange(count, dtype=torch.int32) * 7
         return lines_executed(lambda: builder._compute_chunk_metadata(count, computed, starts))
 
-    assert 0 < build(2, 300) == build(1024, 32_768)
+    # Few sequences are cut one by one, in which they take more.
+    assert 0 < build(64, 300) == build(1024, 32_768) <= build(2, 300)

@@ -151,8 +151,12 @@ def begin_b(numbers, drafts):
 def traces(context, salt):
     """Where numbers of a salt lie: what tensor, and how many."""
     low, quantization = SALTS[salt], context.slot_allocator.quantization
+    # Rates in fixed point, ages, hash ids: a policy knows no tokens and no states.
+    learned = {tensor.data_ptr() for tensor in tensors_of(context.slot_allocator.policy)}
     found = []
     for tensor in tensors_of(context):
+        if tensor.data_ptr() in learned:
+            continue
         if tensor.dtype.itemsize == 1:
             continue  # the memory of step tensors, and codes: both are looked at by themselves
         ranges = [(low - 100, low + SPREAD)]

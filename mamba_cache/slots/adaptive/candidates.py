@@ -538,9 +538,17 @@ class CandidateTree:
         return values
 
     def first_of(self, nodes: npt.NDArray[np.intp], places: Sequence[int]) -> int:
-        """Return which of some places in ``nodes`` goes first where all are worth the same."""
-        depth_at, births = self._depth_at, self._births
-        return min(places, key=lambda p: (depth_at[nodes.item(p)], births[nodes.item(p)], p))
+        """Return which of some places in ``nodes`` goes first where all are worth the same.
+
+        The shallowest, of these the one that was used least recently, of these the oldest.
+        """
+        depth_at, last_use_at, births = self._depth_at, self._last_use_at, self._births
+
+        def order(place: int) -> tuple[int, int, int, int]:
+            node = nodes.item(place)
+            return depth_at[node], last_use_at[node], births[node], place
+
+        return min(places, key=order)
 
     def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the blocks that only the state of each of many kept candidates needs.

@@ -250,7 +250,7 @@ class AdaptiveSlotPolicy:
         return values
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
-        """Return the place of the lowest value; of equal ones of the shallowest, then oldest."""
+        """Return the place of the lowest value; ``first_of`` decides between equal ones."""
         lowest = int(values.argmin())
         ties = (values == values[lowest]).nonzero()[0]
         return lowest if len(ties) == 1 else self._tree.first_of(nodes, ties.tolist())
