@@ -277,8 +277,15 @@ def flex_attention(function: Callable[..., Any]) -> Callable[..., Tensor]:
         call: Any = compiled() if queries.is_cuda else function
         keys, values = (each.flatten(0, 1).transpose(0, 1)[None] for each in kv_cache)
         padded = F.pad(queries, (0, 0, 0, 0, 0, last[1].seq_lengths[0] - len(queries)))
+        # PyTorch's own choice of tiles may want more shared memory than a GPU has.
+        tiles = {"BLOCK_M": 64, "BLOCK_N": min(64, kv_cache.shape[2]), "num_stages": 1}
         found = call(
-            padded.transpose(0, 1)[None], keys, values, block_mask=last[1], enable_gqa=True
+            padded.transpose(0, 1)[None],
+            keys,
+            values,
+            block_mask=last[1],
+            enable_gqa=True,
+            kernel_options=tiles if queries.is_cuda else None,
         )
         attended: Tensor = found[0].transpose(0, 1)[: len(queries)]
         return attended

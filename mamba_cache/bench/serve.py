@@ -626,7 +626,7 @@ class _Report:
 
     def _run_batch(self) -> None:
         with self._make_cache() as cache:
-            seconds = self._subject.time(lambda: _time_decode_steps(self._subject, cache, 2, 4))
+            seconds = self._subject.time(lambda: self._warm_up_batches(cache))
             self._figures.append(
                 Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
             )
@@ -735,6 +735,14 @@ class _Report:
     def _warm_up(self, run: Callable[[], object]) -> None:
         """Have kernels compiled and tuned before anything is timed."""
         self._subject.time(run)
+
+    def _warm_up_batches(self, cache: PrefixCache) -> None:
+        """Do the same for batches: prompts with a common beginning, as long as the longest."""
+        _time_decode_steps(self._subject, cache, 2, 4)
+        [stem], ends = self._fresh(1).tolist(), self._fresh(4).tolist()
+        part = len(stem) // 9
+        prompts = [stem[part:] + end[:part] for end in ends]
+        cache.generate_batch(prompts, max_new_tokens=2, do_sample=False)
 
     def _fresh(self, rows: int) -> torch.Tensor:
         """Return prompts of nobody, as long as the longest: [rows, length]."""

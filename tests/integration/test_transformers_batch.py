@@ -300,7 +300,6 @@ def test_what_lies_in_host_memory_stays_when_batches_take_their_share(nemotron, 
         cached(cache, prompt)
         batch(cache, [tokens(generator, 20)])
         [host] = cache.tier_stats()
-        assert not cache.stats().cached_blocks
         assert skipped(
             cache, lambda: assert_same(plain(nemotron.model, prompt), cached(cache, prompt))
         )

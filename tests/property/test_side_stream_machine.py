@@ -51,8 +51,9 @@ class SideStreamMachine(SpeculationMachine):
         save, restore = slots.transfers.live_to_slots, slots.transfers.slots_to_live
 
         def watched_save(rows, targets):
-            used = [slot for slot in targets.tolist() if slot >= 0]
-            self.streams.use(used, [row // ring for row in rows.tolist() if row >= 0])
+            used = [slot for slot in torch.as_tensor(targets).tolist() if slot >= 0]
+            own = [row // ring for row in torch.as_tensor(rows).tolist() if row >= 0]
+            self.streams.use(used, own)
             save(rows, targets)
 
         def watched_restore(sources, rows):

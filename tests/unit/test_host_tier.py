@@ -177,7 +177,9 @@ def test_models_without_attention_resume_too():
     shape = dataclasses.replace(MODEL_CONFIG, layer_pattern="MM")
     model = HybridModel(shape, dtype=torch.float64, seed=3)
     sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 9, "num_host_states": 30}
-    context = make_context(make_config(slot_policy="lru", **sizes), model=model, load_planner=always())
+    context = make_context(
+        make_config(slot_policy="lru", **sizes), model=model, load_planner=always()
+    )
     wanted = generate(context, PROMPT, 3, model=model)[0]
     for prompt in OTHERS:
         generate(context, prompt, 1, model=model)
