@@ -541,6 +541,7 @@ class _Report:
         self._figures: list[Measurement] = []
         self._outcomes: dict[str, dict[str, list[Outcome]]] = {one.name: {} for one in workloads}
         self._failed: dict[str, str] = {}
+        self._is_lost = False
         self._extra: dict[str, Any] = {}
         self._start = time.perf_counter()
 
@@ -722,6 +723,9 @@ class _Report:
         if self._seconds is not None and time.perf_counter() - self._start > self._seconds:
             self._failed[title] = f"not begun: {self._seconds} s were over"
             return
+        if self._is_lost:
+            self._failed[title] = "not begun: the device had failed"
+            return
         try:
             run()
         except torch.cuda.OutOfMemoryError as error:
@@ -730,7 +734,12 @@ class _Report:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self._failed[title] = f"{type(error).__name__}: {error}"
-        self._empty()
+        try:
+            self._empty()
+        except RuntimeError as error:
+            # An assertion of a kernel, in whichever way: no process recovers from it.
+            self._is_lost = True
+            self._failed.setdefault(title, f"{type(error).__name__}: {error}")
 
     def _warm_up(self, run: Callable[[], object]) -> None:
         """Have kernels compiled and tuned before anything is timed."""

@@ -263,6 +263,23 @@ def test_what_fails_is_reported_and_the_rest_is_measured(small, monkeypatch, cap
     assert "static" not in result["workloads"]["lengths"]["ways"]
 
 
+def test_a_device_that_failed_is_not_asked_again(small, monkeypatch, capsys):
+    """As after an assertion in a kernel: what was measured before it is reported."""
+
+    def assertion(*_):
+        monkeypatch.setattr(serve._Report, "_empty", assertion)
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(serve, "_answer_batched", assertion)
+    assert main(["serve", "--tiny", "--workload", "shared", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    broken = "RuntimeError: device-side assert triggered"
+    assert result["failed"]["generate_batch, 3 requests, 3 new"] == broken
+    over = "not begun: the device had failed"
+    assert result["failed"]["static batches of generate, 3 requests, 3 new"] == over
+    assert list(result["workloads"]["shared"]["ways"]) == ["generate"]
+
+
 def test_a_way_that_gave_nothing_fails(small, monkeypatch):
     def out_of_memory(*_):
         raise torch.cuda.OutOfMemoryError
