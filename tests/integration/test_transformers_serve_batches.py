@@ -41,8 +41,8 @@ def found(monkeypatch_module):
     """The models that the server has loaded, as this package knows them."""
     served, make = [], installing.ServedModels
 
-    def remember(settings):
-        served.append(make(settings))
+    def remember(*arguments):
+        served.append(make(*arguments))
         return served[-1]
 
     monkeypatch_module.setattr(installing, "ServedModels", remember)
