@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 import statistics
 import sys
 import time
@@ -43,6 +44,7 @@ __all__ = [
     "Outcome",
     "Workload",
     "add_serve_options",
+    "compile_parts",
     "make_workloads",
     "print_serve",
     "run_serve",
@@ -427,6 +429,11 @@ def add_serve_options(command: Any) -> None:
         ("--decode-rows", "sizes of batches whose decode steps are timed"),
     ):
         command.add_argument(option, type=count, nargs="+", action="extend", metavar="N", help=what)
+    command.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model's norms, MLPs and experts in place, for all ways alike",
+    )
 
 
 def run_serve(
@@ -438,6 +445,7 @@ def run_serve(
     seconds: int | None = None,
     static_rows: Sequence[int] | None = None,
     decode_rows: Sequence[int] | None = None,
+    compile: bool = False,
 ) -> dict[str, Any]:
     """Make a model on the GPU, or else on the CPU, and measure ways to serve requests with it.
 
@@ -451,6 +459,7 @@ def run_serve(
             400 on a GPU; for tiny workloads no limit.
         static_rows: Sizes of static batches, of which the best counts.
         decode_rows: Sizes of batches whose decode steps are timed.
+        compile: Compile the model's norms, MLPs and experts in place, for all ways alike.
 
     Returns:
         What ``--json`` prints: the machine, versions and kernels, the figures with their limits,
@@ -475,6 +484,7 @@ def run_serve(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress(f"making {family} with random weights on {device}")
     subject = Subject(make_model(chosen, device))
+    compiled = compile_parts(subject.model) if compile else []
     kernels = kernels_of(subject.model)
     progress(f"kernels: {kernels}")
     if subject.is_cuda and REFERENCE in kernels.values():
@@ -497,8 +507,25 @@ def run_serve(
         "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
         "versions": library_versions(),
         "kernels": kernels,
+        "compiled": compiled,
         **report.result(),
     }
+
+
+def compile_parts(model: torch.nn.Module) -> list[str]:
+    """Compile in place what computes each token by itself; return the names of the classes.
+
+    The norms, MLPs and experts of a model. What reads a cache stays as it is.
+    """
+    parts: list[torch.nn.Module] = []
+    seen: set[torch.nn.Module] = set()
+    for module in model.modules():  # a part before what is in it
+        if module not in seen and re.search(r"(Norm|NormGated|MLP|MoE)$", type(module).__name__):
+            parts.append(module)
+            seen.update(module.modules())
+    for part in parts:
+        part.compile(dynamic=True)
+    return sorted({type(part).__name__ for part in parts})
 
 
 def print_serve(result: dict[str, Any]) -> None:
