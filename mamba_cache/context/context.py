@@ -1029,6 +1029,16 @@ class DynamicInferenceContext:
         sampler.count([self._remove_entry(hit, blocks, each) for each in found_differences])
         return tuple(found_differences)
 
+    @exclusive
+    def skip_verification(self, reason: str) -> None:
+        """Count a hit that ``take_verification`` gave and nobody can compute.
+
+        Args:
+            reason: Why, such as ``SkippedVerification.SETTINGS``.
+        """
+        if self._sampler is not None:
+            self._sampler.skip(reason)
+
     def verification_stats(self) -> VerificationStats:
         """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
         return VerificationStats() if self._sampler is None else self._sampler.stats()

@@ -136,8 +136,15 @@ class RequestLog:
             return "new_prefix"
         if keys in known:
             return "not_kept"
-        pairs = zip(keys, known[-1], _KEY_REASONS, strict=True)
-        return next(name for one, other, name in pairs if one != other)
+        differing = [
+            [
+                name
+                for one, other, name in zip(keys, each, _KEY_REASONS, strict=True)
+                if one != other
+            ]
+            for each in known
+        ]
+        return min(differing, key=len)[0]
 
     def _blocks_removed(self, _: Sequence[int], hash_ids: Sequence[int]) -> None:
         _remember_all(self._blocks, hash_ids, self._why)

@@ -50,12 +50,14 @@ class HitToVerify:
     Attributes:
         request: The request that resumed; adapters and multimodal items are as in it.
         tokens: [num_tokens] int32: the prefix that it did not compute.
-        hashes: Of its blocks.
+        hashes: Of its complete blocks.
+        part: Of the tokens after them, in caches that keep parts of blocks; None: there are none.
     """
 
     request: Request
     tokens: TokenArray
     hashes: BlockHashes
+    part: BlockHashes | None = None
 
     @property
     def request_id(self) -> Hashable:

@@ -99,7 +99,7 @@ def compare_prefixes(
         for name, tensors in saved.states.items()
     }
     kv = list(zip(saved.kv_by_layer, computed.kv_by_layer, strict=True))
-    if all(torch.equal(*pair) for pairs in (*states.values(), kv) for pair in pairs):
+    if all(_are_equal(*pair) for pairs in (*states.values(), kv) for pair in pairs):
         return []
     other = None if again is None else again()
     if other is not None:
@@ -142,6 +142,10 @@ def _differ(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor,
     # What is no number is as far off as can be, unless both are the same bits.
     relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
     return relative, (a - b).abs().nan_to_num(nan=math.inf).amax(dim=1)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _limit(
