@@ -19,6 +19,7 @@ from transformers_rig import (
 
 from mamba_cache.context import SkippedVerification, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+from mamba_cache.integrations.transformers.serve.models import ServedModel
 from mamba_cache.integrations.transformers.verification import IdleVerifier
 
 CLEAN = {"state": 0, "kv": 0}
@@ -256,3 +257,19 @@ def test_the_log_names_hits_that_do_not_pay_and_tiers(generator, caplog, monkeyp
     monkeypatch.setattr(cache._costs, "uses", lambda _: False)
     cached(cache, join(prompt, text(generator, 2)))
     assert "skipped_tokens=0 tier=- reason=below_break_even" in caplog.messages[-1]
+
+
+def test_a_served_model_is_verified_while_nobody_uses_it(generator, monkeypatch):
+    started = []
+    monkeypatch.setattr(IdleVerifier, "start", started.append)
+    settings = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
+    model = make_model("granite 4")
+    ServedModel(model, settings, lambda *_: None).prepare()
+    assert not started
+    cache = ServedModel(model, {**settings, "verify_hits": 1.0}, lambda *_: None).prepare()
+    [verifier] = started
+    prompt = text(generator, 3 * BLOCK)
+    for _ in range(2):
+        cached(cache, prompt)
+    assert [verifier.look() for _ in range(3)] == [0, 1, 0]
+    assert cache.verification_stats().differences == CLEAN
