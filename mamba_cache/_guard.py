@@ -73,6 +73,11 @@ class CallGuard:
         check = self._check()
         return getattr(check, "__self__", None) is thing
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of any thread is running."""
+        return bool(self._running)
+
     def runs_here(self) -> bool:
         """Say whether a call of this thread is running."""
         running = self._running.get("call")

@@ -99,6 +99,10 @@ class CacheConfig:
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.
+        verify_hits: What part of the hits is computed again without the cache and compared, from 0
+            to 1: ``DynamicInferenceContext.take_verification`` hands them out. 0: none.
+        log_requests: Log a line for each request that begins to run, in the logger
+            ``mamba_cache.requests`` at level INFO: what was found of it, where, and why not more.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -139,6 +143,8 @@ class CacheConfig:
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
     disk_write_on_use: int = 2
+    verify_hits: float = 0.0
+    log_requests: bool = False
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -157,6 +163,7 @@ class CacheConfig:
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
+        self._check_diagnostics()
 
     @property
     def chunk_alignment(self) -> int:
@@ -297,3 +304,14 @@ class CacheConfig:
             raise InvalidArgumentError(
                 f"hash_secret must be bytes or None, got {type(self.hash_secret).__name__}"
             )
+
+    def _check_diagnostics(self) -> None:
+        rate = check_number("verify_hits", self.verify_hits, maximum=1)
+        object.__setattr__(self, "verify_hits", rate)
+        if rate and self.slot_quantization is not None:
+            raise InvalidArgumentError(
+                "verify_hits needs slots that keep states as they are: with slot_quantization="
+                f"{self.slot_quantization!r} a hit differs from a miss by design"
+            )
+        if not isinstance(self.log_requests, bool):
+            raise InvalidArgumentError(f"log_requests must be a bool, got {self.log_requests!r}")

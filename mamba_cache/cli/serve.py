@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,12 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     events_mode: Annotated[
         str, typer.Option(help="reachable: what prompts can use; resident: every KV block.")
     ] = "reachable",
+    verify_hits: Annotated[
+        float, typer.Option(help="Part of the hits to compute again when idle, and compare.")
+    ] = 0.0,
+    log_requests: Annotated[
+        bool, typer.Option(help="Log what was found of each prompt, and why not more.")
+    ] = False,
 ) -> None:
     """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
 
@@ -43,6 +50,11 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
+    settings |= {"verify_hits": verify_hits, "log_requests": log_requests}
+    if log_requests:
+        logger = logging.getLogger("mamba_cache.requests")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(logging.StreamHandler())
     with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)

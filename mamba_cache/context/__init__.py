@@ -18,6 +18,7 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
+from mamba_cache.context.verification import HitToVerify, SkippedVerification, VerificationStats
 
 __all__ = [
     "Admission",
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceTokens",
     "DynamicInferenceContext",
     "Forks",
+    "HitToVerify",
     "MissReason",
     "Prefetch",
     "PrefetchState",
@@ -35,7 +37,9 @@ __all__ = [
     "RequestProgress",
     "RequestStatus",
     "ScheduledRequest",
+    "SkippedVerification",
     "Step",
+    "VerificationStats",
 ]
 
 if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these

@@ -120,6 +120,7 @@ class Admitter:
             if load is not None:
                 return extended, load
             # An entry was damaged, and is not found again.
+            active.was_refused = True
         return None
 
     def _enter(  # noqa: PLR0917 (one admission, part by part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from weakref import ReferenceType, finalize, proxy, ref
@@ -37,6 +37,7 @@ from mamba_cache.context.memory import (
     slot_spec,
 )
 from mamba_cache.context.prefetch import Prefetch
+from mamba_cache.context.request_log import RequestLog
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -61,6 +62,13 @@ from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
+from mamba_cache.context.verification import (
+    HitSampler,
+    HitToVerify,
+    SkippedVerification,
+    VerificationStats,
+    log_difference,
+)
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import StatesOfBlocks
@@ -74,14 +82,18 @@ from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
     KVCacheSpec,
+    PrefixContent,
+    PrefixDifference,
     StatePool,
     StateSpec,
     as_device,
+    compare_prefixes,
     plan_extraction,
 )
 from mamba_cache.tiers import (
     CacheIdentity,
     DiskTier,
+    EntryKind,
     HostTier,
     LoadPlanner,
     ModelIdentity,
@@ -275,6 +287,13 @@ class DynamicInferenceContext:
             config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering=tiering
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
+        self._sampler = HitSampler(config.verify_hits) if config.verify_hits else None
+        self._request_log: RequestLog | None = None
+        if config.log_requests:
+            self._request_log = RequestLog(
+                self.kv_block_allocator, slots, block_size_tokens=config.block_size_tokens
+            )
+        hear_of_requests = self._sampler, self._request_log
         self._runner = StepRunner(
             buffers=self.step_buffers,
             rows=rows,
@@ -286,6 +305,7 @@ class DynamicInferenceContext:
             side_stream=self._side_stream(),
             extractions=self._extractions,
             tiering=tiering,
+            on_admitted=[each.admitted for each in hear_of_requests if each is not None],
         )
         self._forker = Forker(
             rows,
@@ -937,8 +957,122 @@ class DynamicInferenceContext:
         self.kv_block_allocator.reset()
         self._checkpoints.reset()
         self._counters.reset()
+        for diagnostics in (self._sampler, self._request_log):
+            if diagnostics is not None:
+                diagnostics.reset()
         if self._tiering is not None:
             self._tiering.reset()
+
+    @exclusive
+    def take_verification(self) -> HitToVerify | None:
+        """Return a hit that is to be verified, when the embedder is idle; None: there is none.
+
+        With ``CacheConfig.verify_hits`` a sample of the hits waits for this. Compute the tokens of
+        the one that is returned without the cache, and give what the layers have then to
+        ``report_verification``. Hits whose entries were evicted meanwhile are passed over.
+        """
+        sampler = self._sampler
+        while sampler is not None and (hit := sampler.take()) is not None:
+            if self._find_hit(hit) is not None:
+                return hit
+            sampler.skip(SkippedVerification.GONE)
+        return None
+
+    @guarded(trusts=())
+    def report_verification(
+        self,
+        hit: HitToVerify,
+        computed: PrefixContent | None,
+        again: Callable[[], PrefixContent] | None = None,
+        *,
+        tolerance: float = 0.0,
+    ) -> tuple[PrefixDifference, ...]:
+        """Compare a hit with the same prefix computed anew, and remove what differs.
+
+        What differs is counted, logged in ``mamba_cache.verification``, and taken out of the cache
+        and its tiers. It waits for the device.
+
+        Args:
+            hit: What ``take_verification`` gave.
+            computed: States and KV after the hit's tokens. None: they could not be computed, which
+                is counted.
+            again: Computes the same in other pieces, such as chunks of a block and single tokens at
+                the end; called where bits differ, and without the context. What the two differ by
+                says what rounding does; what is cached may differ by four times as much.
+            tolerance: What it may differ by besides, relative to the size of each tensor.
+
+        Returns:
+            What differs; empty if nothing does, or if the entries were evicted meanwhile.
+
+        Raises:
+            InvalidArgumentError: ``verify_hits`` is 0, the tensors are not those of the cache, or
+                ``tolerance`` is no number >= 0.
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        tolerance = check_number("tolerance", tolerance, maximum=1e9)
+        check_kind("hit", hit, HitToVerify)
+        sampler = self._sampler
+        if sampler is None:
+            raise InvalidArgumentError("verify_hits must be more than 0 in the CacheConfig")
+        found = self._find_hit(hit)
+        if computed is None or found is None:
+            gone = SkippedVerification.GONE if found is None else SkippedVerification.FAILED
+            sampler.skip(gone)
+            return ()
+        blocks, slot = found
+        size = self.block_size_tokens
+        saved = self._saved_content(blocks, slot)
+        found_differences = compare_prefixes(
+            saved, computed, again, block_size_tokens=size, tolerance=tolerance
+        )
+        sampler.count([self._remove_entry(hit, blocks, each) for each in found_differences])
+        return tuple(found_differences)
+
+    @exclusive
+    def skip_verification(self, reason: str) -> None:
+        """Count a hit that ``take_verification`` gave and nobody can compute.
+
+        Args:
+            reason: Why, such as ``SkippedVerification.SETTINGS``.
+        """
+        if self._sampler is not None:
+            self._sampler.skip(reason)
+
+    def verification_stats(self) -> VerificationStats:
+        """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
+        return VerificationStats() if self._sampler is None else self._sampler.stats()
+
+    def _find_hit(self, hit: HitToVerify) -> tuple[list[int], int] | None:
+        """Return the blocks and the slot of a hit, if all of it is still cached."""
+        blocks = self.kv_block_allocator.match_prefix(hit.hashes)
+        slot = self.slot_allocator.get_slot(blocks[-1]) if len(blocks) == len(hit.hashes) else -1
+        return None if slot < 0 else (blocks, slot)
+
+    def _saved_content(self, blocks: list[int], slot: int) -> PrefixContent:
+        states = {name: t[:, slot] for name, t in self.slot_allocator.states.tensors.items()}
+        if self.kv_cache is None:
+            return PrefixContent(states)
+        return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3))
+
+    def _remove_entry(
+        self, hit: HitToVerify, blocks: list[int], difference: PrefixDifference
+    ) -> str:
+        """Make an entry unfindable, on the GPU and below; return its kind."""
+        is_state = difference.block is None
+        index = len(blocks) - 1 if difference.block is None else difference.block
+        digest = hit.hashes.digest(index)
+        kind = log_difference(hit.request_id, digest, difference)
+        log = self._request_log
+        with nullcontext() if log is None else log.removing("verification_failed"):
+            if is_state:
+                self.slot_allocator.invalidate_block(blocks[index])
+            else:
+                self.kv_block_allocator.deregister_blocks([blocks[index]])
+        if self._tiering is not None:
+            entry = EntryKind.STATE if is_state else EntryKind.KV
+            self._tiering.remove(entry, hit.request.cache_salt, digest)
+        return kind
 
     @exclusive
     def scrub(self) -> None:

@@ -329,6 +329,12 @@ class LowerTierLink:
             self._host.release(lease)
         return prefetch
 
+    def remove(self, key: EntryKey) -> None:
+        """Have an entry that is known to be wrong not found again, if the tier can do that."""
+        remove = getattr(self.tier, "remove", None)  # stores that others write to cannot
+        if remove is not None:
+            remove(key)
+
     def arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0

@@ -367,6 +367,7 @@ class ActiveRequest:
         admission: What its last admission found; None once that is counted.
         decode_lease: The newest state saved while it decoded.
         prompt_seen: What stands for its prompt where the slots' policy knows prompts.
+        was_refused: An entry of a tier that it could have resumed from was not what it should be.
 
     Args:
         request: The caller's request.
@@ -380,7 +381,7 @@ class ActiveRequest:
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
         "num_shared_blocks", "prompt", "prompt_seen", "request", "request_id", "row",
-        "state_position",
+        "state_position", "was_refused",
     )  # fmt: skip
 
     def __init__(
@@ -409,6 +410,7 @@ class ActiveRequest:
         self.admission: Admission | None = None
         self.decode_lease: SlotLease | None = None
         self.prompt_seen: object = None
+        self.was_refused = False
 
     @property
     def status(self) -> RequestStatus:

@@ -13,7 +13,13 @@ from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
-from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestPreparer, RequestStatus
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    Admission,
+    Checkpoint,
+    RequestPreparer,
+    RequestStatus,
+)
 from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import (
     DeviceTokens,
@@ -80,6 +86,7 @@ class StepRunner:
         side_stream: Where restores are enqueued; None: on the current stream.
         extractions: Which layers have handed over their states.
         tiering: What steps load from tiers below the GPU, and spill to them; None: nothing.
+        on_admitted: Called with each request that began to run, and what was found of it.
     """
 
     def __init__(
@@ -95,8 +102,10 @@ class StepRunner:
         side_stream: SideStream | None,
         extractions: StepExtractions,
         tiering: Tiering | None = None,
+        on_admitted: Sequence[Callable[[ActiveRequest, Admission], object]] = (),
     ) -> None:
         self._tiering = tiering
+        self._on_admitted = on_admitted
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
@@ -215,6 +224,7 @@ class StepRunner:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
         self._prefills = tuple(active for active in self._prefills if active not in damaged)
         for active in damaged:
+            active.was_refused = True
             self._admitter.release(active)
         return tuple(active.request_id for active in damaged)
 
@@ -577,6 +587,8 @@ class StepRunner:
         self._counters.computed_tokens += chunk.num_tokens
         if active.admission is not None:
             self._counters.count_admission(active.admission)
+            for listener in self._on_admitted:
+                listener(active, active.admission)
             active.admission = None
         self._admitter.end_chunk(active)
         active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING

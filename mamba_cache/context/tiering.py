@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from mamba_cache._weak_callback import WeakCallback
-from mamba_cache.blocks import BlockHashChain, BlockHashes, KVBlockAllocator
+from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch
@@ -260,6 +260,20 @@ class Tiering:
         return self.lower.prefetch(
             prepared.request.request_id, match, hashes, facts_of, timeout_seconds
         )
+
+    def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
+        """Have an entry that is known to be wrong not found again, in any tier.
+
+        Args:
+            kind: What it is.
+            cache_salt: Of the request that found it.
+            digest: Of its block.
+        """
+        self.host.remove(kind, digest)
+        if self.lower is not None:
+            tenant = tenant_digest(self._secret, cache_salt)
+            identity = self._identity
+            self.lower.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mamba_cache._extras import install_hint
-from mamba_cache.context import CacheStats, MissReason
+from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.integrations import vllm
 from mamba_cache.tiers import TierStats
@@ -84,6 +84,22 @@ _OF_TIERS_BY_KIND = {
     "entries": "Entries that can be found in a tier, by kind",
     "rows": "Entries that a tier can hold, by kind",
 }
+_VERIFIED = {
+    "verified_hits": ("Hits that were computed again and compared", "verified"),
+    "verification_sampled_hits": ("Hits that were chosen for it", "sampled"),
+}
+_VERIFIED_BY = {
+    "verification_differences": (
+        "Entries that were not what the model computes, by kind; each was removed",
+        ("kind", "differences"),
+    ),
+    "verification_skipped_hits": (
+        "Chosen hits that were not computed again, by reason",
+        ("reason", "skipped"),
+    ),
+}
+"""Names of metrics, what they say, and the field of ``VerificationStats`` that each is."""
+
 _TIER_LABELS = {label: ["cache", "tier", label] for label in ("kind", "reason")}
 """Fields of ``TierStats``: one metric each."""
 
@@ -146,6 +162,12 @@ class CacheCollector(Collector):
                 for kind in kinds:
                     gauge.add_metric([name, kind], getattr(one, f"{kind}_{unit}"))
             yield gauge
+        verified = {
+            name: cache.verification_stats()
+            for name, cache in self._caches.items()
+            if hasattr(cache, "verification_stats")
+        }
+        yield from _of_verification({n: one for n, one in verified.items() if one.differences})
         yield from _of_tiers(
             [
                 (name, tier)
@@ -260,6 +282,26 @@ def _of_tiers(tiers: Sequence[tuple[str, TierStats]]) -> Iterator[Metric]:
             for reason, value in getattr(tier, field).items():
                 counter.add_metric([name, tier.name, reason], value)
         yield counter
+
+
+def _of_verification(stats: Mapping[str, VerificationStats]) -> Iterator[Metric]:
+    """Yield what came of hits that were verified; nothing where none ever was to be."""
+    if not stats:
+        return
+    for name, (text, field) in _VERIFIED.items():
+        yield _counter(name, text, {cache: getattr(one, field) for cache, one in stats.items()})
+    for name, (text, (label, field)) in _VERIFIED_BY.items():
+        counter = CounterMetricFamily(f"mamba_cache_{name}", text, labels=["cache", label])
+        for cache, one in stats.items():
+            for value, count in getattr(one, field).items():
+                counter.add_metric([cache, value], count)
+        yield counter
+    gauge = GaugeMetricFamily(
+        "mamba_cache_verification_waiting_hits", "Hits that wait for it", labels=["cache"]
+    )
+    for cache, one in stats.items():
+        gauge.add_metric([cache], one.waiting)
+    yield gauge
 
 
 def _misses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:

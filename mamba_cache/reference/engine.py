@@ -30,6 +30,7 @@ from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
 from mamba_cache.reference.scheduler import Scheduler, check_hashable
+from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity
@@ -372,6 +373,39 @@ class Engine:
             return
         self._scheduler.remove(request_id)
 
+    @guarded(trusts=())
+    def verify_pending(self, max_hits: int | None = None) -> int:
+        """Compute hits again that wait to be verified, and compare them with what is cached.
+
+        With ``CacheConfig.verify_hits`` a part of the hits waits for this; ``step`` verifies one
+        when it has no request to compute. Each takes as long as its prefix does, twice where the
+        bits differ. ``context.verification_stats()`` says what came of it.
+
+        Args:
+            max_hits: How many at most. Default: all that wait.
+
+        Returns:
+            How many were.
+
+        Raises:
+            InvalidArgumentError: ``max_hits`` is not an int >= 1.
+        """
+        if max_hits is not None:
+            check_int("max_hits", max_hits, minimum=1)
+        return self._verify_hits(max_hits)
+
+    def _verify_hits(self, max_hits: int | None) -> int:
+        context, count = self.context, 0
+        while count != max_hits and (hit := context.take_verification()) is not None:
+            count += 1
+            try:
+                whole = compute_prefix(self._model, context, hit)
+                again = partial(compute_prefix, self._model, context, hit, in_pieces=True)
+                context.report_verification(hit, whole, again)
+            except torch.OutOfMemoryError:
+                context.report_verification(hit, None)
+        return count
+
     @guarded(renews=True)
     def reset(self) -> None:
         """Forget all requests and all that is cached, whatever happened; nothing more is told."""
@@ -402,6 +436,8 @@ class Engine:
             if not news.events:
                 step = self._scheduler.begin_step()
                 requests = [] if step is None else self._run(step)
+                if step is None and self.context.config.verify_hits:
+                    self._verify_hits(1)
                 news = self._gather([*requests, *self._scheduler.failed])
         self._news = news  # from here on it is told, if not by this call then by the next
         self._is_untold = False

@@ -309,6 +309,25 @@ class DiskTier:
         done(refusal)
         return True
 
+    def remove(self, key: EntryKey) -> None:
+        """Make an entry unfindable that is known to be wrong, for later processes too.
+
+        It writes to the disk in the caller's thread.
+        """
+        name = self._name_of(key)
+        if name is None or not self.is_healthy:
+            return
+        file = self._files[key.kind]
+        with self._lock:
+            lease = file.rows.read(name)
+            if lease is not None:
+                file.rows.drop(lease)
+        if lease is not None:
+            # Before the row is free.
+            self._try(lambda: file.slab.erase_header(lease.row))
+            with self._lock:
+                file.rows.release(lease)
+
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over.
 

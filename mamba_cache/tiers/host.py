@@ -368,6 +368,17 @@ class HostTier:
         self.release(lease)
 
     @guarded(nests=True)
+    def remove(self, kind: EntryKind, digest: bytes) -> bool:
+        """Make an entry unfindable that is known to be wrong; say whether it was there."""
+        pool = self._entries[kind].pool
+        lease = pool.read(digest)
+        if lease is None:
+            return False
+        pool.drop(lease)
+        pool.release(lease)
+        return True
+
+    @guarded(nests=True)
     def use(self, leases: Sequence[HostLease]) -> None:
         """Record that a hit uses entries that it reads: those of one prefix, from its start."""
         for kind, entries in self._entries.items():

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 from tier_rig import make_tiered
 
-from mamba_cache.context import CacheStats, MissReason
+from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.integrations.prometheus import (
     TIMED_CALLS,
@@ -228,10 +228,36 @@ def test_without_the_extra_the_error_names_it():
     assert "pip install -e '.[metrics]'" in result.stdout
 
 
+class Verified(Source):
+    """Statistics of a cache whose hits are verified."""
+
+    def verification_stats(self):
+        return VerificationStats(7, 5, {"gone": 2}, {"state": 1, "kv": 0}, 3)
+
+
+def test_verified_hits_have_metrics_where_they_are_asked_for(seed):
+    samples = {
+        (name, *sorted(value for _, value in series)): value
+        for name, all_series in scrape(registry_of(main=Verified(seed))).items()
+        if "verif" in name
+        for series, value in all_series.items()
+    }
+    assert samples == {
+        ("mamba_cache_verification_sampled_hits_total", "main"): 7,
+        ("mamba_cache_verified_hits_total", "main"): 5,
+        ("mamba_cache_verification_differences_total", "main", "state"): 1,
+        ("mamba_cache_verification_differences_total", "kv", "main"): 0,
+        ("mamba_cache_verification_skipped_hits_total", "gone", "main"): 2,
+        ("mamba_cache_verification_waiting_hits", "main"): 3,
+    }
+    off = scrape(registry_of(main=make_context(), other=Source(seed)))
+    assert not [name for name in off if "verif" in name]
+
+
 @pytest.fixture
 def exported(seed):
     """{sample name: label names} of all that is exported."""
-    registry = registry_of(main=Source(seed, PrefixCacheStats))
+    registry = registry_of(main=Source(seed, PrefixCacheStats), verified=Verified(seed))
     durations = CallDurations(registry)
     durations.watch("main", make_context())
     return {

@@ -16,7 +16,11 @@ import torch
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.costs import CostModel, fewest_winning
-from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
+from mamba_cache.integrations.transformers.layers import (
+    CacheFiller,
+    SequenceMemory,
+    read_layers,
+)
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
@@ -24,6 +28,9 @@ from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["Prefill", "Prefiller", "Segment"]
+
+_DECODED = 8
+"""Tokens at the end of a prefix that ``recompute`` takes one by one, as answers are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +305,47 @@ class Prefiller:
             return found
         return 0
 
+    def recompute(
+        self, tokens: npt.NDArray[np.int32], *, in_pieces: bool = False
+    ) -> SequenceMemory:
+        """Compute a prefix without what is cached, and keep nothing of it.
+
+        Args:
+            tokens: Its token ids.
+            in_pieces: Compute it block by block and its last tokens one by one, as far as the model
+                can be given it so, rather than in as few forwards as possible.
+
+        Returns:
+            What the model's layers keep of it, and the logits that follow.
+        """
+        end, size = len(tokens), self._store.layout.block_size_tokens
+        cuts = set() if self._is_stepwise else {*self._segment_ends(0, end)}
+        if in_pieces and not self._is_stepwise:
+            cuts |= {*range(size, end, size)}
+        if in_pieces and self.fewest_tokens == 1:
+            cuts |= {*range(max(end - _DECODED, 1), end)}
+        cache = self._runner.new_cache()
+        for start, stop in pairwise([0, *self._divided(0, {*cuts, end})]):
+            logits = self._runner.forward(tokens[start:stop], cache, start)
+        self._runner.fingerprint.confirm()  # of other weights nothing is known to be wrong
+        memory = read_layers(cache, self._store.layout.layers, end)
+        memory.logits = logits[:, -1]
+        return memory
+
+    def _divided(self, start: int, ends: set[int]) -> list[int]:
+        """Return where forwards end, none of which is given fewer tokens than it must be."""
+        ordered = sorted(ends - {start})
+        if self.fewest_tokens > 1:
+            # No cut leaves a single token before it or after it.
+            ordered = [one for one, after in pairwise([*ordered, 0]) if one + 1 != after]
+            if len(ordered) > 1 and ordered[0] == start + 1:
+                del ordered[0]
+        return ordered
+
     def _count(self, record: SequenceRecord, start: int) -> None:
         match, counters = record.match, self._store.counters
+        if self._store.watch is not None:
+            self._store.watch.counted(record, start)
         if start or not match.skip_tokens:
             counters.count_admission(match)
             return
@@ -408,12 +454,7 @@ class Prefiller:
                     self._split_seconds(position, start, end) or 0.0
                 )
             cuts |= splits
-        ends = sorted({*cuts, end} - {start})
-        if self.fewest_tokens > 1:
-            # No cut leaves a single token before it or after it.
-            ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
-            if len(ends) > 1 and ends[0] == start + 1:
-                del ends[0]
+        ends = self._divided(start, {*cuts, end})
         return [
             Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
             for begin, stop in zip([start, *ends], ends, strict=False)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from mamba_cache._checks import check_int, check_kind
+from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.context import CacheStats
+from mamba_cache.context import CacheStats, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -49,6 +49,12 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
+from mamba_cache.integrations.transformers.verification import (
+    PromptWatch,
+    join_verification_stats,
+    verify_batches,
+    verify_prefixes,
+)
 from mamba_cache.slots import (
     CheckpointPlacement,
     ConsumedSlotPolicy,
@@ -118,6 +124,10 @@ class PrefixCache:
             same weights, settings and versions finds them. It needs ``host_cache_gb``, through
             which they come and go, and has one user at a time.
         disk_cache_gb: What everything below that path may take, in GiB.
+        verify_hits: What part of the hits is computed again without the cache and compared, from 0
+            to 1, in ``verify_pending``.
+        log_requests: Log a line for each prompt, in the logger ``mamba_cache.requests`` at level
+            INFO: what was found of it, where, and why not more.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -149,6 +159,8 @@ class PrefixCache:
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
+        verify_hits: float = 0.0,
+        log_requests: bool = False,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -156,6 +168,9 @@ class PrefixCache:
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
         _check_share(batch_share)
+        self._verify_hits = check_number("verify_hits", verify_hits, maximum=1)
+        check_kind("log_requests", log_requests, bool)
+        self._logs = log_requests
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
             raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
@@ -207,6 +222,8 @@ class PrefixCache:
             layout, num_slots=num_slots, num_blocks=num_blocks, eviction=self._eviction
         )
         store.join(self._guard)
+        if self._verify_hits or self._logs:
+            store.watch = PromptWatch(store, verify_hits=self._verify_hits, logs=self._logs)
         self._store, self._prefiller = store, self._make_prefiller(store=store)
 
     def __enter__(self) -> PrefixCache:
@@ -453,6 +470,8 @@ class PrefixCache:
                     eviction=copy.deepcopy(self._eviction),
                     saves_answers=self._reuse_answers and fewest == 1,
                     fewest_tokens=fewest,
+                    verify_hits=self._verify_hits,
+                    log_requests=self._logs,
                 ),
             )
             check_batcher(batcher, self._runner)
@@ -538,6 +557,53 @@ class PrefixCache:
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
+
+    @guarded(waits=True, trusts=())
+    def verify_pending(self, max_hits: int | None = None) -> int:
+        """Computes hits again that wait to be verified, and compares them with what is cached.
+
+        With ``verify_hits`` a part of the hits waits for this. Call it when nobody waits for an
+        answer: each takes as long as its prefix does without a cache, twice where bits differ.
+        ``mamba-cache serve`` does so when it is idle. What differs by more than rounding is
+        counted, logged in ``mamba_cache.verification``, and removed from the cache and its tiers.
+
+        Args:
+            max_hits: How many at most. Default: all that wait.
+
+        Returns:
+            How many were.
+
+        Raises:
+            InvalidArgumentError: ``max_hits`` is not an int >= 1.
+            ModelChangedError: The model was moved, or its weights are others.
+            StepOrderError: The cache is closed.
+        """
+        if max_hits is not None:
+            check_int("max_hits", max_hits, minimum=1)
+        self._check_ready()
+        if not self.verification_stats().waiting:
+            return 0
+        fingerprint = self._runner.fingerprint
+        fingerprint.begin()
+        done = verify_prefixes(self._store, self._prefiller, fingerprint.key, max_hits)
+        left = None if max_hits is None else max_hits - done
+        if self._batcher is not None and left != 0:
+            done += verify_batches(self._batcher, self._prefiller, fingerprint.key, left)
+        return done
+
+    def verification_stats(self) -> VerificationStats:
+        """Returns what came of ``verify_hits``, to any thread."""
+        watch, batcher = self._store.watch, self._batcher
+        sampler = None if watch is None else watch.sampler
+        stats = VerificationStats() if sampler is None else sampler.stats()
+        if batcher is None:
+            return stats
+        return join_verification_stats(stats, batcher.context.verification_stats())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of it is running."""
+        return self._guard.is_busy
 
     def break_even_tokens(self, new_tokens: int = 256) -> int | None:
         """Returns from how many cached tokens on a hit wins, by what was measured in calls.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,9 @@ from mamba_cache.slots import SlotEvictionPolicy, SlotPool
 from mamba_cache.tiers import EntryKind
 
 if TYPE_CHECKING:
+    from mamba_cache.context import HitToVerify
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
+    from mamba_cache.integrations.transformers.verification import PromptWatch
 
 __all__ = ["PrefixHit", "PrefixStore", "SequenceRecord"]
 
@@ -84,6 +87,7 @@ class PrefixStore:
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
+        self.watch: PromptWatch | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -195,6 +199,36 @@ class PrefixStore:
         part = chain.part_hash(depth, tokens)
         return self.kv_blocks.find_block(part[0], part.digest(0))
 
+    def find_prefix(self, hit: HitToVerify) -> tuple[list[int], int] | None:
+        """Find the blocks and the slot that a hit resumed from, if all are still there."""
+        blocks = self.kv_blocks.match_prefix(hit.hashes)
+        if len(blocks) < len(hit.hashes):
+            return None
+        if hit.part is not None:
+            block = self.kv_blocks.find_block(hit.part[0], hit.part.digest(0))
+            if block is None:
+                return None
+            blocks.append(block)
+        slot = self.slots.get_slot(blocks[-1])
+        return None if slot < 0 else (blocks, slot)
+
+    def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
+        """Make a state, or a block, unfindable that is known to be wrong, in tiers too.
+
+        Args:
+            block: The block; of a state, that at whose end it is.
+            digest: Of the block.
+            kind: Which of both.
+        """
+        log = None if self.watch is None else self.watch.log
+        with nullcontext() if log is None else log.removing("verification_failed"):
+            if kind is EntryKind.STATE:
+                self.slots.invalidate_block(block)
+            else:
+                self.kv_blocks.deregister_blocks([block])
+        if self.tiers is not None:
+            self.tiers.remove(kind, digest)
+
     def register_part(
         self,
         block: int,
@@ -252,6 +286,7 @@ class PrefixStore:
         key = lora_id if tiers is None else tiers.key_for(lora_id)
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
+        num_restored = 0 if tiers is None else tiers.num_restored
         if tiers is not None:
             tiers.bring(chain, tokens, min_computed=min_computed, with_logits=with_logits)
         hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
@@ -260,7 +295,11 @@ class PrefixStore:
             # Observers know prefixes by their tokens alone, so it must be one key's.
             self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
             is_told = self._told_lora_id == lora_id
-        return SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
+        record = SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
+        record.cache_salt = cache_salt
+        if tiers is not None and tiers.num_restored > num_restored:
+            record.tier = "host"
+        return record
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -276,6 +315,8 @@ class PrefixStore:
         self.counters.reset()
         self.live_dtypes.clear()
         self._told_lora_id = None
+        if self.watch is not None:
+            self.watch.reset()
         if self.tiers is not None:
             self.tiers.reset()
 
@@ -363,6 +404,8 @@ class SequenceRecord:
         match: What of its whole blocks was found.
         has_logits: All of it was found, and the logits that follow.
         num_published: Blocks that are findable, from the sequence's start.
+        cache_salt: The salt that it was matched under.
+        tier: Where what was found lay: "gpu", or "host" if it was brought from there.
     """
 
     def __init__(
@@ -388,9 +431,18 @@ class SequenceRecord:
             self._held.append(hit.part_block)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(hit.match.block_ids)
+        self.cache_salt: ExtraKey = None
+        self.tier = "gpu"
         self._spare: list[int] = []
         self._reserved: dict[int, int] = {}
         self._tokens_to_state = hit.match.skip_tokens
+
+    @property
+    def prompt(
+        self,
+    ) -> tuple[npt.NDArray[np.int32], BlockHashChain, tuple[ExtraKey, ExtraKey]]:
+        """Its tokens, hashed, and the salt and adapter that it was matched under."""
+        return self._tokens, self._chain, (self.cache_salt, self._lora_id)
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""

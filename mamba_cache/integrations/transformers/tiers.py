@@ -425,6 +425,18 @@ class PrefixTiers:
         self._link.poll()
         return state is PrefetchState.READY
 
+    @property
+    def num_restored(self) -> int:
+        """Entries that hits have brought back so far."""
+        return self._host.restored_total
+
+    def remove(self, kind: EntryKind, digest: bytes) -> None:
+        """Have an entry that is known to be wrong not found again."""
+        self._host.remove(kind, digest)
+        if self._link is not None:
+            tenant, identity = tenant_digest(self._secret, None), self._identity
+            self._link.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
+
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
         host = self._host.stats()

@@ -30,10 +30,11 @@ from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller
+from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts, SlotEvictionPolicy
+from mamba_cache.states import PrefixContent
 
 __all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
 
@@ -60,6 +61,8 @@ class BatcherSettings:
         eviction: Which states are given up first.
         saves_answers: Keep what is computed while decoding.
         fewest_tokens: What a chunk of a prompt must have at least.
+        verify_hits: As in ``CacheConfig``, like what follows.
+        log_requests: See there.
     """
 
     max_requests: int
@@ -70,6 +73,8 @@ class BatcherSettings:
     eviction: SlotEvictionPolicy
     saves_answers: bool
     fewest_tokens: int
+    verify_hits: float = 0.0
+    log_requests: bool = False
 
 
 @dataclass(slots=True)
@@ -188,6 +193,8 @@ class Batcher:
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
                 publish_decoded_blocks=settings.saves_answers,
+                verify_hits=settings.verify_hits,
+                log_requests=settings.log_requests,
             ),
             self._layout.state_spec,
             self._layout.kv_spec,
@@ -606,6 +613,11 @@ class Batcher:
         finally:
             self.context.reset()
             self.counts = BatchCounts()
+
+    def content_of(self, memory: SequenceMemory) -> PrefixContent:
+        """Returns one row of what a model's cache holds as the context keeps it."""
+        states = {name: kept[:, 0] for name, kept in self._layout.stack(memory.states).items()}
+        return PrefixContent(states, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
 
     def stats(self) -> BatchStats:
         """Returns what was done so far."""

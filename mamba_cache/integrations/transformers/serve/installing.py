@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal
 
-from mamba_cache._checks import check_int, check_kind
+from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -61,6 +61,8 @@ def install(
     events_replay_endpoint: str | None = None,
     events_mode: Literal["resident", "reachable"] = "reachable",
     max_batch_size: int = 64,
+    verify_hits: float = 0.0,
+    log_requests: bool = False,
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
@@ -86,6 +88,9 @@ def install(
         events_replay_endpoint: Where they ask for what they missed.
         events_mode: Which KV blocks they are told of.
         max_batch_size: Requests that run at once, with continuous batching.
+        verify_hits: What part of the hits is computed again without the cache, once nobody has used
+            the model for a second, and compared.
+        log_requests: Log a line for each prompt.
 
     Raises:
         InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
@@ -104,6 +109,8 @@ def install(
     check_kind("reuse_answers", reuse_answers, bool)
     check_kind("measure_costs", measure_costs, bool)
     check_int("max_batch_size", max_batch_size, minimum=1)
+    check_number("verify_hits", verify_hits, maximum=1)
+    check_kind("log_requests", log_requests, bool)
     for name, value, allowed in (
         ("on_unresumable", on_unresumable, ("error", "step")),
         ("weights_check", weights_check, ("full", "sample", "off")),
@@ -132,6 +139,8 @@ def install(
             "weights_check": weights_check,
             "measure_costs": measure_costs,
             "max_batch_size": max_batch_size,
+            "verify_hits": verify_hits,
+            "log_requests": log_requests,
             "batch_share": 1,  # with continuous batching nothing else uses a model's cache
         },
         None if events_endpoint is None else _publishers(events_endpoint, events),

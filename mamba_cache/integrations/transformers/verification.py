@@ -1,0 +1,252 @@
+"""Hits of a prefix cache that are verified, and the log of its prompts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from mamba_cache.context import HitToVerify, Request, SkippedVerification, VerificationStats
+from mamba_cache.context.request_log import RequestLog
+from mamba_cache.context.requests import TokenArray
+from mamba_cache.context.verification import HitSampler, log_difference
+from mamba_cache.errors import MambaCacheError
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
+from mamba_cache.integrations.transformers.prefill import Prefiller
+from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
+from mamba_cache.states import PrefixContent, PrefixDifference, compare_prefixes
+from mamba_cache.tiers import EntryKind
+
+if TYPE_CHECKING:  # it starts this
+    from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+
+__all__ = [
+    "IdleVerifier",
+    "PromptWatch",
+    "join_verification_stats",
+    "verify_batches",
+    "verify_prefixes",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class PromptWatch:
+    """What is done about the prompts of a store beside counting them.
+
+    Args:
+        store: Where they are looked up.
+        verify_hits: What part of the hits is verified.
+        logs: Log a line for each prompt.
+    """
+
+    def __init__(self, store: PrefixStore, *, verify_hits: float, logs: bool) -> None:
+        self.sampler = HitSampler(verify_hits) if verify_hits else None
+        self.log: RequestLog | None = None
+        self._size = store.layout.block_size_tokens
+        if logs:
+            self.log = RequestLog(store.kv_blocks, store.slots, block_size_tokens=self._size)
+        self._num_prompts = 0
+
+    def counted(self, record: SequenceRecord, start: int) -> None:
+        """Hear of a prompt that is counted.
+
+        Args:
+            record: What was found of it.
+            start: How much of that is used.
+        """
+        name = f"generate-{self._num_prompts}"
+        self._num_prompts += 1
+        tokens, chain, keys = record.prompt
+        if self.log is not None:
+            declined = "below_break_even" if record.match.skip_tokens and not start else None
+            first, tier = tokens[: self._size], record.tier
+            hashed = (*keys, ())
+            self.log.log(
+                name, record.match, tier, first, chain.hashes, keys=hashed, reason=declined
+            )
+        if self.sampler is not None and start and self.sampler.chooses():
+            depth, rest = divmod(start, self._size)
+            part = chain.part_hash(depth, tokens[start - rest : start]) if rest else None
+            salt, lora_id = cast("tuple[str | None, str | None]", keys)
+            request = Request(
+                request_id=name, prompt_tokens=tokens, cache_salt=salt, lora_id=lora_id
+            )
+            prefix = tokens[:start].copy()
+            self.sampler.add(HitToVerify(request, prefix, chain.hashes[:depth], part))
+
+    def reset(self) -> None:
+        """Forget all prompts and counts."""
+        for each in (self.sampler, self.log):
+            if each is not None:
+                each.reset()
+
+
+def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: int | None) -> int:
+    """Compute prefixes again that ``generate`` went on from, compare them, remove what differs.
+
+    Args:
+        store: Where they are cached.
+        prefiller: Computes them.
+        key: What stands for the model's settings now.
+        count: How many at most; None: all that wait.
+
+    Returns:
+        How many were.
+    """
+    sampler = None if store.watch is None else store.watch.sampler
+    done = 0
+    while sampler is not None and done != count and (hit := sampler.take()) is not None:
+        done += 1
+        if hit.request.lora_id != key:
+            sampler.skip(SkippedVerification.SETTINGS)
+        elif (found := store.find_prefix(hit)) is None:
+            sampler.skip(SkippedVerification.GONE)
+        else:
+            try:
+                differences = _compare(store, prefiller, hit, *found)
+            except torch.OutOfMemoryError:
+                sampler.skip(SkippedVerification.FAILED)
+            else:
+                sampler.count([_remove(store, hit, found[0], each) for each in differences])
+    return done
+
+
+def verify_batches(batcher: Batcher, prefiller: Prefiller, key: str, count: int | None) -> int:
+    """Do the same with those that requests of batches went on from."""
+    context, done = batcher.context, 0
+    while done != count and (hit := context.take_verification()) is not None:
+        done += 1
+        if hit.request.lora_id != key:
+            context.skip_verification(SkippedVerification.SETTINGS)
+            continue
+
+        def compute(tokens: TokenArray = hit.tokens, *, in_pieces: bool = False) -> PrefixContent:
+            return batcher.content_of(prefiller.recompute(tokens, in_pieces=in_pieces))
+
+        try:
+            context.report_verification(hit, compute(), partial(compute, in_pieces=True))
+        except torch.OutOfMemoryError:
+            context.report_verification(hit, None)
+    return done
+
+
+def _compare(
+    store: PrefixStore, prefiller: Prefiller, hit: HitToVerify, blocks: list[int], slot: int
+) -> list[PrefixDifference]:
+    """Compute a prefix that ``generate`` went on from, and compare it."""
+    saved = store.tensors.load(slot, blocks, len(hit.tokens))
+    if not store.has_logits(slot):
+        saved.logits = None
+    layers, has_logits = store.layout.layers, saved.logits is not None
+
+    def compute(*, in_pieces: bool = False) -> PrefixContent:
+        computed = prefiller.recompute(hit.tokens, in_pieces=in_pieces)
+        return _content(computed, layers, has_logits=has_logits)
+
+    return compare_prefixes(
+        _content(saved, layers, has_logits=has_logits),
+        compute(),
+        partial(compute, in_pieces=True),
+        block_size_tokens=store.layout.block_size_tokens,
+    )
+
+
+def _content(
+    memory: SequenceMemory, layers: tuple[LayerParts, ...], *, has_logits: bool
+) -> PrefixContent:
+    """Return what a slot and blocks hold of one row, by what it is."""
+    states: dict[str, list[torch.Tensor]] = {"conv": [], "recurrent": []}
+    own = iter(memory.states)
+    for parts in layers:
+        states["conv"] += [next(own)[0] for _ in parts.convs]
+        states["recurrent"] += [next(own)[0] for _ in parts.recurrents]
+    states["window"] = [window[0] for window in memory.windows]
+    if has_logits and memory.logits is not None:
+        states["logits"] = [memory.logits[0]]
+    held = {name: tensors for name, tensors in states.items() if tensors}
+    return PrefixContent(held, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
+
+
+def _remove(
+    store: PrefixStore, hit: HitToVerify, blocks: list[int], difference: PrefixDifference
+) -> str:
+    """Make an entry unfindable, here and below; return its kind."""
+    is_state = difference.block is None
+    index = len(blocks) - 1 if difference.block is None else difference.block
+    is_part = hit.part is not None and index == len(hit.hashes)
+    digest = hit.part.digest(0) if hit.part is not None and is_part else hit.hashes.digest(index)
+    kind = log_difference(hit.request_id, digest, difference)
+    store.remove(blocks[index], digest, EntryKind.STATE if is_state else EntryKind.KV)
+    return kind
+
+
+def join_verification_stats(one: VerificationStats, other: VerificationStats) -> VerificationStats:
+    """Add what came of two parts of a cache."""
+    skipped, differences = (
+        {key: a.get(key, 0) + b.get(key, 0) for key in (*a, *b)}
+        for a, b in (
+            (one.skipped, other.skipped),
+            (one.differences, other.differences),
+        )
+    )
+    return VerificationStats(
+        sampled=one.sampled + other.sampled,
+        verified=one.verified + other.verified,
+        skipped=skipped,
+        differences=differences,
+        waiting=one.waiting + other.waiting,
+    )
+
+
+class IdleVerifier:
+    """Verifies the hits of a cache in a thread of its own, one at a time, when nobody uses it.
+
+    A call of the cache that comes meanwhile waits until the prefix is computed. The thread ends
+    with ``stop``, and when the cache is collected.
+
+    Args:
+        cache: The cache; only a weak reference is kept.
+        idle_seconds: How long nobody must have used it.
+    """
+
+    def __init__(self, cache: PrefixCache, *, idle_seconds: float = 1.0) -> None:
+        self._cache = weakref.ref(cache)
+        self._idle_seconds = idle_seconds
+        self._stopped = threading.Event()
+        self._last: object = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, when it has verified what it is at."""
+        self._stopped.set()
+
+    def look(self) -> int:
+        """Verify one hit if nobody has used the cache since the last look; say how many."""
+        cache = self._cache()
+        if cache is None:
+            self.stop()
+            return 0
+        stats = cache.stats()
+        seen, last = (stats.requests, stats.computed_tokens), self._last
+        self._last = seen
+        if seen != last or cache.is_busy or not cache.verification_stats().waiting:
+            return 0
+        try:
+            return cache.verify_pending(1)
+        except MambaCacheError as error:  # the next call of the cache says it to who can help it
+            _log.warning("hits cannot be verified: %s", error)
+            return 0
+
+    def _work(self) -> None:
+        while not self._stopped.wait(self._idle_seconds):
+            self.look()

@@ -1,0 +1,275 @@
+"""Hits of a prefix cache that are verified, and what its log says."""
+
+import logging
+
+import pytest
+import torch
+from batch_rig import SERVED, subject, tokens
+from transformers_rig import (
+    BLOCK,
+    FAMILIES,
+    UNRESUMABLE,
+    budgets,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    text,
+)
+
+from mamba_cache.context import SkippedVerification, VerificationStats
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+from mamba_cache.integrations.transformers.serve.models import ServedModel
+from mamba_cache.integrations.transformers.verification import IdleVerifier
+
+CLEAN = {"state": 0, "kv": 0}
+
+
+def make_verified(name="granite 4", dtype=torch.float32, **settings):
+    model = make_model(name).to(dtype)
+    options = {"on_unresumable": "step"} if name in UNRESUMABLE else {}
+    return make_cache(model, verify_hits=1.0, **options, **settings)
+
+
+def converse(cache, generator):
+    """Two turns, a branch, and a prompt that comes again; returns the last prompt."""
+    system = text(generator, 2 * BLOCK + 3)
+    first = join(system, text(generator, BLOCK))
+    answer = cached(cache, first).sequences
+    for prompt in (
+        join(answer, text(generator, 3)),
+        join(system, text(generator, 2 * BLOCK)),
+        join(system, text(generator, BLOCK + 1)),
+        first,
+    ):
+        cached(cache, prompt)
+    return first
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_clean_hits_of_every_family_differ_in_nothing(name, generator):
+    cache = make_verified(name)
+    converse(cache, generator)
+    waiting, hits = cache.verification_stats().waiting, cache.stats().hits
+    assert waiting == hits > 0
+    assert cache.verify_pending() == hits
+    stats = cache.verification_stats()
+    assert stats.differences == CLEAN
+    assert (stats.verified, stats.skipped) == (hits, {})
+    cache.check_invariants()
+    assert cache.verify_pending() == 0
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "granite 4", "qwen3_next", "lfm2"])
+def test_clean_hits_in_half_precision(name, generator):
+    cache = make_verified(name, torch.bfloat16)
+    for _ in range(3):
+        converse(cache, generator)
+    cache.verify_pending()
+    stats = cache.verification_stats()
+    assert stats.verified > 6
+    assert stats.differences == CLEAN
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_clean_hits_of_batches_differ_in_nothing(name, generator):
+    own = subject(name)
+    cache = own.cache(verify_hits=1.0)
+    system = tokens(generator, 2 * BLOCK)
+    for _ in range(2):
+        prompts = [[*system, *tokens(generator, 1 + n)] for n in range(4)]
+        answers = cache.generate_batch(prompts, own.config(max_new_tokens=BLOCK + 2))
+        longer = [[*p, *a.generated_tokens, 5] for p, a in zip(prompts, answers.values())]  # noqa: B905
+        cache.generate_batch(longer, own.config(max_new_tokens=2))
+    hits = cache.stats().hits
+    assert cache.verify_pending() == hits > 4
+    stats = cache.verification_stats()
+    assert stats.verified + stats.skipped.get(SkippedVerification.GONE, 0) == hits
+    assert stats.differences == CLEAN
+    cache.check_invariants()
+
+
+def test_a_corrupted_state_is_found_and_removed(generator):
+    cache = make_verified()
+    prompt = text(generator, 3 * BLOCK + 2)
+    cached(cache, prompt)
+    cached(cache, join(prompt, text(generator, 4)))
+    hit = cache._store.watch.sampler.take()
+    _, slot = cache._store.find_prefix(hit)
+    cache._store.tensors.room(slot, 0).states[-1][0, 0, 0, 0] += 0.01
+    cache._store.watch.sampler.add(hit)
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().differences == {"state": 1, "kv": 0}
+    cache.check_invariants()
+    hits = cache.stats().hits
+    cached(cache, prompt)
+    assert cache.stats().hits == hits
+
+
+@pytest.mark.parametrize("block", [0, 2, 3], ids=["first", "last whole", "part"])
+def test_a_corrupted_block_is_found_and_removed(generator, block):
+    cache = make_verified(host_cache_gb=0.01)
+    prompt = text(generator, 3 * BLOCK + 2)
+    cached(cache, prompt)
+    cached(cache, join(prompt, text(generator, 4)))
+    hit = cache._store.watch.sampler.take()
+    blocks, _ = cache._store.find_prefix(hit)
+    cache._store.tensors.blocks[0][1, blocks[block], 0] += 0.01
+    cache._store.watch.sampler.add(hit)
+    [before] = cache.tier_stats()
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().differences == {"state": 0, "kv": 1}
+    [after] = cache.tier_stats()
+    assert after.entries["kv"] == before.entries["kv"] - 1
+    cache.check_invariants()
+    assert cache._store.find_prefix(hit) is None
+
+
+def test_corrupted_logits_count_with_their_state(generator):
+    cache = make_verified()
+    prompt = text(generator, 3 * BLOCK + 2)
+    cached(cache, prompt)
+    cached(cache, prompt)
+    hit = cache._store.watch.sampler.take()
+    assert len(hit.tokens) == prompt.shape[1]
+    _, slot = cache._store.find_prefix(hit)
+    cache._store.tensors.room(slot, 0).logits[0, 3] += 0.1
+    cache._store.watch.sampler.add(hit)
+    cache.verify_pending()
+    assert cache.verification_stats().differences == {"state": 1, "kv": 0}
+
+
+def test_a_corrupted_batch_is_found(generator):
+    own = subject("granite 4")
+    cache = own.cache(verify_hits=1.0)
+    prompt = tokens(generator, 3 * BLOCK)
+    cache.generate_batch([prompt], own.config(max_new_tokens=2))
+    cache._batcher.context.kv_cache[0, 0, :, 3] += 0.01
+    cache.generate_batch([[*prompt, 4]], own.config(max_new_tokens=2))
+    assert cache.verify_pending(1) == 1
+    assert cache.verification_stats().differences == {"state": 0, "kv": 3}
+    assert cache.verification_stats().sampled == 1
+
+
+def test_what_cannot_be_verified_is_counted(generator, monkeypatch):
+    model = make_model("granite 4")
+    small = budgets(make_cache(model), slots=2, blocks=40)
+    cache = make_cache(model, verify_hits=1.0, **small)
+    prompt = converse(cache, generator)
+    cache.verify_pending()
+    cached(cache, prompt)
+    for _ in range(2):
+        cached(cache, text(generator, 5 * BLOCK))  # its state goes
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().skipped[SkippedVerification.GONE] >= 1
+    cached(cache, prompt)
+    cached(cache, prompt)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cache._runner, "forward", fail)
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().skipped[SkippedVerification.FAILED] == 1
+    cache.reset()
+    assert cache.verification_stats() == VerificationStats(differences=CLEAN)
+
+
+def test_hits_under_other_settings_and_weights(generator):
+    cache = make_verified()
+    prompt = text(generator, 3 * BLOCK)
+    for _ in range(2):
+        cached(cache, prompt)
+    handle = cache._runner.model.model.register_forward_hook(lambda *_: None)
+    assert cache.verify_pending() == 1
+    handle.remove()
+    assert cache.verification_stats().skipped == {SkippedVerification.SETTINGS: 1}
+    cached(cache, prompt)
+    with torch.no_grad():
+        next(cache._runner.model.parameters()).mul_(2)
+    with pytest.raises(ModelChangedError):
+        cache.verify_pending()
+    assert cache.verification_stats().differences == CLEAN
+
+
+def test_misuse_is_refused():
+    cache = make_verified()
+    with pytest.raises(InvalidArgumentError, match="max_hits"):
+        cache.verify_pending(0)
+    for setting in ({"verify_hits": 2}, {"log_requests": 1}):
+        with pytest.raises(InvalidArgumentError, match=next(iter(setting))):
+            make_cache(make_model("lfm2"), **setting)
+
+
+def test_a_cache_that_nobody_uses_is_verified(generator):
+    cache = make_verified()
+    verifier = IdleVerifier(cache, idle_seconds=1e-3)
+    prompt = text(generator, 3 * BLOCK)
+    for _ in range(3):
+        cached(cache, prompt)
+        assert verifier.look() == 0  # it was used since the last look
+    assert [verifier.look(), verifier.look(), verifier.look()] == [1, 1, 0]
+    cached(cache, prompt)
+    cache.close()
+    verifier.look()
+    assert verifier.look() == 0  # closed: nothing waits, or it cannot be verified
+    cache = None
+    del cache
+    assert verifier.look() == 0
+    assert verifier._stopped.is_set()
+
+
+def test_the_log_of_a_prefix_cache(generator, caplog):
+    caplog.set_level(logging.INFO, "mamba_cache.requests")
+
+    def line(call):
+        caplog.clear()
+        call()
+        [message] = [r.getMessage() for r in caplog.records if r.name == "mamba_cache.requests"]
+        return dict(field.split("=", 1) for field in message.split(" "))
+
+    model = make_model("granite 4")
+    small = budgets(make_cache(model), slots=2, blocks=6)
+    cache = make_cache(model, log_requests=True, **small)
+    prompt, other = text(generator, 3 * BLOCK + 2), text(generator, 5 * BLOCK)
+    first = line(lambda: cached(cache, prompt))
+    assert (first["reason"], first["tier"], first["skipped_tokens"]) == ("new_prefix", "-", "0")
+    longer = join(prompt, text(generator, 3))
+    second = line(lambda: cached(cache, longer))
+    assert (second["reason"], second["tier"]) == ("-", "gpu")
+    assert second["skipped_tokens"] == second["matched_tokens"] == str(prompt.shape[1])
+    assert line(lambda: cached(cache, prompt, cache_salt="a"))["reason"] == "salt_differs"
+    cached(cache, other)
+    assert line(lambda: cached(cache, prompt))["reason"] in ("evicted", "state_evicted")
+    handle = model.model.register_forward_hook(lambda *_: None)
+    assert line(lambda: cached(cache, prompt))["reason"] == "adapter_differs"
+    handle.remove()
+
+
+def test_the_log_names_hits_that_do_not_pay_and_tiers(generator, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "mamba_cache.requests")
+    cache = make_cache(make_model("granite 4"), log_requests=True, host_cache_gb=0.01)
+    prompt = text(generator, 3 * BLOCK + 2)
+    cached(cache, prompt)
+    cache._store.kv_blocks.reset()
+    cached(cache, join(prompt, text(generator, 2)))
+    assert "tier=host reason=-" in caplog.messages[-1]
+    monkeypatch.setattr(cache._costs, "uses", lambda _: False)
+    cached(cache, join(prompt, text(generator, 2)))
+    assert "skipped_tokens=0 tier=- reason=below_break_even" in caplog.messages[-1]
+
+
+def test_a_served_model_is_verified_while_nobody_uses_it(generator, monkeypatch):
+    started = []
+    monkeypatch.setattr(IdleVerifier, "start", lambda self: started.append(self))
+    settings = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
+    model = make_model("granite 4")
+    ServedModel(model, settings, lambda *_: None).prepare()
+    assert not started
+    cache = ServedModel(model, {**settings, "verify_hits": 1.0}, lambda *_: None).prepare()
+    [verifier] = started
+    prompt = text(generator, 3 * BLOCK)
+    for _ in range(2):
+        cached(cache, prompt)
+    assert [verifier.look() for _ in range(3)] == [0, 1, 0]
+    assert cache.verification_stats().differences == CLEAN

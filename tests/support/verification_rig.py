@@ -1,0 +1,21 @@
+"""Hits that are verified: corrupt what one resumed from, and compute it again."""
+
+from context_rig import MODEL
+
+from mamba_cache.reference.verification import compute_prefix
+
+
+def verify(context, hit):
+    """Computes a hit's prefix with the reference model, and reports it; returns what differs."""
+    whole = compute_prefix(MODEL, context, hit)
+    return context.report_verification(
+        hit, whole, lambda: compute_prefix(MODEL, context, hit, in_pieces=True)
+    )
+
+
+def corrupt_and_verify(context, *, block):
+    """Changes a KV block of the hit that waits, and has it found."""
+    hit = context.take_verification()
+    blocks = context.kv_block_allocator.match_prefix(hit.hashes)
+    context.kv_cache[0, 0, blocks[block]] += 1
+    assert len(verify(context, hit)) == 1

@@ -1,0 +1,308 @@
+"""Hits that are verified: what is found, what is removed, and that it costs nothing when off."""
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
+from engine_rig import make_engine
+from tier_rig import always, make_tiered
+from verification_rig import verify
+
+from mamba_cache.context import (
+    DynamicInferenceContext,
+    Request,
+    SkippedVerification,
+    VerificationStats,
+)
+from mamba_cache.context.verification import MAX_WAITING, HitSampler
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.reference import SamplingParams
+from mamba_cache.reference.verification import compute_prefix
+from mamba_cache.states import PrefixContent, compare_prefixes
+from mamba_cache.tiers import EntryKind, ModelIdentity
+
+PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
+
+
+def make_verified(**changes):
+    """A context in which a request has hit two blocks, and the hit that is to be verified."""
+    context = make_context(make_config(verify_hits=1.0, **changes))
+    generate(context, PROMPT, 1)
+    generate(context, PROMPT, 1, request_id="hit")
+    hit = context.take_verification()
+    assert hit is not None
+    return context, hit
+
+
+def computed(context, hit, **options):
+    return compute_prefix(MODEL, context, hit, **options)
+
+
+def blocks_of(context, hit):
+    return context.kv_block_allocator.match_prefix(hit.hashes)
+
+
+def test_a_clean_hit_differs_in_nothing():
+    context, hit = make_verified()
+    assert hit.request_id == "hit"
+    assert list(hit.tokens) == PROMPT[: 3 * BLOCK]
+    assert verify(context, hit) == ()
+    assert context.verification_stats() == VerificationStats(
+        sampled=1, verified=1, differences={"state": 0, "kv": 0}
+    )
+    assert context.take_verification() is None
+
+
+def test_a_corrupted_state_is_found_logged_and_removed(caplog):
+    context, hit = make_verified()
+    blocks = blocks_of(context, hit)
+    slot = context.slot_allocator.get_slot(blocks[-1])
+    context.slot_allocator.states["ssm"][1, slot, 0, 0, 0] += 1e-3
+    with caplog.at_level(logging.ERROR, "mamba_cache.verification"):
+        [difference] = verify(context, hit)
+    assert (difference.block, difference.name, difference.layer) == (None, "ssm", 1)
+    assert difference.largest == pytest.approx(1e-3)
+    assert difference.relative > difference.limit
+    assert context.verification_stats().differences == {"state": 1, "kv": 0}
+    line = caplog.messages[0]
+    assert "request='hit' kind=state" in line
+    assert hit.hashes.digest(2).hex() in line
+    assert "tensor=ssm layer=1 largest_difference=0.001" in line
+    # The state alone is gone; the blocks are right.
+    assert blocks_of(context, hit) == blocks
+    assert not context.slot_allocator.has_state(blocks[-1])
+    context.check_invariants()
+    assert generate(context, PROMPT, 1)[2].skip_tokens < 3 * BLOCK
+
+
+def test_a_corrupted_block_is_found_and_removed():
+    context, hit = make_verified()
+    blocks = blocks_of(context, hit)
+    context.kv_cache[0, 1, blocks[1], 5] *= 1.01  # the values of one token
+    [difference] = verify(context, hit)
+    assert (difference.block, difference.name, difference.layer) == (1, "values", 0)
+    assert context.verification_stats().differences == {"state": 0, "kv": 1}
+    assert blocks_of(context, hit) == blocks[:1]
+    context.check_invariants()
+
+
+def test_what_is_no_number_differs():
+    context, hit = make_verified()
+    blocks = blocks_of(context, hit)
+    slot = context.slot_allocator.get_slot(blocks[-1])
+    context.slot_allocator.states["conv"][0, slot] = torch.nan
+    context.kv_cache[0, 0, blocks[2], 0] = torch.inf
+    assert [(d.block, d.name) for d in verify(context, hit)] == [(None, "conv"), (2, "keys")]
+    context.check_invariants()
+
+
+def test_a_corrupted_entry_goes_from_the_host_tier_too():
+    context = make_tiered(num_kv_blocks=100, max_slots=20, verify_hits=1.0)
+    generate(context, PROMPT, 1)
+    generate(context, PROMPT, 1)
+    context.wait_for_tiers()
+    hit = context.take_verification()
+    host, blocks = context.host_tier, blocks_of(context, hit)
+    slot = context.slot_allocator.get_slot(blocks[-1])
+    context.slot_allocator.states["ssm"][0, slot] += 1
+    context.kv_cache[0, 0, blocks[0]] += 1
+    assert host.has(EntryKind.STATE, hit.hashes.digest(2))
+    assert len(verify(context, hit)) == 2
+    assert not host.has(EntryKind.STATE, hit.hashes.digest(2))
+    assert not host.has(EntryKind.KV, hit.hashes.digest(0))
+    assert host.has(EntryKind.KV, hit.hashes.digest(1))
+    context.check_invariants()
+    assert not host.remove(EntryKind.KV, hit.hashes.digest(0))
+
+
+def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
+    context = make_context(
+        make_config(
+            verify_hits=1.0, num_host_blocks=60, num_host_states=30, hash_secret=b"secret",
+            disk_cache_path=str(tmp_path), disk_cache_gb=1.0, disk_write_on_use=1,
+        ),
+        load_planner=always(), identity=ModelIdentity(name="tiny", weights="7"),
+    )  # fmt: skip
+    generate(context, PROMPT, 1)
+    generate(context, PROMPT, 1)
+    context.wait_for_tiers()
+    before = context.disk_tier.tier_stats().entries
+    hit = context.take_verification()
+    context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
+    assert len(verify(context, hit)) == 1
+    after = context.disk_tier.tier_stats().entries
+    assert after == {**before, "kv": before["kv"] - 1}
+    context.disk_tier.check_invariants()
+    disk, tiering = context.disk_tier, context._tiering
+    for digest in (hit.hashes.digest(1), b"\0" * 16):  # it is gone, or never was
+        tiering.remove(EntryKind.KV, None, digest)
+    assert disk.tier_stats().entries == after
+    context.close()
+    tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
+    tiering.lower.tier = SimpleNamespace()  # a store that others write to
+    tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))
+
+
+def test_hits_whose_entries_are_gone_are_passed_over():
+    context, hit = make_verified()
+    generate(context, PROMPT, 1)
+    context.slot_allocator.invalidate_block(blocks_of(context, hit)[-1])
+    assert context.take_verification() is None
+    assert verify(context, hit) == ()  # evicted between the two calls
+    assert context.verification_stats().skipped == {SkippedVerification.GONE: 2}
+
+
+def test_what_cannot_be_computed_is_counted():
+    context, hit = make_verified()
+    assert context.report_verification(hit, None) == ()
+    assert context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
+
+
+def test_a_part_of_the_hits_is_chosen():
+    sampler = HitSampler(0.25)
+    chosen = sum(sampler.chooses() for _ in range(4000))
+    assert 700 < chosen < 1300
+    assert sampler.stats().sampled == chosen
+
+
+def test_hits_that_find_no_room_are_dropped_and_counted():
+    context, _ = make_verified()
+    for number in range(MAX_WAITING + 3):
+        generate(context, PROMPT, 1, request_id=number)
+    stats = context.verification_stats()
+    assert (stats.waiting, stats.sampled) == (MAX_WAITING, MAX_WAITING + 4)
+    assert stats.skipped == {SkippedVerification.QUEUE_FULL: 3}
+    context.reset()
+    assert context.verification_stats() == VerificationStats(differences={"state": 0, "kv": 0})
+
+
+def test_misuse_is_refused():
+    context, hit = make_verified()
+    content = computed(context, hit)
+    with pytest.raises(InvalidArgumentError, match="must have the tensors"):
+        context.report_verification(hit, PrefixContent({"conv": content.states["conv"]}))
+    with pytest.raises(InvalidArgumentError, match="must have the tensors"):
+        context.report_verification(
+            hit, PrefixContent(content.states, content.kv + 1), lambda: PrefixContent({})
+        )
+    with pytest.raises(InvalidArgumentError, match="tolerance"):
+        context.report_verification(hit, content, tolerance=-1)
+    with pytest.raises(InvalidArgumentError, match="hit"):
+        context.report_verification("hit", content)
+    with pytest.raises(InvalidArgumentError, match="verify_hits"):
+        make_context().report_verification(hit, content)
+    with pytest.raises(InvalidArgumentError, match="slot_quantization"):
+        make_config(verify_hits=0.5, slot_quantization="int8")
+    for rate in (-0.1, 1.1, True, "all"):
+        with pytest.raises(InvalidArgumentError, match="verify_hits"):
+            make_config(verify_hits=rate)
+    generate_begun(context)
+    with pytest.raises(StepOrderError):
+        context.report_verification(hit, content)
+
+
+def generate_begun(context):
+    context.add_request(Request(request_id="begun", prompt_tokens=PROMPT))
+    context.begin_step()
+
+
+def test_without_a_second_computation_only_the_tolerance_is_allowed():
+    one = PrefixContent({"ssm": torch.ones(2, 3)})
+    other = PrefixContent({"ssm": torch.full((2, 3), 1 + 1e-4)})
+    assert compare_prefixes(one, one, block_size_tokens=4) == []
+    [difference] = compare_prefixes(one, other, block_size_tokens=4)
+    assert difference.limit == 0
+    assert compare_prefixes(one, other, block_size_tokens=4, tolerance=1e-3) == []
+    assert compare_prefixes(one, other, lambda: one, block_size_tokens=4) == []
+
+
+def test_contexts_without_kv_compare_states_alone():
+    config = make_config(verify_hits=1.0)
+    context = DynamicInferenceContext(config, MODEL.config.state_spec(torch.float64))
+    for name in "ab":
+        context.add_request(Request(request_id=name, prompt_tokens=PROMPT))
+        step = context.begin_step()
+        saved, length = context.slot_allocator.states, len(PROMPT)
+        for layer in range(2):
+            chunks = torch.zeros(-(-length // 4), *saved["ssm"].shape[2:], dtype=torch.float64)
+            inputs = torch.zeros(length, saved["conv"].shape[2], dtype=torch.float64)
+            lengths = step.metadata.num_prefill_tokens
+            context.extract_checkpoint_states(layer, chunks, inputs[:lengths], step.metadata)
+        context.commit_step({name: 1})
+        context.finish(name)
+    hit = context.take_verification()
+    states = {name: t[:, 0] for name, t in context.live_states.tensors.items()}
+    content = PrefixContent({name: torch.zeros_like(state) for name, state in states.items()})
+    assert context.report_verification(hit, content) == ()
+
+
+def test_an_engine_verifies_when_it_is_idle():
+    engine = make_engine(verify_hits=1.0)
+    prompt = list(range(30))
+    for _ in range(2):
+        engine.generate([prompt], SamplingParams(max_new_tokens=12))
+    assert engine.context.verification_stats().waiting == 1
+    assert engine.step() == []
+    assert engine.context.verification_stats().verified == 1
+    with pytest.raises(InvalidArgumentError):
+        engine.verify_pending(0)
+    assert engine.verify_pending() == 0
+
+
+def test_an_engine_finds_what_was_corrupted():
+    engine = make_engine(verify_hits=1.0)
+    prompt = list(range(30))
+    engine.generate([prompt], SamplingParams(max_new_tokens=12))
+    engine.context.slot_allocator.states["ssm"].mul_(1.001)
+    engine.generate([prompt], SamplingParams(max_new_tokens=12))
+    assert engine.verify_pending() == 1
+    assert engine.context.verification_stats().differences == {"state": 1, "kv": 0}
+    engine.context.check_invariants()
+
+
+def test_an_engine_counts_prefixes_for_which_there_is_no_memory(monkeypatch):
+    engine = make_engine(verify_hits=1.0)
+    for _ in range(2):
+        engine.generate([list(range(30))], SamplingParams(max_new_tokens=2))
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("mamba_cache.reference.engine.compute_prefix", fail)
+    assert engine.verify_pending(1) == 1
+    assert engine.context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
+
+
+def files_called(call):
+    """Files of the package whose functions a call runs."""
+    files = set()
+
+    def profile(frame, event, _):
+        if event == "call":
+            files.add(Path(frame.f_code.co_filename).name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("setting", "file"),
+    [({"verify_hits": 1.0}, "verification.py"), ({"log_requests": True}, "request_log.py")],
+)
+def test_it_costs_nothing_when_it_is_off(setting, file):
+    def files_of_a_hit(**changes):
+        context = make_context(make_config(**changes))
+        for _ in range(2):
+            generate(context, PROMPT, 1)
+        return files_called(lambda: generate(context, PROMPT, 1))
+
+    assert file not in files_of_a_hit()
+    assert file in files_of_a_hit(**setting)
