@@ -35,9 +35,9 @@ ROOT: Final = 0
 NO_CANDIDATE: Final = -1
 
 REQUESTS_PER_REFIT: Final = 256
-REQUESTS_PER_SWEEP: Final = 16
+REQUESTS_PER_SWEEP: Final = 32
 
-_SWEPT_PER_REQUEST: Final = 256
+_SWEPT_PER_REQUEST: Final = 128
 _FIRST_SIZE: Final = 256
 _NUM_FIELDS: Final = 11
 _NUM_VALUE_FIELDS: Final = 4
@@ -587,7 +587,9 @@ class CandidateTree:
         size = len(self._births)
         if self.clock % REQUESTS_PER_REFIT == 0:
             known = (self._are_ghosts[:size] | self._num_kept[:size]).nonzero()[0][1:]
-            self._rates.refit(self._classes.take(known), self.clock - self._last_uses.take(known))
+            ages = self.clock - self._last_uses.take(known)
+            oldest = self.clock + 2 * REQUESTS_PER_REFIT
+            self._rates.refit(self._classes.take(known), ages, oldest=oldest)
         elif self.clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
             weights = self._indices(self._last_uses[:size].copy(), self._classes[:size].copy())
             np.multiply(weights, self._are_ghosts[:size], out=self._weights[:size])

@@ -86,7 +86,7 @@ class ReturnRates:
         self._exposure = self._seen_events = np.empty((0, NUM_BINS))
         self._classes_of_row: list[npt.NDArray[np.intp]] = []
         self._rates: npt.NDArray[np.float64] | None = self._exposure
-        self._num_done = 0
+        self._num_done, self._num_bins = 0, NUM_BINS
         self._table[:] = _gittins(_PRIOR[None])
 
     def state(self) -> npt.NDArray[np.int64]:
@@ -124,13 +124,17 @@ class ReturnRates:
         self._part_at[place] += step * (age - _FIRST_AT[bin_] + 1)
         return place
 
-    def refit(self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
+    def refit(
+        self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64], *, oldest: int = OLDEST
+    ) -> None:
         """Begin to derive all indices anew from what was counted; ``work`` does it in parts.
 
         Args:
             classes: [n] the class of each candidate that is known now, whose spell goes on.
             ages: [n] its age.
+            oldest: The highest age that any may have before the next refit is done.
         """
+        self._num_bins = BIN_OF_AGE.item(min(oldest, OLDEST) - 1) + 1
         seen = self._seen = self._is_seen.nonzero()[0]
         row_of_class = np.zeros(len(self._is_seen), np.int64)
         row_of_class[seen] = np.arange(len(seen))
@@ -181,9 +185,9 @@ class ReturnRates:
         first, last = self._num_done, min(self._num_done + _ROWS_AT_ONCE, len(self._rates))
         if first == last:
             return
-        found = _gittins(self._rates[first:last])
+        found = _gittins(self._rates[first:last], self._num_bins)
         for classes, index in zip(self._classes_of_row[first:last], found, strict=True):
-            self._table[classes] = index
+            self._table[classes, : self._num_bins] = index
         self._num_done = last
 
 
@@ -198,8 +202,8 @@ def _shrunk(
     return rates
 
 
-def _gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return the index of each row of rates at each age bin.
+def _gittins(rates: npt.NDArray[np.float64], num_bins: int = NUM_BINS) -> npt.NDArray[np.int64]:
+    """Return the index of each row of rates at each of the first age bins.
 
     Gittins, Glazebrook and Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2: for a
     state that is asked for at most once, the best stopping age has a closed form.
@@ -212,8 +216,8 @@ def _gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     time = np.zeros((len(rates), NUM_BINS + 1))
     spent = (alive[:, :-1] + alive[:, 1:]) * (_WIDTHS / 2)
     time[:, :-1] = spent[:, ::-1].cumsum(1)[:, ::-1]
-    ratio = alive[:, :-1, None] - alive[:, None, 1:]
-    taking = time[:, :-1, None] - time[:, None, 1:]
+    ratio = alive[:, :num_bins, None] - alive[:, None, 1:]
+    taking = time[:, :num_bins, None] - time[:, None, 1:]
     # Where the second bin comes first both are negative, and where no age lies in between neither
     # is anything: the one ratio is never the highest then, and the other is 0.
     ratio /= np.maximum(taking, _NO_TIME, out=taking)
