@@ -294,6 +294,7 @@ class DynamicInferenceContext:
             preparer=self._preparer,
             runner=self._runner,
             speculation=speculation,
+            counters=self._counters,
         )
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -654,9 +655,7 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         active = self.request_table.find(request_id, RequestStatus.DECODING)
-        forks = self._forker.fork(active, new_ids, last_tokens)
-        self._counters.forks += len(forks.request_ids)
-        return forks
+        return self._forker.fork(active, new_ids, last_tokens)
 
     @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:
