@@ -99,6 +99,8 @@ class CacheConfig:
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.
+        max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
+            0 to 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -139,6 +141,7 @@ class CacheConfig:
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
     disk_write_on_use: int = 2
+    max_pinned_share: float = 0.25
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -151,6 +154,8 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
+        share = check_number("max_pinned_share", self.max_pinned_share, maximum=1)
+        object.__setattr__(self, "max_pinned_share", share)
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()

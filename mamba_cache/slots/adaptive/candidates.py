@@ -545,10 +545,12 @@ class CandidateTree:
         np.subtract(self.clock - 1, last_uses, out=last_uses)
         classes *= NUM_BINS
         classes += BIN_OF_AGE.take(last_uses, mode="clip")
-        return self._index.take(classes)
+        found: _Int64Array = self._index.take(classes)
+        return found
 
     def values_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return what a state at each of many kept candidates is worth, or -1 or less for none."""
+        values: _Int64Array
         last_uses, classes, values, gains = self._of_values.take(nodes, axis=1)
         values += self._indices(last_uses, classes)
         values *= gains
