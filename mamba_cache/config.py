@@ -103,6 +103,8 @@ class CacheConfig:
             to 1: ``DynamicInferenceContext.take_verification`` hands them out. 0: none.
         log_requests: Log a line for each request that begins to run, in the logger
             ``mamba_cache.requests`` at level INFO: what was found of it, where, and why not more.
+        max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
+            0 to 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -145,6 +147,7 @@ class CacheConfig:
     disk_write_on_use: int = 2
     verify_hits: float = 0.0
     log_requests: bool = False
+    max_pinned_share: float = 0.25
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -157,6 +160,8 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
+        share = check_number("max_pinned_share", self.max_pinned_share, maximum=1)
+        object.__setattr__(self, "max_pinned_share", share)
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()

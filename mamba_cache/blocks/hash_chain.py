@@ -46,6 +46,7 @@ class BlockHashChain:
         "_block_bytes",
         "_digests",
         "_hasher",
+        "_ids",
         "_keys",
         "_parent",
         "_root",
@@ -71,12 +72,13 @@ class BlockHashChain:
         self._keys = list(self._all_keys)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._digests: list[bytes] = []
+        self._ids: list[int] = []  # of the first digests, as far as somebody has asked for them
         self._tail = bytearray()
 
     @property
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks so far, in O(1); later blocks do not change it."""
-        return BlockHashes._snapshot(self._digests)
+        return BlockHashes._snapshot(self._digests, self._ids)
 
     @property
     def num_tokens(self) -> int:
@@ -98,13 +100,15 @@ class BlockHashChain:
         chain._all_keys, chain._block_bytes = self._all_keys, self._block_bytes
         if num_blocks is None:
             chain._keys = list(self._keys)
-            chain._digests, chain._tail = list(self._digests), bytearray(self._tail)
+            chain._digests, chain._ids = list(self._digests), list(self._ids)
+            chain._tail = bytearray(self._tail)
             return chain
         end = check_int("num_blocks", num_blocks, minimum=0, maximum=len(self._digests))
         chain._parent = self.parent_digest(end)
         # Keys of a block are mixed in when it is hashed, and then forgotten.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
-        chain._digests, chain._tail = self._digests[:end], bytearray()
+        chain._digests, chain._ids = self._digests[:end], self._ids[:end]
+        chain._tail = bytearray()
         return chain
 
     def parent_digest(self, index: int) -> bytes:

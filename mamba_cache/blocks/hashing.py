@@ -40,11 +40,12 @@ class BlockHashes(Sequence[int]):
         InvalidArgumentError: A digest is not ``bytes``, or their lengths differ or are others.
     """
 
-    __slots__ = ("_digests", "_length")
+    __slots__ = ("_digests", "_ids", "_length")
 
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
         self._digests: list[bytes] = as_items("digests", digests, "bytes")
         self._length = len(self._digests)
+        self._ids: list[int] = []
         for digest in self._digests:
             if not isinstance(digest, bytes) or len(digest) not in _DIGEST_SIZES:
                 raise InvalidArgumentError(
@@ -55,10 +56,16 @@ class BlockHashes(Sequence[int]):
             raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
 
     @classmethod
-    def _snapshot(cls, digests: list[bytes]) -> BlockHashes:
-        """Share a list that only ever grows: what is appended later stays out of sight."""
+    def _snapshot(cls, digests: list[bytes], ids: list[int]) -> BlockHashes:
+        """Share lists that only ever grow: what is appended later stays out of sight.
+
+        Args:
+            digests: The digests.
+            ids: The hash ids of the first of them, as far as somebody has asked for them.
+        """
         hashes = cls.__new__(cls)
         hashes._digests = digests
+        hashes._ids = ids
         hashes._length = len(digests)
         return hashes
 
@@ -79,13 +86,17 @@ class BlockHashes(Sequence[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        if self._length <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
-            return iter([_hash_id(digest) for digest in self._digests[: self._length]])
-        words = np.frombuffer(b"".join(self._digests[: self._length]), dtype="<i8")
-        # unnoticed: numpy takes any negative size as the one to work out
-        ids = words.reshape(self._length, -1)[:, 0] & _ID_MASK
-        # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
-        return iter(np.maximum(ids, 1).tolist())
+        return iter(self._hash_ids()[: self._length])
+
+    def _hash_ids(self) -> list[int]:
+        """Return the hash ids of these blocks, and perhaps of later ones."""
+        ids = self._ids
+        known = len(ids)
+        if known < self._length:
+            new = _cut_from(self._digests[known : self._length])
+            # Threads that come here at once write the same.
+            ids[known : self._length] = new
+        return ids
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -93,7 +104,9 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            return BlockHashes._snapshot([self._digests[i] for i in range(self._length)[index]])
+            places, ids = range(self._length)[index], self._ids
+            known = [ids[i] for i in places] if len(ids) >= self._length else []
+            return BlockHashes._snapshot([self._digests[i] for i in places], known)
         position = range(self._length)[index]
         return _hash_id(self._digests[position])
 
@@ -166,6 +179,18 @@ class BlockHasher:
     def _mix(self, data: bytes) -> bytes:
         # Another hash function than the chain's, so that no block of tokens can stand in for it.
         return hashlib.blake2b(data, digest_size=self.digest_size_bytes).digest()
+
+
+def _cut_from(digests: list[bytes]) -> list[int]:
+    """Return the hash id of each digest."""
+    if len(digests) <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
+        return [_hash_id(digest) for digest in digests]
+    words = np.frombuffer(b"".join(digests), dtype="<i8")
+    # unnoticed: numpy takes any negative size as the one to work out
+    ids = words.reshape(len(digests), -1)[:, 0] & _ID_MASK
+    # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
+    hash_ids: list[int] = np.maximum(ids, 1).tolist()
+    return hash_ids
 
 
 def _hash_id(digest: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -36,6 +37,7 @@ from mamba_cache.context.memory import (
     paired,
     slot_spec,
 )
+from mamba_cache.context.pins import Pin, Pins
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_log import RequestLog
 from mamba_cache.context.request_table import Int64Array, RequestTable
@@ -142,6 +144,8 @@ class DynamicInferenceContext:
             what either turns out to take.
         identity: What all processes that share entries have in common: what the embedder says of
             the model, or all of it. Default: nobody shares.
+        clock: Returns the seconds by which pins end, and never goes back. Processes that must
+            decide alike need one whose readings are alike, or pins without an end.
 
     Attributes:
         config: Settings.
@@ -175,6 +179,7 @@ class DynamicInferenceContext:
         host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -205,7 +210,7 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.tier.close)
-        self._make_parts(placement)
+        self._make_parts(placement, clock)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
@@ -274,7 +279,7 @@ class DynamicInferenceContext:
             self.slot_allocator.on_kv_blocks_deregistered
         )
 
-    def _make_parts(self, placement: CheckpointPlacement) -> None:
+    def _make_parts(self, placement: CheckpointPlacement, clock: Callable[[], float]) -> None:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         self._counters = StatsCounters()
@@ -307,6 +312,9 @@ class DynamicInferenceContext:
             tiering=tiering,
             on_admitted=[each.admitted for each in hear_of_requests if each is not None],
         )
+        self._pins = Pins(
+            self.kv_block_allocator, slots, max_share=config.max_pinned_share, clock=clock
+        )
         self._forker = Forker(
             rows,
             live_states=self.live_states,
@@ -314,6 +322,7 @@ class DynamicInferenceContext:
             preparer=self._preparer,
             runner=self._runner,
             speculation=speculation,
+            counters=self._counters,
         )
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -395,6 +404,7 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
+        self._pins.expire()
         prepared = self._prepared(request)
         self.request_table.check_new(prepared.request.request_id)
         chain = prepared.chain_for(self._preparer)
@@ -428,6 +438,7 @@ class DynamicInferenceContext:
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._runner.require_none()
+        self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         return active.current_admission
@@ -494,6 +505,7 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
+        self._pins.expire()
         rows = self.request_table
         group, prefills = rows.decoding_group(decode_ids), rows.scheduled_requests()
         if not group.ids and not prefills:
@@ -674,9 +686,7 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         active = self.request_table.find(request_id, RequestStatus.DECODING)
-        forks = self._forker.fork(active, new_ids, last_tokens)
-        self._counters.forks += len(forks.request_ids)
-        return forks
+        return self._forker.fork(active, new_ids, last_tokens)
 
     @guarded(trusts=_REFUSALS)
     def preempt(self, request_id: Hashable) -> None:
@@ -715,6 +725,55 @@ class DynamicInferenceContext:
         active = self.request_table.find(request_id)
         self._end(active)
         return active.generated
+
+    @exclusive
+    def pin(self, request: Request | PreparedRequest, *, ttl_seconds: float | None = None) -> Pin:
+        """Keep a cached prompt findable, whatever else needs room.
+
+        Its KV blocks are held, and the slot of its last state. ``CacheConfig.max_pinned_share`` is
+        the most that pins may hold of either. What invalidates or deregisters them by name, or a
+        reset of the slots, ends a pin; ``reset(preserve_prefix_cache=True)`` does not.
+
+        Args:
+            request: What names the prompt, with its salt and other keys; it is not run. Of what is
+                not cached of it nothing is pinned, so run it before; ``checkpoint_positions`` at
+                its end have a state saved there.
+            ttl_seconds: Seconds until the pin ends by itself, as the context's clock has them.
+                Default: it does not.
+
+        Returns:
+            What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
+
+        Raises:
+            InvalidArgumentError: As in ``prepare``, another context prepared the request, or
+                ``ttl_seconds`` is no number from 0 to 10**9.
+            SequenceLengthError: As in ``prepare``.
+            MissingStateError: No state of the prompt is cached.
+            BlockCapacityError: Pins would hold more than their share of KV blocks.
+            MambaSlotCapacityError: Or of slots.
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        chain = self._prepared(request).chain_for(self._preparer)
+        blocks = self.kv_block_allocator.match_prefix(chain.hashes)
+        num_blocks = self.slot_allocator.num_blocks_to_state(blocks)
+        return self._pins.add(blocks[:num_blocks], num_blocks * self.block_size_tokens, ttl_seconds)
+
+    @exclusive
+    def unpin(self, pin: Pin) -> None:
+        """End a pin before its time; one that is over is passed over.
+
+        Raises:
+            InvalidArgumentError: It is none.
+            StepOrderError: A step is in flight.
+        """
+        self._runner.require_none()
+        self._pins.remove(pin)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pins that are not over, the oldest first."""
+        return self._pins.current
 
     @query
     def status(self, request_id: Hashable) -> RequestStatus:
@@ -954,6 +1013,7 @@ class DynamicInferenceContext:
         self.request_table.reset()
         # Before the KV blocks, which tell the slots: these may contradict each other by now.
         self.slot_allocator.reset()
+        self._pins.forget()
         self.kv_block_allocator.reset()
         self._checkpoints.reset()
         self._counters.reset()
@@ -1204,7 +1264,7 @@ class DynamicInferenceContext:
             progress = active.row, active.num_computed, active.most_computed, due
             # unnoticed: another digest of the same facts is as good
             parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
-        parts += self._runner.progress
+        parts += [*self._runner.progress, *self._pins.facts()]
         return fingerprint_of(
             self._kinds_fingerprint,
             self.slot_allocator.fingerprint(),
@@ -1225,8 +1285,11 @@ class DynamicInferenceContext:
         check_states_of_blocks(self.slot_allocator)
         chunks = [a.chunk for a in self.request_table if a.chunk is not None]
         self._checkpoints.check_invariants(chunks)
-        check_requests(list(self.request_table), self._runner.requests, self.slot_allocator)
-        self.request_table.check_invariants()
+        check_requests(
+            list(self.request_table), self._runner.requests, self.slot_allocator, self._pins.leases
+        )
+        self.request_table.check_invariants(self._pins.references)
+        self._pins.check_invariants()
         if self._tiering is not None:
             self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
@@ -1241,6 +1304,10 @@ class DynamicInferenceContext:
             raise StepOrderError(
                 f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
                 "or preempt them first, or reset the context, which ends them"
+            )
+        if len(self._pins):
+            raise StepOrderError(
+                f"{len(self._pins)} pins hold KV blocks: unpin them first, or reset the context"
             )
 
     def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:

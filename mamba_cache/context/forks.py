@@ -13,6 +13,7 @@ from mamba_cache._checks import as_items
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestPreparer, RequestStatus
 from mamba_cache.context.speculation import Speculation
+from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.states import StateCopier, StatePool
@@ -54,6 +55,7 @@ class Forker:
         preparer: Checks tokens.
         runner: Hears which rows were used.
         speculation: The device's side, if requests can have drafts.
+        counters: Where forks are counted.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Forker:
         preparer: RequestPreparer,
         runner: StepRunner,
         speculation: Speculation | None,
+        counters: StatsCounters,
     ) -> None:
+        self._counters = counters
         self._states = list(live_states.tensors.values())
         self._kv_cache = kv_cache
         self._requests = requests
@@ -102,6 +106,7 @@ class Forker:
         if not ids:
             return Forks((), active.row, (), None, ())
         copiers = self._make_copiers()
+        num_before = self._counters.forks
         rows, blocks = self._requests.fork(active.row, tokens, ids)
         forks: list[ActiveRequest] = []
         try:
@@ -113,9 +118,12 @@ class Forker:
             self._copy(copiers, made, tokens)
             for fork in forks:
                 fork.status = RequestStatus.DECODING
-            # Last, and all at once: until then nobody knows them.
+            # Last, and all at once: until then nobody knows them. They are counted before, so that
+            # what strikes as they return finds them counted.
+            self._counters.forks = num_before + len(forks)
             self._requests.add_all(forks)
         except BaseException:
+            self._counters.forks = num_before
             self._requests.discard(forks)
             for row in reversed(rows):
                 self._requests.mark(row, num_due=0, is_decoding=False)

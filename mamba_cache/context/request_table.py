@@ -554,13 +554,17 @@ class RequestTable:
         self.last_tokens[:] = 0
         self.last_tokens[decoding] = kept
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, others: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> None:
         """Prove that rows, tables and reference counts agree, and with what requests do next.
+
+        Args:
+            others: [pool_size] references to each block that are no request's; None: there are
+                none.
 
         Raises:
             InvariantError: They do not.
         """
-        self.check_rows([active.row for active in self.holding_memory()])
+        self.check_rows([active.row for active in self.holding_memory()], others)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
         due = {a.row: a.chunk.num_tokens for a in scheduled if a.chunk is not None}
@@ -574,11 +578,14 @@ class RequestTable:
                 f"{sum(due.values())} tokens are scheduled, but {self.num_scheduled_tokens} counted"
             )
 
-    def check_rows(self, rows: Sequence[int]) -> None:
+    def check_rows(
+        self, rows: Sequence[int], others: np.ndarray[Any, np.dtype[np.int32]] | None = None
+    ) -> None:
         """Prove that rows, tables and reference counts agree.
 
         Args:
             rows: Those that are taken.
+            others: As in ``check_invariants``.
 
         Raises:
             InvariantError: They do not.
@@ -586,6 +593,8 @@ class RequestTable:
         if sorted([*rows, *self._free_rows]) != list(range(len(self.block_tables))):
             raise InvariantError(f"rows are lost or held twice: {sorted(rows)}")
         references = np.zeros(self._kv_blocks.pool_size, dtype=np.int64)
+        if others is not None:
+            references += others
         dummy, taken = self._kv_blocks.dummy_block_id, set(rows)
         for row in range(len(self.block_tables)):
             held = self.blocks_of(row)

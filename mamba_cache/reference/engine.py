@@ -16,7 +16,7 @@ from mamba_cache._checks import check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request, Step
+from mamba_cache.context import DynamicInferenceContext, Pin, Request, Step
 from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
@@ -117,6 +117,7 @@ class Engine:
         load_planner: Likewise.
         identity: Likewise; ``CacheConfig.disk_cache_path`` needs it.
         prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
+        clock: As for ``DynamicInferenceContext``.
 
     Attributes:
         context: The requests' memory, and the cache; ``context.stats()`` says what it did.
@@ -142,6 +143,7 @@ class Engine:
         load_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         prefetch_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         max_wait_steps = check_int("max_wait_steps", max_wait_steps, minimum=0)
         self.context = DynamicInferenceContext(
@@ -153,6 +155,7 @@ class Engine:
             placement=placement,
             load_planner=load_planner,
             identity=identity,
+            clock=clock,
         )
         self._model = model
         self._make_drafter = drafter if config.num_speculative_tokens else None
@@ -261,6 +264,52 @@ class Engine:
             for each in made:
                 self._scheduler.forget(each)
             raise
+
+    def pin(
+        self,
+        prompt_tokens: Any,
+        *,
+        ttl_seconds: float | None = None,
+        cache_salt: str | bytes | None = None,
+        lora_id: str | int | None = None,
+        multimodal_keys: Sequence[tuple[int, str | bytes]] = (),
+    ) -> Pin:
+        """Keep a cached prompt findable, whatever else needs room: ``DynamicInferenceContext.pin``.
+
+        Args:
+            prompt_tokens: As for ``submit``, like all that follow. Run them before, alone or with
+                ``checkpoint_positions`` at their end.
+            ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
+            cache_salt: See there.
+            lora_id: See there.
+            multimodal_keys: See there.
+
+        Returns:
+            What ``unpin`` takes.
+
+        Raises:
+            InvalidArgumentError: The prompt is malformed, or ``ttl_seconds`` is out of range.
+            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
+            MissingStateError: No state of the prompt is cached.
+            BlockCapacityError: Pins would hold more than their share of KV blocks.
+            MambaSlotCapacityError: Or of slots.
+        """
+        request = Request(
+            request_id=None,
+            prompt_tokens=prompt_tokens,
+            cache_salt=cache_salt,
+            lora_id=lora_id,
+            multimodal_keys=multimodal_keys,
+        )
+        return self.context.pin(request, ttl_seconds=ttl_seconds)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin before its time; one that is over is passed over.
+
+        Raises:
+            InvalidArgumentError: It is none.
+        """
+        self.context.unpin(pin)
 
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.

@@ -101,6 +101,8 @@ class SlotPool:
         refused_states_total: States not saved because the policy held others worth more.
         skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
             adds those that did not fit into a step.
+        pin_references: [num_blocks] how many of the references to each block are there to keep its
+            keys and values alone, so that its slot may be evicted in spite of them; None: none are.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
             refuse by raising; or None.
 
@@ -124,6 +126,7 @@ class SlotPool:
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
         self._prefix_policy = _as_prefix_policy(self.policy)
         self.before_reset: Callable[[], object] | None = None
+        self.pin_references: npt.NDArray[np.int32] | None = None
         self._evicts_held = evicts_held
         self._guard = CallGuard(self.check_invariants, proves_changes=False)
         self._free_slots = np.empty(self.max_slots, np.int32)
@@ -909,7 +912,10 @@ class SlotPool:
         evictable &= self.pin_counts == 0
         if not self._evicts_held:
             # A slot without a block has -1 there and reads some block's count: it is out already.
-            evictable &= as_host_array(self.kv_blocks.block_ref_counts).take(blocks) == 0
+            references = as_host_array(self.kv_blocks.block_ref_counts).take(blocks)
+            if self.pin_references is not None:
+                references = references - self.pin_references.take(blocks)
+            evictable &= references == 0
         for slot in self._slots_of(protected):
             if slot >= 0:
                 # unnoticed: numpy stores None as False in an array of bools

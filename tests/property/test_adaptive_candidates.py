@@ -50,7 +50,7 @@ def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> Non
                 kept[node] = twin
         while len(kept) > max_kept:
             nodes = np.array(list(kept), np.intp)
-            values = tree.values_of(nodes, tree.indices_of(nodes))
+            values = tree.values_of(nodes)
             assert values.tolist() == [model.value_of(p) for p in kept.values()]
             freed = tree.blocks_freed_by(nodes).tolist()
             assert freed == [model.blocks_freed_by(p) for p in kept.values()]
@@ -89,11 +89,11 @@ def test_many_candidates_below_one_are_summed_by_whole_arrays() -> None:
         tree.keep(node)
         model.keep(nodes[node])
         kept.append(node)
-        values = tree.values_of(np.array(kept), tree.indices_of(np.array(kept)))
+        values = tree.values_of(np.array(kept))
         assert values.tolist() == [model.value_of(nodes[n]) for n in kept]
         tree.check_invariants()
     tree.drop(first)
     model.drop(nodes[first])
-    values = tree.values_of(np.array([deep]), tree.indices_of(np.array([deep])))
+    values = tree.values_of(np.array([deep]))
     assert values.tolist() == [model.value_of(nodes[deep])]
     tree.check_invariants()

@@ -5,6 +5,7 @@ The model knows the bits of every saved state, so a state that was lost, mixed o
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -21,13 +22,23 @@ from slot_rig import (
 )
 
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, UnknownBlockError
-from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    PromptFacts,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+    StateProposal,
+)
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 
 NUM_BLOCKS, NUM_REQUESTS = 10, 3
 blocks = st.integers(0, NUM_BLOCKS - 1)
 requests = st.integers(0, NUM_REQUESTS - 1)
-POLICIES = (LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy)
+POLICIES = (
+    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
+)  # fmt: skip
 
 
 class MambaSlotAllocatorMachine(RuleBasedStateMachine):
@@ -55,7 +66,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.found, self.hash_of, self.leases = {}, {}, []
         self.leaving, self.arriving = {}, {}  # copy -> bits, copy -> block
         self.last_use, self.clock = {}, 0
-        self.skipped = self.evicted = 0
+        self.skipped = self.evicted = self.refused = 0
 
     # What the model derives.
 
@@ -79,6 +90,11 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         ]
         if isinstance(self.allocator.policy, LruSlotPolicy):
             evictable.sort(key=lambda slot: int(self.kv_blocks.block_timestamps[self.cached[slot]]))
+        elif isinstance(self.allocator.policy, (ScoreSlotPolicy, AdaptiveSlotPolicy)):
+            # What these know has tests of its own; here, that the pool does as they say.
+            slots = np.array(evictable, np.int64)
+            of_slots = self.allocator.pool.slot_to_block.numpy()[slots]
+            evictable = self.allocator.policy.choose(len(slots), slots, of_slots, self.kv_blocks)
         elif isinstance(self.allocator.policy, ConsumedSlotPolicy):
             evictable.sort(key=lambda slot: self.last_use.get(slot, 0))
         return evictable
@@ -177,6 +193,41 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         taken = {b: s for b, s in zip(wanted, got, strict=True) if s is not None}
         assert [*taken] == kept
         assert len([s for s in got if s is not None]) == len(kept)
+        self.reserved.update((slot, block) for block, slot in taken.items())
+
+    @precondition(lambda self: self.allocator.pool.knows_prompts)
+    @rule(
+        wanted=st.lists(blocks, min_size=1, max_size=3, unique=True),
+        length=st.integers(3, 6),
+        first=st.integers(1, 4),
+        is_asked=st.booleans(),
+    )
+    def reserve_for_a_prompt(self, wanted, length, first, is_asked):
+        """The policy may refuse what nobody asked for; whatever it gives up could be evicted."""
+        pool = self.allocator.pool
+        hash_ids = [10 * first + n for n in range(length)]
+        prompt = pool.begin_request(PromptFacts(hash_ids, 16, 0, length))
+        proposals = [
+            StateProposal(prompt, length - n, "inside" if n else "end", is_asked)
+            for n in range(len(wanted))
+        ]
+        could_go, cached = self.victims(wanted), dict(self.cached)
+        pending = {*self.cached.values(), *self.reserved.values(), *self.arriving.values()}
+        new = [b for b in wanted if b not in pending]
+        refused, num_free = pool.refused_states_total, self.num_free
+        got = self.allocator.reserve_slots(wanted, proposals)
+        taken = {b: s for b, s in zip(wanted, got, strict=True) if s is not None}
+        assert set(taken) <= set(new)
+        now = pool.slot_to_block.tolist()
+        gone = [slot for slot, block in cached.items() if now[slot] != block]
+        assert set(gone) <= set(could_go)
+        assert len(gone) <= max(len(new) - num_free, 0)
+        self.evict(gone)
+        self.refused += pool.refused_states_total - refused
+        self.skipped = self.allocator.skipped_checkpoints_total
+        assert len(new) - len(taken) >= pool.refused_states_total - refused
+        if is_asked:
+            assert len(taken) == min(len(new), num_free + len(could_go))
         self.reserved.update((slot, block) for block, slot in taken.items())
 
     @precondition(lambda self: self.reserved)

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mamba_cache.context import Request, RequestStatus
-from mamba_cache.errors import CapacityError, MambaCacheError, SequenceLengthError
+from mamba_cache.errors import (
+    CapacityError,
+    MambaCacheError,
+    MissingStateError,
+    SequenceLengthError,
+)
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -128,6 +133,7 @@ class ContextMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True] * 7 + [False]),
     )
     def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
+        self.now = 0.0
         self.keeps_all = ample and policy == "lru" and settings["enable_prefix_caching"]
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)
         self.exact = self.keeps_all and max_checkpoints is None and last_block_is_saved
@@ -149,7 +155,9 @@ class ContextMachine(RuleBasedStateMachine):
             model=self.model,
             placement=placement,
             slot_policy=slot_policy and slot_policy(),
+            clock=lambda: self.now,
         )
+        self.pinned = {}  # pins: their prompts and ends
         self.requests = {}
         self.shared_kv = {}
         self.next_id = self.num_commits = 0
@@ -351,6 +359,48 @@ class ContextMachine(RuleBasedStateMachine):
     def finish(self, data):
         self.end(data.draw(st.sampled_from(sorted(self.requests))))
 
+    @rule(
+        stem=st.sampled_from([8, 16, 24, 32]),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
+        ttl=st.none() | st.sampled_from([0, 1, 5]),
+    )
+    def pin(self, stem, tenant, ttl):
+        """A beginning that may be cached is pinned, unless pins have too much already."""
+        seen = Seen(STEM[:stem], tenant)
+        try:
+            with self.unchanged_by_an_error():
+                pin = self.context.pin(seen.request("pin", list(seen.prompt)), ttl_seconds=ttl)
+        except (CapacityError, MissingStateError):
+            return
+        assert seen.prefix(pin.num_tokens) in self.perhaps_saved
+        self.pinned[pin] = seen, None if ttl is None else self.now + ttl
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data):
+        pin = data.draw(st.sampled_from(list(self.pinned)))
+        self.context.unpin(pin)
+        del self.pinned[pin]
+        self.drop_ended_pins()
+
+    @rule(seconds=st.sampled_from([0.5, 1, 3]))
+    def time_goes_by(self, seconds):
+        self.now += seconds
+        self.drop_ended_pins()
+
+    def drop_ended_pins(self, *, all_of_them=False):
+        """What is pinned no more is not looked for; the context lets go of it at its next call."""
+        for pin, (_, end) in list(self.pinned.items()):
+            if all_of_them or (end is not None and end <= self.now):
+                self.context.unpin(pin)
+                del self.pinned[pin]
+
+    @invariant()
+    def pinned_prompts_are_found(self):
+        for pin, (seen, _) in getattr(self, "pinned", {}).items():
+            request = seen.request("look", [*seen.prompt, 0])
+            assert self.context.match(request).skip_tokens >= pin.num_tokens
+
     @rule(data=st.data())
     def invalidate(self, data):
         slots = self.context.slot_allocator
@@ -358,6 +408,9 @@ class ContextMachine(RuleBasedStateMachine):
         if housed:
             slots.invalidate_block(data.draw(st.sampled_from(sorted(housed))))
             self.surely_saved.clear()
+            self.pinned = {
+                pin: ends for pin, ends in self.pinned.items() if pin in self.context.pins
+            }
 
     @rule(data=st.data())
     def deregister(self, data):
@@ -368,6 +421,7 @@ class ContextMachine(RuleBasedStateMachine):
                 [data.draw(st.sampled_from(registered))]
             )
             self.exact = self.keeps_all = False
+            self.drop_ended_pins(all_of_them=True)
 
     @rule(policy=st.sampled_from(POLICIES))
     def change_policy(self, policy):
@@ -387,6 +441,7 @@ class ContextMachine(RuleBasedStateMachine):
         if what == "slots":
             self.context.slot_allocator.reset()
             self.surely_saved.clear()
+            self.pinned.clear()
             self.keeps_all = False  # of what is scheduled or uncollected now
             return
         self.context.reset(preserve_prefix_cache=what == "requests")
@@ -394,6 +449,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.requests.clear()
         if what == "everything":
             self.forget()
+            self.pinned.clear()
             assert self.context.stats().cached_slots == 0
             assert self.context.stats().cached_blocks == 0
 

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from context_rig import MODEL, add, make_config, make_context
+from shard_rig import CONFIG as SHARD_CONFIG
+from shard_rig import Shard, ShardModel, Stream, shard_spec
 
 from mamba_cache import DeviceTokens
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.slots import AdaptiveSlotPolicy, ScoreSlotPolicy
 
 DRAFTS = 2
 
@@ -50,6 +54,24 @@ def test_ranks_that_do_the_same_agree_after_every_call(ranks):
         assert ranks[0].fingerprint() != before
         call(ranks[1])
         assert agree(ranks)
+
+
+@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, ScoreSlotPolicy])
+def test_ranks_agree_through_500_random_steps_whatever_they_have_learned(policy, rng):
+    """Each knows its own memory, order of dicts and clock; what decides is counts alone."""
+    seed = int(rng.integers(2**32))
+    streams = []
+    for _ in range(2):
+        context = DynamicInferenceContext(SHARD_CONFIG, shard_spec(Shard()), slot_policy=policy())
+        streams.append(Stream(context, ShardModel(Shard()), seed))
+    for _ in range(500):
+        for stream in streams:
+            stream.step()
+        assert agree([stream.context for stream in streams])
+    stats = [stream.context.stats() for stream in streams]
+    assert stats[0] == stats[1]
+    assert min(stats[0].evicted_slots, stats[0].evicted_blocks, stats[0].hits) > 10
+    assert (stats[0].refused_states > 10) == (policy is AdaptiveSlotPolicy)
 
 
 def test_chunks_of_other_lengths_are_told_apart(ranks):

@@ -1,5 +1,6 @@
 """Forks: equal to requests of their own, all of them or none; what is shared is never written."""
 
+import contextlib
 import re
 from contextlib import nullcontext
 
@@ -19,6 +20,7 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
+from injectors import Interrupt
 
 from mamba_cache import DeviceTokens
 from mamba_cache.blocks import compute_block_hashes
@@ -701,3 +703,20 @@ def test_blocks_are_given_back_if_the_shared_ones_cannot_be_had(monkeypatch):
     monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", refuse)
     with refused(context, InvalidArgumentError, "refused"):
         context.fork("parent", ["a", "b"])
+
+
+def test_forks_are_counted_wherever_an_interrupt_strikes():
+    """Struck between their making and their counting, they were there and not counted."""
+
+    def strike(index):
+        context = make_context()
+        parent_of(context)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(None, index) as moments:
+            context.fork("parent", ["a", "b"])
+        num_forks = len(context.statuses()) - 1
+        assert context.stats().forks == num_forks, index
+        return num_forks, moments.count
+
+    _, last = strike(0)
+    outcomes = {strike(index)[0] for index in range(last - 90, last, 2)}
+    assert outcomes == {0, 2}

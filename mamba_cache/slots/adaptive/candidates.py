@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from enum import IntEnum
@@ -34,16 +35,18 @@ ROOT: Final = 0
 NO_CANDIDATE: Final = -1
 
 REQUESTS_PER_REFIT: Final = 256
-REQUESTS_PER_SWEEP: Final = 16
+REQUESTS_PER_SWEEP: Final = 32
 
-_SWEPT_PER_REQUEST: Final = 256
+_SWEPT_PER_REQUEST: Final = 128
 _FIRST_SIZE: Final = 256
-_NUM_FIELDS: Final = 10
+_NUM_FIELDS: Final = 11
+_NUM_VALUE_FIELDS: Final = 4
+_NO_EDGE: Final = array("q")
 _MOST_WALKED: Final = 64
 """Candidates that are looked at one by one; if there are more, whole arrays are."""
 
 _NEW_BLOCKS: Final = (3, 8, 30)
-_TURN_CLASSES: Final = (0, 1, 2, 3, 3, 3, 4)
+_LATER_TURNS: Final = (1, 2, 3, 6)
 _NUM_KINDS: Final = 3
 _NUM_USES: Final = 5
 _NUM_TURNS: Final = 5
@@ -132,6 +135,7 @@ class CandidateTree:
         self._trust = SourceTrust()
         self.clock = 0
         self._arrays: _Int64Array = np.zeros((_NUM_FIELDS, 0), np.int64)
+        # One entry for each id that was ever taken; it grows as they are.
         self._children: list[dict[int, int]] = []  # by the first hash of the edge to each
         self._edges: list[array[int]] = []  # the hashes from the parent's depth to its own
         self._turns: list[int] = []
@@ -139,7 +143,6 @@ class CandidateTree:
         self._births: list[int] = []
         self._hashes: list[int] = []
         self._free: list[int] = []
-        self._num_ids = 0
         self._grow(_FIRST_SIZE)
         self._num_made = 0
         self._epoch = object()  # no other tree's, nor this one's before
@@ -154,26 +157,22 @@ class CandidateTree:
         old = self._arrays.shape[1]
         arrays = np.zeros((_NUM_FIELDS, size), np.int64)
         arrays[:, :old] = self._arrays
+        arrays[:, old - 1 : old] = 0
         self._arrays = arrays
+        # What a value is made of comes first, so that one call gathers it.
         (
-            self._parents, self._depths, self._classes, self._last_uses, self._num_kept,
-            self._weights, self._served, self._gains, self._are_ghosts,
-            self._num_children,
+            self._last_uses, self._classes, self._served, self._gains, self._parents, self._depths,
+            self._num_kept, self._weights, self._servers, self._are_ghosts, self._num_children,
         ) = arrays  # fmt: skip
+        self._of_values = arrays[:_NUM_VALUE_FIELDS]
+        # The last place is that of NO_CANDIDATE: worth less than nothing.
+        self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
         # Single elements are read and written several times faster through memoryviews.
         (
-            self._parent_at, self._depth_at, self._class_at, self._last_use_at, self._num_kept_at,
-            self._weight_at, self._served_at, self._gain_at, self._is_ghost_at,
+            self._last_use_at, self._class_at, self._served_at, self._gain_at, self._parent_at,
+            self._depth_at, self._num_kept_at, self._weight_at, self._server_at, self._is_ghost_at,
             self._num_children_at,
         ) = (row.data for row in arrays)  # fmt: skip
-        more = size - old
-        self._children += [{} for _ in range(more)]
-        self._edges += [array("q")] * more
-        self._turns += [0] * more
-        self._told += [None] * more
-        self._births += [0] * more
-        self._hashes += [0] * more
-        self._free += range(size - 1, old - 1, -1)
 
     # What requests ask for.
 
@@ -201,15 +200,15 @@ class CandidateTree:
         self.clock += 1
         self._forget_oldest()
         self._work()
-        prompt = PromptPath(list(hash_ids))
+        prompt = PromptPath([*hash_ids])
         self._walk(prompt)
         used = self._last_before(prompt, num_usable_blocks)
         if used != ROOT:
             prompt.turn = self._turns[used] + (self._class_at[used] < _PER_KIND)
             self._use(used)
         num_new = len(prompt.hash_ids) - num_matched_blocks
-        new_class = sum(num_new >= limit for limit in _NEW_BLOCKS)
-        turn_class = _TURN_CLASSES[min(prompt.turn, len(_TURN_CLASSES) - 1)]
+        turn_class = bisect_right(_LATER_TURNS, prompt.turn)
+        new_class = bisect_right(_NEW_BLOCKS, num_new)
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
         if will_continue is not None:
             prompt.told = source, will_continue
@@ -235,8 +234,11 @@ class CandidateTree:
 
     def _last_before(self, prompt: PromptPath, depth: int) -> int:
         """Return the deepest candidate on a path that is not below a depth."""
-        # The root is on every path.
-        return next(node for node in reversed(prompt.nodes) if self._depth_at[node] <= depth)
+        nodes, depth_at = prompt.nodes, self._depth_at
+        place = len(nodes) - 1
+        while depth_at[nodes[place]] > depth:  # the root, which is on every path, is not
+            place -= 1
+        return nodes[place]
 
     def _use(self, node: int) -> None:
         told = self._told[node]
@@ -257,7 +259,7 @@ class CandidateTree:
     def _weigh(self, ghost: int) -> None:
         """Look up the index of a ghost anew."""
         weight = self.index_of(ghost)
-        self._served_at[self._server_of(ghost)] += weight - self._weight_at[ghost]
+        self._served_at[self._server_at[ghost]] += weight - self._weight_at[ghost]
         self._weight_at[ghost] = weight
 
     def propose(self, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
@@ -272,8 +274,9 @@ class CandidateTree:
             self._walk(prompt)
         node = self._last_before(prompt, depth)
         while self._depth_at[node] < depth:
-            node = self._add_below(node, prompt, depth, kind)
-            self._walk(prompt)
+            above, node = node, self._add_below(node, prompt, depth, kind)
+            prompt.nodes.insert(prompt.nodes.index(above) + 1, node)
+            prompt.version = self._epoch, self._version
         return node
 
     def _add_below(self, node: int, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
@@ -309,10 +312,18 @@ class CandidateTree:
         return new
 
     def _take_id(self, hash_id: int, depth: int, klass: int) -> int:
-        if not self._free:
-            self._grow(2 * self._arrays.shape[1])
-        node = self._free.pop()
-        self._num_ids = max(self._num_ids, node + 1)
+        if self._free:
+            node = self._free.pop()
+        else:
+            node = len(self._births)
+            if node == self._arrays.shape[1] - 1:
+                self._grow(2 * self._arrays.shape[1])
+            self._children.append({})
+            self._edges.append(_NO_EDGE)
+            self._turns.append(0)
+            self._told.append(None)
+            self._births.append(0)
+            self._hashes.append(0)
         self._hashes[node], self._depth_at[node], self._class_at[node] = hash_id, depth, klass
         self._last_use_at[node] = self.clock
         self._births[node] = self._num_made
@@ -323,6 +334,7 @@ class CandidateTree:
 
     def _begin_ghost(self, node: int) -> None:
         """Begin the first spell of a candidate without a state."""
+        self._server_at[node] = self._server_at[self._parent_at[node]]
         self._ghosts[node] = None
         self._is_ghost_at[node] = 1
         self._rates.begin_spell(self._class_at[node], 0)
@@ -406,7 +418,8 @@ class CandidateTree:
         self._is_ghost_at[node] = 0
         weight = self._weight_at[node]
         self._weight_at[node] = 0
-        server = self._server_of(self._parent_at[node])
+        server = self._server_at[node]
+        self._server_at[node] = node
         self._gain_at[node] = self._depth_at[node] - self._depth_at[server]
         served = self._take_over(node, node)
         if served >= 0:
@@ -419,7 +432,7 @@ class CandidateTree:
         if self._num_kept_at[node]:
             return
         weight, served = self.index_of(node), self._served_at[node]
-        server = self._server_of(self._parent_at[node])
+        server = self._server_at[node] = self._server_at[self._parent_at[node]]
         self._ghosts[node] = None
         self._is_ghost_at[node] = 1
         self._weight_at[node] = weight
@@ -434,13 +447,14 @@ class CandidateTree:
             The sum of the weights of the ghosts between the candidate and the kept ones below it;
             -1 if there are so many that all sums were made anew.
         """
-        total, depth = 0, self._depth_at[server]
+        total, depth, server_at = 0, self._depth_at[server], self._server_at
         found = [*self._children[node].values()]
         for below in found:  # it grows
             if self._num_kept_at[below]:
                 self._gain_at[below] = self._depth_at[below] - depth
             else:
                 total += self._weight_at[below]
+                server_at[below] = server
                 found += self._children[below].values()
             # unnoticed: the other way finds the same
             if len(found) > _MOST_WALKED:
@@ -448,25 +462,26 @@ class CandidateTree:
                 return -1
         return total
 
-    def _server_of(self, node: int) -> int:
-        """Return the nearest kept candidate from one on upwards, itself included."""
-        while not self._num_kept_at[node]:
-            node = self._parent_at[node]
-        return node
-
     def _resolve(self) -> None:
-        """Find anew what each kept candidate gains and serves."""
-        size = self._num_ids
+        """Find anew what each kept candidate gains and serves, and which serves each ghost."""
+        size = len(self._births)
         servers = np.where(self._num_kept[:size] > 0, np.arange(size), self._parents[:size])
         while True:
             above = servers.take(servers)
             if np.array_equal(above, servers):
                 break
             servers = above
-        # Sums of integers below 2**53: float64 adds them up exactly, in any order.
-        self._served[:size] = np.bincount(servers, self._weights[:size], minlength=size)
+        self._servers[:size] = servers
+        self._sum_up()
         depths = self._depths[:size]
         self._gains[:size] = depths - depths.take(servers.take(self._parents[:size]))
+
+    def _sum_up(self) -> None:
+        """Add up the weights that each kept candidate serves."""
+        size = len(self._births)
+        servers, weights = self._servers[:size], self._weights[:size]
+        # Sums of integers below 2**53: float64 adds them up exactly, in any order.
+        self._served[:size] = np.bincount(servers, weights, minlength=size)
 
     def forget(self, node: int) -> None:
         """Forget a ghost that at most one other candidate extends."""
@@ -496,7 +511,7 @@ class CandidateTree:
         age = self.clock - self._last_use_at[node]
         self._rates.end_spell(self._class_at[node], age, is_event=False)
         parent, edge = self._parent_at[node], self._edges[node]
-        self._served_at[self._server_of(parent)] -= self._weight_at[node]
+        self._served_at[self._server_at[node]] -= self._weight_at[node]
         siblings, children = self._children[parent], self._children[node]
         del siblings[edge[0]]
         for below in children.values():
@@ -508,7 +523,7 @@ class CandidateTree:
         children.clear()
         if self._by_hash.get(self._hashes[node]) == node:  # not one that was named later
             del self._by_hash[self._hashes[node]]
-        self._edges[node] = array("q")
+        self._edges[node] = _NO_EDGE
         self._arrays[:, node] = 0
         self._free.append(node)
         self._version += 1
@@ -523,18 +538,22 @@ class CandidateTree:
 
     def indices_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the index of each of many candidates at its age."""
-        ages = self._last_uses.take(nodes)
-        np.subtract(self.clock - 1, ages, out=ages)
-        places = self._classes.take(nodes)
-        places *= NUM_BINS
-        places += BIN_OF_AGE.take(ages, mode="clip")
-        return self._index.take(places)
+        return self._indices(self._last_uses.take(nodes), self._classes.take(nodes))
 
-    def values_of(self, nodes: npt.NDArray[np.intp], indices: _Int64Array) -> _Int64Array:
-        """Return what a state at each of many kept candidates is worth, given their indices."""
-        values = self._served.take(nodes)
-        values += indices
-        values *= self._gains.take(nodes)
+    def _indices(self, last_uses: _Int64Array, classes: _Int64Array) -> _Int64Array:
+        """Return the indices of classes at ages; both arrays are overwritten."""
+        np.subtract(self.clock - 1, last_uses, out=last_uses)
+        classes *= NUM_BINS
+        classes += BIN_OF_AGE.take(last_uses, mode="clip")
+        found: _Int64Array = self._index.take(classes)
+        return found
+
+    def values_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
+        """Return what a state at each of many kept candidates is worth, or -1 or less for none."""
+        values: _Int64Array
+        last_uses, classes, values, gains = self._of_values.take(nodes, axis=1)
+        values += self._indices(last_uses, classes)
+        values *= gains
         return values
 
     def first_of(self, nodes: npt.NDArray[np.intp], places: Sequence[int]) -> int:
@@ -567,15 +586,16 @@ class CandidateTree:
     def _work(self) -> None:
         """Do the share of refits and sweeps that is due."""
         self._rates.work()
-        size = self._num_ids
+        size = len(self._births)
         if self.clock % REQUESTS_PER_REFIT == 0:
             known = (self._are_ghosts[:size] | self._num_kept[:size]).nonzero()[0][1:]
-            self._rates.refit(self._classes.take(known), self.clock - self._last_uses.take(known))
+            ages = self.clock - self._last_uses.take(known)
+            oldest = self.clock + 2 * REQUESTS_PER_REFIT
+            self._rates.refit(self._classes.take(known), ages, oldest=oldest)
         elif self.clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
-            weights = self.indices_of(np.arange(size))
-            weights *= self._are_ghosts[:size]
-            self._weights[:size] = weights
-            self._resolve()
+            weights = self._indices(self._last_uses[:size].copy(), self._classes[:size].copy())
+            np.multiply(weights, self._are_ghosts[:size], out=self._weights[:size])
+            self._sum_up()
 
     # What it is proved by.
 
@@ -617,7 +637,7 @@ class CandidateTree:
         for node in known - {ROOT}:
             parent = self._parent_at[node]
             edge, depth = self._edges[node], self._depth_at[node]
-            server = self._server_of(parent)
+            server = self._server_at[parent]
             is_alone = edge[0] < 0 and len(edge) == 1
             statements[f"candidate {node} hangs on its parent"] = (
                 self._children[parent].get(edge[0]) == node
@@ -626,7 +646,9 @@ class CandidateTree:
             )
             if node in kept:
                 gains[node] = depth - self._depth_at[server]
+                statements[f"candidate {node} serves itself"] = self._server_at[node] == node
             else:
+                statements[f"candidate {node} is served"] = self._server_at[node] == server
                 served[server] += self._weight_at[node]
         for node in kept:
             is_right = self._served_at[node] == served[node]

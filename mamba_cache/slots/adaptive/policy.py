@@ -24,7 +24,6 @@ __all__ = ["AdaptiveSlotPolicy"]
 _FEWEST_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
 _GONE: Final = np.iinfo(np.int64).max
-_WORTHLESS: Final = -1
 
 _KINDS: Final = {
     "end": CandidateKind.END_OF_PROMPT,
@@ -83,7 +82,7 @@ class AdaptiveSlotPolicy:
     ) -> list[int]:
         """Return the slots whose states are worth the least."""
         nodes = self._candidates.take(slots)
-        values = self._values(nodes)
+        values = self._tree.values_of(nodes)
         order: list[int] = []
         for _ in range(min(num_slots, len(slots))):
             place = self._lowest(nodes, values)
@@ -97,36 +96,40 @@ class AdaptiveSlotPolicy:
         """Choose among the states that are kept and those that could be."""
         tree = self._tree
         nodes = [self._candidate_of(proposal) for proposal in proposals]
-        # What another request of the same step is about to save needs no second slot.
-        accepted = [
-            p.is_asked or not tree.is_kept(n) for p, n in zip(proposals, nodes, strict=True)
-        ]
-        new = [place for place, is_accepted in enumerate(accepted) if is_accepted]
+        accepted, new, refusable = [], [], []
+        for place, proposal in enumerate(proposals):
+            # What another request of the same step is about to save needs no second slot.
+            is_new = proposal.is_asked or not tree.is_kept(nodes[place])
+            accepted.append(is_new)
+            if is_new:
+                new.append(place)
+                if not proposal.is_asked:
+                    refusable.append(place)
         for place in new:
             tree.keep(nodes[place])
         victims: list[int] = []
-        if len(new) > num_free:
+        num_short = len(new) - num_free
+        if num_short > 0:
             # States asked for come last, and cannot be chosen.
-            refusable = [place for place in new if not proposals[place].is_asked]
-            rivals = np.concatenate(
-                (self._candidates.take(slots), np.array([nodes[p] for p in refusable], np.int64))
-            )
-            indices = tree.indices_of(rivals)
+            rivals = self._candidates.take(slots)
+            if refusable:
+                rivals = np.concatenate((rivals, [nodes[place] for place in refusable]))
             gone: list[int] = []
-            for _ in range(min(len(new) - num_free, len(rivals))):
-                values = self._values(rivals, indices)
-                values[gone] = _GONE
+            for _ in range(min(num_short, len(rivals))):
+                values = tree.values_of(rivals)
+                if gone:
+                    values[gone] = _GONE
                 place = self._lowest(rivals, values)
                 gone.append(place)
-                if rivals[place] >= 0:
-                    tree.drop(rivals.item(place))
+                node = rivals.item(place)
+                if node >= 0:
+                    tree.drop(node)
                 if place < len(slots):
                     victims.append(slots.item(place))
                 else:
-                    accepted[refusable[place - len(slots)]] = False
-        for place in new:
-            if not accepted[place]:
-                self._forget_incomplete(nodes[place])
+                    refused = refusable[place - len(slots)]
+                    accepted[refused] = False
+                    self._forget_incomplete(node)
         self._granted = [nodes[place] for place in new if accepted[place]]
         self._given_up = victims.copy()
         return SlotPlan(accepted, victims)
@@ -190,9 +193,8 @@ class AdaptiveSlotPolicy:
     def least_loss(self, slots: npt.NDArray[np.int64]) -> int:
         """Return the place of the slot whose state is worth the least for each of its blocks."""
         nodes = self._candidates.take(slots)
-        return self._lowest(
-            nodes, self._values(nodes) / np.maximum(self._tree.blocks_freed_by(nodes), 1)
-        )
+        num_freed = np.maximum(self._tree.blocks_freed_by(nodes), 1)
+        return self._lowest(nodes, self._tree.values_of(nodes) / num_freed)
 
     def state(self) -> npt.NDArray[np.int64]:
         """Return all that later choices depend on, int64."""
@@ -239,15 +241,6 @@ class AdaptiveSlotPolicy:
         node = self._tree.propose(path, len(path.hash_ids), _KINDS[proposal.kind])
         self._incomplete.add(node)
         return node
-
-    def _values(
-        self, nodes: npt.NDArray[np.int64], indices: npt.NDArray[np.int64] | None = None
-    ) -> npt.NDArray[np.int64]:
-        if indices is None:
-            indices = self._tree.indices_of(nodes)
-        values = self._tree.values_of(nodes, indices)
-        values[nodes < 0] = _WORTHLESS
-        return values
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
         """Return the place of the lowest value; ``first_of`` decides between equal ones."""

@@ -30,11 +30,12 @@ INDEX_SCALE: Final = 1 << 32
 _FIRST_AGE: Final = _EDGES[:-1]
 _WIDTHS: Final = np.diff(_EDGES).astype(np.float64)
 _FIRST_AT: Final = _FIRST_AGE.data
-_IS_LATER: Final = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
+_NO_TIME: Final = 1e-200
 _PRIOR: Final = 0.5 / _FIRST_AGE
 _LEVEL_EVENTS: Final = 2.0
 _BIN_EVENTS: Final = 0.5
 _ROWS_AT_ONCE: Final = 12
+_NO_GROUP: Final = -1
 
 
 class ReturnRates:
@@ -63,6 +64,7 @@ class ReturnRates:
     def __init__(self, groups: npt.NDArray[np.int64]) -> None:
         self._groups = groups
         self._num_groups = int(groups.max()) + 1
+        self._classes_of_group = [(groups == g).nonzero()[0] for g in range(self._num_groups)]
         shape = len(groups), NUM_BINS
         self._events = np.zeros(shape, np.int64)
         self._ends = np.zeros(shape, np.int64)  # spells that end in a bin, less those that begin
@@ -82,8 +84,9 @@ class ReturnRates:
             array.fill(0)
         self._seen: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self._exposure = self._seen_events = np.empty((0, NUM_BINS))
+        self._classes_of_row: list[npt.NDArray[np.intp]] = []
         self._rates: npt.NDArray[np.float64] | None = self._exposure
-        self._num_done = 0
+        self._num_done, self._num_bins = 0, NUM_BINS
         self._table[:] = _gittins(_PRIOR[None])
 
     def state(self) -> npt.NDArray[np.int64]:
@@ -121,13 +124,17 @@ class ReturnRates:
         self._part_at[place] += step * (age - _FIRST_AT[bin_] + 1)
         return place
 
-    def refit(self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
+    def refit(
+        self, classes: npt.NDArray[np.int64], ages: npt.NDArray[np.int64], *, oldest: int = OLDEST
+    ) -> None:
         """Begin to derive all indices anew from what was counted; ``work`` does it in parts.
 
         Args:
             classes: [n] the class of each candidate that is known now, whose spell goes on.
             ages: [n] its age.
+            oldest: The highest age that any may have before the next refit is done.
         """
+        self._num_bins = BIN_OF_AGE.item(min(oldest, OLDEST) - 1) + 1
         seen = self._seen = self._is_seen.nonzero()[0]
         row_of_class = np.zeros(len(self._is_seen), np.int64)
         row_of_class[seen] = np.arange(len(seen))
@@ -145,13 +152,30 @@ class ReturnRates:
         self._rates, self._num_done = None, 0
 
     def _lean(self) -> npt.NDArray[np.float64]:
-        """Return the rates of groups and then of the classes seen, each leaning on others."""
-        groups, events, exposure = self._groups[self._seen], self._seen_events, self._exposure
-        is_of_group = (groups == np.arange(self._num_groups)[:, None]).astype(np.float64)
-        group_events, group_exposure = is_of_group @ events, is_of_group @ exposure
+        """Return the rates whose indices are to be derived, and keep of which classes each is.
+
+        The first are those of all groups of which nothing was seen. Then come the other groups',
+        for their classes of which nothing was, and those of the classes seen.
+        """
+        events, exposure = self._seen_events, self._exposure
+        own = self._groups[self._seen]
+        groups = sorted({*own.tolist()})
+        is_of_group = own == np.array([_NO_GROUP, *groups])[:, None]
+        sums = is_of_group.astype(np.float64)
+        group_events, group_exposure = sums @ events, sums @ exposure
         in_all = _shrunk(group_events.sum(0), group_exposure.sum(0), _PRIOR)
         in_groups = _shrunk(group_events, group_exposure, in_all)
-        return np.concatenate((in_groups, _shrunk(events, exposure, in_groups[groups])))
+        of_groups = [self._classes_of_group[group] for group in groups]
+        is_unseen = np.ones(len(self._is_seen), np.bool_)
+        for classes in of_groups:
+            is_unseen[classes] = False
+        self._classes_of_row = [
+            is_unseen.nonzero()[0],
+            *(classes[~self._is_seen[classes]] for classes in of_groups),
+            *self._seen[:, None],
+        ]
+        of_classes = _shrunk(events, exposure, in_groups[is_of_group.argmax(0)])
+        return np.concatenate((in_groups, of_classes))
 
     def work(self) -> None:
         """Derive the indices of some classes from what the last ``refit`` has found."""
@@ -161,12 +185,9 @@ class ReturnRates:
         first, last = self._num_done, min(self._num_done + _ROWS_AT_ONCE, len(self._rates))
         if first == last:
             return
-        found = _gittins(self._rates[first:last])
-        for row in range(first, min(last, self._num_groups)):
-            self._table[(self._groups == row) & ~self._is_seen] = found[row - first]
-        of_groups = min(max(self._num_groups - first, 0), last - first)
-        start = first + of_groups - self._num_groups
-        self._table[self._seen[start : start + last - first - of_groups]] = found[of_groups:]
+        found = _gittins(self._rates[first:last], self._num_bins)
+        for classes, index in zip(self._classes_of_row[first:last], found, strict=True):
+            self._table[classes, : self._num_bins] = index
         self._num_done = last
 
 
@@ -181,8 +202,8 @@ def _shrunk(
     return rates
 
 
-def _gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return the index of each row of rates at each age bin.
+def _gittins(rates: npt.NDArray[np.float64], num_bins: int = NUM_BINS) -> npt.NDArray[np.int64]:
+    """Return the index of each row of rates at each of the first age bins.
 
     Gittins, Glazebrook and Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2: for a
     state that is asked for at most once, the best stopping age has a closed form.
@@ -195,9 +216,10 @@ def _gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     time = np.zeros((len(rates), NUM_BINS + 1))
     spent = (alive[:, :-1] + alive[:, 1:]) * (_WIDTHS / 2)
     time[:, :-1] = spent[:, ::-1].cumsum(1)[:, ::-1]
-    chance = alive[:, :-1, None] - alive[:, None, 1:]
-    taking = time[:, :-1, None] - time[:, None, 1:]
-    # Bins without an age have neither.
-    ratio = np.where(_IS_LATER & (taking > 0), chance / np.where(taking > 0, taking, 1), 0)
+    ratio = alive[:, :num_bins, None] - alive[:, None, 1:]
+    taking = time[:, :num_bins, None] - time[:, None, 1:]
+    # Where the second bin comes first both are negative, and where no age lies in between neither
+    # is anything: the one ratio is never the highest then, and the other is 0.
+    ratio /= np.maximum(taking, _NO_TIME, out=taking)
     index: npt.NDArray[np.int64] = (ratio.max(2) * INDEX_SCALE).astype(np.int64)
     return index

@@ -1,0 +1,259 @@
+"""Pinned prompts: found under any pressure until their time is up, within a share of the room."""
+
+import numpy as np
+import pytest
+from context_rig import BLOCK, CHUNK, MODEL, VOCAB, add, generate, make_config, make_context
+from engine_rig import greedy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import Request
+from mamba_cache.errors import (
+    BlockCapacityError,
+    InvalidArgumentError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    StepOrderError,
+)
+from mamba_cache.reference import Engine
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
+
+POLICIES = [
+    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
+]  # fmt: skip
+SYSTEM = [(5 * i * i + i + 1) % VOCAB for i in range(2 * BLOCK)]
+
+LONG = [(3 * i * i + 2 * i) % VOCAB for i in range(6 * BLOCK)]
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def small_context(policy=LruSlotPolicy, **changes):
+    clock = Time()
+    settings = {"num_kv_blocks": 24, "max_slots": 8, "max_pinned_share": 0.5} | changes
+    return make_context(make_config(**settings), slot_policy=policy(), clock=clock), clock
+
+
+def request(tokens, request_id=None, **options):
+    return Request(request_id=request_id, prompt_tokens=list(tokens), **options)
+
+
+def cache_system(context, **options):
+    """Runs a prompt that goes on from the system prompt, at whose end a state is saved."""
+    generate(context, [*SYSTEM, 1, 2, 3], 1, checkpoint_positions=[len(SYSTEM)], **options)
+
+
+def skipped(context, tokens, **options):
+    return context.match(request([*tokens, 1], "look", **options)).skip_tokens
+
+
+def crowd(context, rng, count=12):
+    """Prompts that nobody has seen, which need all room there is several times over."""
+    for _ in range(count):
+        generate(context, rng.integers(0, VOCAB, 4 * BLOCK).tolist(), 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pinned_prompt_is_found_under_any_pressure_until_its_time_is_up(policy, rng):
+    context, clock = small_context(policy)
+    cache_system(context)
+    pin = context.pin(request(SYSTEM), ttl_seconds=60)
+    assert (pin.num_tokens, pin.expires_at, context.pins) == (len(SYSTEM), 160.0, (pin,))
+    clock.now += 59.9
+    crowd(context, rng)
+    context.check_invariants()
+    assert skipped(context, SYSTEM) == len(SYSTEM)
+    clock.now += 0.2
+    assert context.pins == ()
+    crowd(context, rng)
+    assert skipped(context, SYSTEM) == 0
+    context.check_invariants()
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    lengths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_whatever_is_pinned_stays_and_never_more_than_the_share(policy, lengths, seed):
+    context, _ = small_context(policy, max_pinned_share=0.34)
+    pins = {}
+    for number, length in enumerate(lengths):
+        rng = np.random.default_rng(seed + number)
+        prompt = rng.integers(0, VOCAB, length * BLOCK).tolist()
+        generate(context, [*prompt, 1], 1, checkpoint_positions=[len(prompt)])
+        try:
+            pins[context.pin(request(prompt))] = prompt
+        except (BlockCapacityError, MambaSlotCapacityError):
+            continue
+        crowd(context, rng, 3)
+        context.check_invariants()
+        for prompt in pins.values():
+            assert skipped(context, prompt) == len(prompt)
+    assert sum(map(len, pins.values())) <= 0.34 * 24 * BLOCK
+    assert 0 < len(pins) <= 0.34 * 8
+    for pin in pins:
+        context.unpin(pin)
+    assert context.stats().used_blocks == 0
+    context.check_invariants()
+
+
+def test_pins_take_no_more_than_their_share():
+    context, _ = small_context(num_kv_blocks=20, max_slots=4, max_pinned_share=0.5)
+    prompts = [[number] * 3 * BLOCK for number in range(4)]
+    for prompt in prompts:
+        generate(context, [*prompt, 1], 1)
+    pins = [context.pin(request(prompt)) for prompt in prompts[2:]]
+    again = context.pin(request(prompts[3]))  # of what is pinned already nothing more is taken
+    generate(context, [*prompts[0], 1], 1)
+    before = context.fingerprint()
+    with pytest.raises(MambaSlotCapacityError, match="for pins; unpin another prompt"):
+        context.pin(request(prompts[0]))
+    assert context.fingerprint() == before
+    context.unpin(pins[1])
+    with pytest.raises(MambaSlotCapacityError):
+        context.pin(request(prompts[0]))
+    context.unpin(again)
+    context.pin(request(prompts[0]))
+    context.check_invariants()
+
+
+def test_long_prompts_meet_the_share_of_blocks():
+    context, _ = small_context(num_kv_blocks=20, max_pinned_share=0.25)
+    generate(context, [*LONG, 1], 1)
+    message = "6 KV blocks are required, but only 5 are available: for pins"
+    with pytest.raises(BlockCapacityError, match=message):
+        context.pin(request(LONG))
+    assert context.stats().used_blocks == 0
+
+
+def test_states_inside_a_pinned_prompt_may_go(rng):
+    """Only what a hit on the pinned prompt needs is kept."""
+    context, _ = small_context()
+    cache_system(context)
+    generate(context, [*SYSTEM[:BLOCK], 9, 9], 1, checkpoint_positions=[BLOCK])
+    assert skipped(context, SYSTEM[:BLOCK]) == BLOCK
+    context.pin(request(SYSTEM))
+    crowd(context, rng)
+    assert skipped(context, SYSTEM[:BLOCK]) == 0
+    assert skipped(context, SYSTEM) == len(SYSTEM)
+
+
+def test_a_pin_is_of_one_salt(rng):
+    context, _ = small_context()
+    with pytest.raises(MissingStateError, match="nothing of the prompt is cached: run it first"):
+        context.pin(request(SYSTEM))
+    cache_system(context, cache_salt="a")
+    with pytest.raises(MissingStateError):
+        context.pin(request(SYSTEM))
+    context.pin(request(SYSTEM, cache_salt="a"))
+    crowd(context, rng)
+    assert skipped(context, SYSTEM) == 0
+    assert skipped(context, SYSTEM, cache_salt="a") == len(SYSTEM)
+
+
+def test_what_invalidates_a_state_by_name_ends_its_pin():
+    context, _ = small_context()
+    cache_system(context)
+    pin = context.pin(request(SYSTEM))
+    block = context.kv_block_allocator.match_prefix(context.prepare(request(SYSTEM)).hashes)[-1]
+    context.slot_allocator.invalidate_block(block)
+    assert context.pins == ()
+    context.check_invariants()
+    add(context, "any", [3] * 5)
+    assert context.stats().used_blocks == 1
+    context.unpin(pin)  # it is over already
+    context.check_invariants()
+
+
+def test_resets_end_pins_unless_they_preserve_the_prefixes():
+    context, _ = small_context()
+    cache_system(context)
+    pin = context.pin(request(SYSTEM))
+    with pytest.raises(StepOrderError, match="1 pins hold KV blocks: unpin them first"):
+        context.kv_block_allocator.reset()
+    context.reset(preserve_prefix_cache=True)
+    assert context.pins == (pin,)
+    context.reset()
+    assert context.pins == ()
+    context.check_invariants()
+    context.unpin(pin)
+
+
+def test_pins_show_in_the_fingerprint():
+    contexts = [small_context()[0] for _ in range(2)]
+    for context in contexts:
+        cache_system(context)
+    one, other = contexts
+    if one.fingerprint() == other.fingerprint():  # the secret of their hashes is the process's
+        one.pin(request(SYSTEM))
+        assert one.fingerprint() != other.fingerprint()
+        other.pin(request(SYSTEM), ttl_seconds=5)
+        assert one.fingerprint() == other.fingerprint()
+
+
+@pytest.mark.parametrize("ttl", [-1, "5", True, float("nan")])
+def test_a_time_to_live_is_a_number(ttl):
+    context, _ = small_context()
+    cache_system(context)
+    with pytest.raises(InvalidArgumentError, match="ttl_seconds must be a number"):
+        context.pin(request(SYSTEM), ttl_seconds=ttl)
+
+
+def test_what_is_no_pin_is_refused():
+    context, _ = small_context()
+    with pytest.raises(InvalidArgumentError, match="pin"):
+        context.unpin("pin")
+    with pytest.raises(InvalidArgumentError, match="max_pinned_share must be a number in"):
+        make_config(max_pinned_share=1.5)
+
+
+def test_nothing_is_pinned_while_a_step_is_in_flight():
+    context, _ = small_context()
+    cache_system(context)
+    add(context, "running", [3] * 5)
+    step = context.begin_step()
+    with pytest.raises(StepOrderError, match="a step is in flight"):
+        context.pin(request(SYSTEM))
+    MODEL.forward(step.metadata, context)
+    context.commit_step([1])
+    context.pin(request(SYSTEM))
+
+
+def test_a_pin_that_breaks_off_holds_nothing(monkeypatch):
+    context, _ = small_context()
+    cache_system(context)
+    monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        context.pin(request(SYSTEM))
+    context.check_invariants()
+    assert context.pins == ()
+
+
+def test_an_engine_pins_what_it_has_run():
+    clock = Time()
+    config = CacheConfig(
+        block_size_tokens=BLOCK,
+        ssm_chunk_size=CHUNK,
+        num_kv_blocks=32,
+        max_slots=8,
+        max_sequence_length=128,
+    )
+    engine = Engine(MODEL, config, clock=clock)
+    engine.generate([SYSTEM], greedy(1))
+    pin = engine.pin(SYSTEM, ttl_seconds=3)
+    assert engine.context.pins == (pin,)
+    engine.unpin(pin)
+    assert engine.context.pins == ()
