@@ -7,6 +7,7 @@ run without a cache, whatever is damaged, late, lost or full; and no row is held
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections import deque
 from contextlib import contextmanager, nullcontext
@@ -91,6 +92,8 @@ class TieredMachine(ContextMachine):
         super().forget()
         # Digests of entries that were damaged in host memory, from where damage goes down as well.
         self.turned = set()
+        # Rows, and their generations, whose header was damaged while nobody had read it.
+        self.bad_headers = set()
 
     def open_context(self, **options):
         context = super().open_context(load_planner=always(), **options)
@@ -116,10 +119,15 @@ class TieredMachine(ContextMachine):
         if turned is not None:
             bits = 8 * self.copies._transfers._layouts[STATE].payload_bytes
             self.turn(STATE, turned, turned % bits)
+        self.ask_all(prompts, pace)
+
+    def ask_all(self, prompts, pace):
+        usual, self.pace = self.pace, pace
         for stem, tail in prompts:
             self.ask(stem, [tail] * 9, {})
             self.copies.run(pace)
             self.context._tiering.poll()
+        self.pace = usual
 
     def ask(self, stem, tail, tenant):
         """A request for one token, or what there is room for of it."""
@@ -164,8 +172,10 @@ class TieredMachine(ContextMachine):
         """Turns a bit of one of the rows that hold an entry, if there are any."""
         rows = cached_rows(self.context, kind)
         if rows:
-            row = rows[index % len(rows)]
-            self.turned.add(self.context.host_tier._entries[kind].pool._digests[row])
+            row, pool = rows[index % len(rows)], self.context.host_tier._entries[kind].pool
+            self.turned.add(pool._digests[row])
+            if turn is flip_header and not pool.readers[row]:
+                self.bad_headers ^= {(kind, row, pool.generations.item(row), bit)}
             turn(self.context, kind, row, bit)
 
     @rule(what=st.sampled_from(["requests", "slots", "slots", "requests", "everything"]))
@@ -188,6 +198,11 @@ class TieredMachine(ContextMachine):
             for active in self.context._runner._prefills:
                 load = active.chunk.load
                 if load is not None:
+                    read = {
+                        (each.facts.key.kind, each.lease.row, each.lease.generation)
+                        for each in load.leases
+                    }
+                    assert not read & {each[:3] for each in self.bad_headers}
                     own = range(load.first_job, load.first_job + len(load.leases))
                     # The ticket below that of the late device: it knows at once.
                     bad = set(load.ticket._run().damaged()) & set(own)
@@ -256,7 +271,7 @@ class TieredMachine(ContextMachine):
 
     def teardown(self):
         """Nothing is leaked: when all requests are over, and all copies, no row is held."""
-        if hasattr(self, "context") and self.copies:
+        if hasattr(self, "context") and self.copies and sys.exc_info()[0] is None:
             self.end_everything()
 
     def end_everything(self):
@@ -600,13 +615,13 @@ class DiskMachine(TieredMachine):
         ),
         fault=st.none() | st.sampled_from([*DISK_FAULTS]),
         way=st.sampled_from(["restart", "kill", "clear", "stay"]),
+        pace=st.sampled_from([9, 9, 0]),
     )
-    def round_trip(self, prompts, damages, fault, way):
+    def round_trip(self, prompts, damages, fault, way, pace):
         """Down to the disk, what happens there in the meantime, and up again."""
-        for stem, tail in prompts:
-            self.ask(stem, [tail] * 9, {})
-            self.copies.run(9)
-            self.context._tiering.poll()
+        self.ask_all(prompts, pace)
+        self.copies.run(99)
+        self.context._tiering.poll()
         self.late.flush()
         for damage in damages:
             self.damage(*damage)
@@ -650,6 +665,7 @@ class DiskMachine(TieredMachine):
             self.faults = []
             super().teardown()
             if hasattr(self, "context"):
+                self.late.queue.clear()
                 self.context.close()
         finally:
             for patch in self.patches:
