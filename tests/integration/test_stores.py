@@ -1,6 +1,6 @@
 """What every store must do, with real servers where there are some (tests/engines/stores.sh).
 
-The checks are functions of a store, so that stores that are wrong on purpose show that each can fail.
+The checks are functions of a store: stores that are wrong on purpose show that each can fail.
 """
 
 import contextlib
@@ -480,7 +480,7 @@ def test_a_dead_mooncake_master_is_unreachable_and_comes_back():
         assert health.fault is StoreFault.UNREACHABLE
         master.start()
         buffer = np.ones(10, np.uint8).data
-        for _ in range(500):  # it pings the master every second, and gives it its segment anew
+        for _ in range(3000):  # it pings the master every second, and gives it its segment anew
             store.put_many(["k"], [buffer])
             if store.exists_many(["k"]) == [None]:
                 break
