@@ -103,16 +103,16 @@ class BlobStore(Protocol):
     max_blob_bytes: int
 
     def register(self, memory: memoryview) -> StoreFault | None:
-        """Tell it of memory that buffers of later calls will lie in, so that they cost less.
+        """Tell it of memory that buffers of later calls will lie in.
 
-        It is for stores that read and write a caller's memory directly (RDMA); others do nothing.
-        Buffers that lie elsewhere are taken as well.
+        It is for stores that read and write a caller's memory directly: over RDMA, Mooncake takes
+        no buffers from elsewhere. The others do nothing.
 
         Args:
             memory: Stays where it is until ``unregister`` or ``close``.
 
         Returns:
-            None, or why it was not registered; buffers in it then cost what others do.
+            None, or why it was not registered.
         """
 
     def unregister(self, memory: memoryview) -> None:
