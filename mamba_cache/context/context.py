@@ -85,6 +85,7 @@ from mamba_cache.tiers import (
     HostTier,
     LoadPlanner,
     ModelIdentity,
+    RemoteTier,
     TierStats,
 )
 

@@ -88,8 +88,8 @@ def make_tiering(
         identity: What processes that share entries have in common; None: nobody shares.
 
     Raises:
-        InvalidArgumentError: A disk tier or a store has no identity, the embedder keeps keys and values
-            itself, the device is neither a CPU
+        InvalidArgumentError: A disk tier or a store has no identity, the embedder keeps keys and
+            values itself, the device is neither a CPU
             nor a GPU of CUDA, or an argument is of a wrong kind.
         BudgetError: The budget holds no row.
         TierInUseError: Another process uses the disk tier's folder.

@@ -724,12 +724,12 @@ class RemoteTier:
         answers = self._call(worker, lambda: self.store.exists_many(names)) if names else []
         now = time.monotonic()
         with self._lock:
-            for key, fault in zip(ask.keys, answers, strict=True):
-                self._know(key, now, is_there=fault is None)
             found = [
                 fault is None and not _is_recent(self._bad, key, now)
                 for key, fault in zip(ask.keys, answers, strict=True)
             ]
+            for key, is_there in zip(ask.keys, found, strict=True):
+                self._know(key, now, is_there=is_there)
             worker.jobs.remove(ask)
             self._num_reads -= 1
         try:
