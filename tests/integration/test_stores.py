@@ -501,6 +501,21 @@ def test_a_mooncake_store_whose_master_is_not_there_yet():
 
 
 @with_mooncake
+def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
+    """Mooncake's own attempt to connect would, with all threads, for as long as it stands still."""
+    with mooncake_master() as master:
+        master.pause()
+        store = open_store(f"mooncake://{LOOPBACK}:{master.port}?connect=0.1&segment=16MiB")
+        answers, health = call_all(store)
+        assert answers == [StoreFault.UNREACHABLE] * 4
+        assert "timed out" in health.detail
+        master.go_on()
+        assert store.health().fault is None
+        assert call_all(store)[0] == [MISSING, None, 10, StoreFault.LEASED]
+        store.close()
+
+
+@with_mooncake
 def test_a_full_mooncake(rng):
     """What was just asked for has a lease, so that nothing is evicted for more."""
     with mooncake_master("60s") as master:
