@@ -17,7 +17,6 @@ import torch
 from store_kill_rig import PATIENCE, Counts, Rig
 from store_rig import find_mooncake_master, find_valkey
 
-
 COLUMNS = (
     "store",
     "killed",

@@ -337,7 +337,7 @@ def test_a_dead_valkey_is_unreachable_and_comes_back():
 @with_valkey
 def test_a_valkey_that_stands_still_times_out():
     with valkey_server() as server:
-        store = open_store(f"valkey://{LOOPBACK}:{server.port}?timeout=0.2")
+        store = ValkeyStore(LOOPBACK, server.port, timeout_seconds=0.2)
         assert store.exists_many(["k"]) == [MISSING]
         server.pause()
         answers, health = call_all(store)
