@@ -246,9 +246,7 @@ class RemoteTier:
     @property
     def is_healthy(self) -> bool:
         """Whether it takes calls now: not while the store is left alone after failures."""
-        if self._is_closing or os.getpid() != self._pid:
-            return False
-        return self._failures < _FAILURES_TO_OPEN and bool(self._workers)
+        return os.getpid() == self._pid and self._takes_calls
 
     @property
     def num_queued(self) -> int:
@@ -287,7 +285,7 @@ class RemoteTier:
         if not self.is_healthy:
             return False
         with self._lock:
-            if self._is_closing or len(self._asks) >= self._max_queued:
+            if not self._takes_calls or len(self._asks) >= self._max_queued:
                 return False
             self._counts["asks"] += 1
             self._asks.append(_Ask(keys, found))
@@ -349,7 +347,7 @@ class RemoteTier:
         if not self.is_healthy:
             return False
         with self._lock:
-            if self._is_closing or len(self._loads) >= self._max_queued:
+            if not self._takes_calls or len(self._loads) >= self._max_queued:
                 return False
             self._counts["loads"] += 1
             is_bad = _is_recent(self._bad, expected.key, time.monotonic())
@@ -475,6 +473,11 @@ class RemoteTier:
     def _queues(self) -> tuple[deque[Any], ...]:
         return self._asks, self._loads, self._removals, self._puts
 
+    @property
+    def _takes_calls(self) -> bool:
+        is_left_alone = self._failures >= _FAILURES_TO_OPEN
+        return not self._is_closing and not is_left_alone and bool(self._workers)
+
     def _num_queued(self) -> int:
         jobs = [job for worker in self._workers for job in worker.jobs]
         busy = sum(not isinstance(job, _Probe) for job in jobs)
@@ -482,8 +485,8 @@ class RemoteTier:
 
     def _reason_against(self, key: EntryKey) -> str | None:
         """Say why an entry that is not there is not written now."""
-        if self._is_closing:
-            return "aborted"
+        if not self._takes_calls:
+            return "unhealthy"
         if key in self._pending:
             return "in_flight"
         if self._write_on_use > 1 and key not in self._first_uses:
@@ -707,6 +710,8 @@ class RemoteTier:
                 for worker in [each for each in self._workers if (each.deadline or now + 1) <= now]:
                     jobs += self._give_up(worker)
                     dropped += self._count_failure()
+                if not self._workers:  # all hang: nobody is left to do what is queued
+                    dropped += self._take_queued()
                 if self._probes_at is not None and now >= self._probes_at:
                     self._probes_at, self._probe_is_due = None, True
                     self._work_came.notify_all()
