@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mamba_cache._checks import check_choice, check_int, check_kind, check_number
+from mamba_cache.stores.arguments import check_blobs, check_keys
 from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth
 
 __all__ = ["FaultyStore", "Trouble"]
@@ -169,6 +170,7 @@ class FaultyStore:
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Pass it on, with what was asked for."""
+        check_keys(keys)
         self._meet_call("exists_many")
         rules = self._meet_keys("exists_many", keys)
         answers = self._store.exists_many(keys)
@@ -178,6 +180,7 @@ class FaultyStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Pass it on, with what was asked for."""
+        check_blobs(keys, buffers, writable=False)
         self._meet_call("put_many")
         rules = self._meet_keys("put_many", keys)
         stored = [i for i, rule in enumerate(rules) if not rule or rule.trouble is Trouble.LOSE]
@@ -194,6 +197,7 @@ class FaultyStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
         """Pass it on, with what was asked for."""
+        check_blobs(keys, buffers, writable=True)
         self._meet_call("get_many_into")
         rules = self._meet_keys("get_many_into", keys)
         answers = self._store.get_many_into(keys, buffers)
@@ -210,6 +214,7 @@ class FaultyStore:
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Pass it on, with what was asked for."""
+        check_keys(keys)
         self._meet_call("remove")
         rules = self._meet_keys("remove", keys)
         removed = [i for i, rule in enumerate(rules) if not rule]
