@@ -157,12 +157,13 @@ def store_and_fetch(run, number, kind, *, is_damaged):
 
 def have_it_probed(run):
     """Both leave the store alone, until they have asked whether it is back."""
-    run.bench.faulty.release()
+    for each in run.benches:
+        wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._hung)
     before = sum(run.bench.faulty.injected.values())
     for each in run.benches:
-        wait_until(lambda each=each: not each.tier._hung)
-        each.tier._failures, each.tier._probes_at = 2, 0.0
-        each.turn(5.1)
+        with each.tier._lock:
+            each.tier._failures, each.tier._probes_at = 2, 0.0
+        each.turn(0)
     wait_until(
         lambda: (
             sum(run.bench.faulty.injected.values()) > before

@@ -469,6 +469,21 @@ def test_queues_are_bounded(monkeypatch) -> None:
     bench.tier.close()
 
 
+def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
+    """A call of the store names each key once; after a reset nobody knows of the first flight."""
+    bench.put(1)
+    gate, exists = threading.Event(), bench.memory.exists_many
+    bench.memory.exists_many = lambda keys: gate.wait(60) and exists(keys)
+    for _ in range(4):  # all threads are busy
+        assert bench.tier.ask([facts_of(1).key], lambda _: None)
+    answers, buffers = [Answer() for _ in range(9)], [buffer_for(facts_of(1)) for _ in range(9)]
+    for answer, into in zip(answers, buffers, strict=True):
+        assert bench.tier.load(facts_of(1), into, answer)
+    gate.set()
+    assert [answer.get() for answer in answers] == [None] * 9
+    assert {bytes(into) for into in buffers} == {bytes(payload_of(1))}
+
+
 def test_loads_do_not_wait_for_puts(monkeypatch) -> None:
     """One thread never writes."""
     bench = Bench(monkeypatch, num_threads=2)
