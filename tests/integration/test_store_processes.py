@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import restart_rig
+from clocks import ManualClock
 from engine_rig import MODEL, cache_config
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts
 from store_rig import (
@@ -18,8 +19,10 @@ from store_rig import (
     valkey_server,
 )
 
+from mamba_cache.context import prefetch
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.stores import open_store
+from mamba_cache.tiers import remote
 
 SERVERS = {
     "valkey": (valkey_server, ""),
@@ -134,8 +137,12 @@ class Remembering:
 
 
 @pytest.mark.parametrize("store", REAL[:1], indirect=True)
-def test_damage_is_a_counted_miss_and_a_wrong_answer_where_it_is_believed(store) -> None:
+def test_damage_is_a_counted_miss_and_a_wrong_answer_where_it_is_believed(
+    store, monkeypatch
+) -> None:
     """The control of the test above: what it compares does differ without verifying."""
+    for module in (remote, prefetch):
+        monkeypatch.setattr(module, "time", ManualClock())
     client = Remembering(open_store(store))
     first = restart_rig.make_engine(store, store=client)
     answers, _ = restart_rig.run(first, 1)
