@@ -22,7 +22,7 @@ _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def open_store(url: str) -> BlobStore:
-    """Make the store that a URL names. Nothing is connected yet.
+    """Make the store that a URL names.
 
     ``mooncake://HOST:PORT`` (the master; extra ``mooncake``), with the options ``segment`` (memory
     that this process gives, such as ``4GiB``), ``protocol`` (``tcp``, ``rdma``), ``device``,

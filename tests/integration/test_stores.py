@@ -337,7 +337,7 @@ def test_a_dead_valkey_is_unreachable_and_comes_back():
 @with_valkey
 def test_a_valkey_that_stands_still_times_out():
     with valkey_server() as server:
-        store = open_store(f"valkey://{LOOPBACK}:{server.port}?timeout=0.2")
+        store = ValkeyStore(LOOPBACK, server.port, timeout_seconds=0.2)
         assert store.exists_many(["k"]) == [MISSING]
         server.pause()
         answers, health = call_all(store)
@@ -498,6 +498,21 @@ def test_a_mooncake_store_whose_master_is_not_there_yet():
     assert answers == [StoreFault.UNREACHABLE] * 4
     assert "refused" in health.detail
     store.close()
+
+
+@with_mooncake
+def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
+    """Mooncake's own attempt to connect would, with all threads, for as long as it stands still."""
+    with mooncake_master() as master:
+        master.pause()
+        store = open_store(f"mooncake://{LOOPBACK}:{master.port}?connect=0.1&segment=16MiB")
+        answers, health = call_all(store)
+        assert answers == [StoreFault.UNREACHABLE] * 4
+        assert "timed out" in health.detail
+        master.go_on()
+        assert store.health().fault is None
+        assert call_all(store)[0] == [MISSING, None, 10, StoreFault.LEASED]
+        store.close()
 
 
 @with_mooncake
