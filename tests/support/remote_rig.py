@@ -28,6 +28,7 @@ class Bench:
         self.faulty = FaultyStore(self.memory)
         self.options = {"write_on_use": 1, "chunk_bytes": CHUNK_BYTES} | options
         self.tier = RemoteTier(self.faulty, **self.options)
+        self.end()
 
     def put(self, number, kind=EntryKind.STATE, **changes):
         """Offer an entry and wait for the answer; False if it was not taken."""
