@@ -14,7 +14,7 @@ from mamba_cache._checks import as_items, check_choice
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["BlockHasher", "BlockHashes", "ExtraKey"]
+__all__ = ["BlockHasher", "BlockHashes", "ExtraKey", "hash_id_of"]
 
 ExtraKey: TypeAlias = "str | bytes | int | None"
 """A cache salt or LoRA id. Equal spellings of different types are different keys."""
@@ -80,7 +80,7 @@ class BlockHashes(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._length <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
-            return iter([_hash_id(digest) for digest in self._digests[: self._length]])
+            return iter([hash_id_of(digest) for digest in self._digests[: self._length]])
         words = np.frombuffer(b"".join(self._digests[: self._length]), dtype="<i8")
         # unnoticed: numpy takes any negative size as the one to work out
         ids = words.reshape(self._length, -1)[:, 0] & _ID_MASK
@@ -95,7 +95,7 @@ class BlockHashes(Sequence[int]):
         if isinstance(index, slice):
             return BlockHashes._snapshot([self._digests[i] for i in range(self._length)[index]])
         position = range(self._length)[index]
-        return _hash_id(self._digests[position])
+        return hash_id_of(self._digests[position])
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -168,7 +168,8 @@ class BlockHasher:
         return hashlib.blake2b(data, digest_size=self.digest_size_bytes).digest()
 
 
-def _hash_id(digest: bytes) -> int:
+def hash_id_of(digest: bytes) -> int:
+    """Return the hash id that is cut from a digest."""
     # unnoticed: the mask keeps the same bits of a longer number
     return max(int.from_bytes(digest[:8], "little") & _ID_MASK, 1)
 

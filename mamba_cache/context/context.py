@@ -124,8 +124,9 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: what ``config.slot_policy``
             names.
         placement: Where states are saved. Default: Megatron's three positions.
-        host_state_policy: Which states the host tier gives up first. Default: those that were used
-            least recently.
+        host_state_policy: Which states the host tier gives up first, and which it refuses.
+            Default: another ``AdaptiveSlotPolicy`` if ``slot_policy`` is one, else the least
+            recently used.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
         identity: What all processes that share entries have in common: what the embedder says of
@@ -1091,10 +1092,13 @@ class DynamicInferenceContext:
         check_states_of_blocks(self.slot_allocator)
         chunks = [a.chunk for a in self.request_table if a.chunk is not None]
         self._checkpoints.check_invariants(chunks)
-        check_requests(list(self.request_table), self._runner.requests, self.slot_allocator)
+        tiering = self._tiering
+        spilled = () if tiering is None else tiering.pins
+        requests, in_step = list(self.request_table), self._runner.requests
+        check_requests(requests, in_step, self.slot_allocator, spilled)
         self.request_table.check_invariants()
-        if self._tiering is not None:
-            self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
+        if tiering is not None:
+            tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.

@@ -9,7 +9,7 @@ import numpy as np
 
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.errors import InvariantError
-from mamba_cache.slots import MambaSlotAllocator, SlotPool
+from mamba_cache.slots import MambaSlotAllocator, SlotLease, SlotPool
 
 __all__ = ["check_requests", "check_states_of_blocks"]
 
@@ -32,6 +32,7 @@ def check_requests(
     requests: Iterable[ActiveRequest],
     in_step: Collection[ActiveRequest],
     slots: MambaSlotAllocator,
+    spilled: Sequence[SlotLease] = (),
 ) -> None:
     """Prove that chunks are just those of the requests to be computed, and slots those of chunks.
 
@@ -39,6 +40,7 @@ def check_requests(
         requests: All requests.
         in_step: Those of the step in flight.
         slots: What chunks read from and save to.
+        spilled: Slots that copies to a tier read.
 
     Raises:
         InvariantError: It is not so.
@@ -54,7 +56,8 @@ def check_requests(
         planned += active.chunk.checkpoints if active.chunk else ()
         planned += [active.checkpoint] if active.checkpoint else []
     _check_reserved(planned, slots)
-    _check_pinned([active.chunk for active in requests if active.chunk is not None], slots)
+    chunks = [active.chunk for active in requests if active.chunk is not None]
+    _check_pinned(chunks, slots, spilled)
 
 
 def _check_decoding(active: ActiveRequest, *, is_in_step: bool) -> None:
@@ -92,11 +95,13 @@ def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) ->
         )
 
 
-def _check_pinned(chunks: Sequence[Chunk], slots: MambaSlotAllocator) -> None:
-    leases = [chunk.lease for chunk in chunks if chunk.lease is not None]
+def _check_pinned(
+    chunks: Sequence[Chunk], slots: MambaSlotAllocator, spilled: Sequence[SlotLease]
+) -> None:
+    leases = [*(chunk.lease for chunk in chunks if chunk.lease is not None), *spilled]
     read = Counter(lease.slot for lease in leases if slots.is_current(lease))
     pins = slots.pool.pin_counts
     if read != {slot: pins.item(slot) for slot in np.flatnonzero(pins).tolist()}:
         raise InvariantError(
-            f"slots {np.flatnonzero(pins).tolist()} are pinned, but chunks read {sorted(read)}"
+            f"slots {np.flatnonzero(pins).tolist()} are pinned, but {sorted(read)} are read"
         )

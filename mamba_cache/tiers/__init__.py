@@ -29,7 +29,7 @@ from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
 from mamba_cache.tiers.protocols import Done, LowerTier
-from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
+from mamba_cache.tiers.rows import PrefixRowPolicy, RowLease, RowPolicy, RowPool
 from mamba_cache.tiers.transfers import (
     CopyJob,
     Mark,
@@ -64,6 +64,7 @@ __all__ = [
     "ParallelRank",
     "Pinner",
     "PlainTransfers",
+    "PrefixRowPolicy",
     "Rates",
     "Refusal",
     "Resumption",
