@@ -380,8 +380,8 @@ class ActiveRequest:
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_shared_blocks", "prompt", "prompt_seen", "prompt_seen_below", "request", "request_id", "row",
-        "state_position",
+        "num_shared_blocks", "prompt", "prompt_seen", "prompt_seen_below", "request", "request_id",
+        "row", "state_position",
     )  # fmt: skip
 
     def __init__(

@@ -227,17 +227,13 @@ class RowPool:
         if digest in self._row_of or digest in self._awaited:
             return None
         policy = None if proposal is None else self._prefix_policy
-        if policy is not None:
-            [is_accepted], victims = policy.admit([proposal], len(self._free), self._evictable())
-            for row in victims:
-                self._queue.discard([row])
-                self._give_up(row)
-            if not is_accepted:
-                self.refused_total += 1
-                policy.on_reserved([])
-                return None
-            policy.on_reserved([self._free[0] if self._free else None])
-        if not (self._free or self._evict()):
+        if not (self._free or self._queue):
+            return None
+        if policy is None:
+            if not self._free:
+                self._evict()
+        elif not self._admit(policy, proposal):
+            self.refused_total += 1
             return None
         row = self._free.popleft()
         self.generations[row] += 1
@@ -421,18 +417,24 @@ class RowPool:
             if not self.readers[row]:
                 self._queue.push(row, self._clock - age)
 
-    def _evict(self) -> bool:
-        """Give up one entry; say whether there was one that could be."""
-        if not self._queue:
-            return False
+    def _evict(self) -> None:
+        """Give up an entry; there is one that nobody reads."""
         if self._policy is None:
             row, _ = self._queue.pop()
         else:
-            candidates = self._evictable()
-            [row] = self._policy.choose(1, candidates, candidates.astype(np.int32), self)
+            rows = self._evictable()
+            [row] = self._policy.choose(1, rows, rows.astype(np.int32), self)
             self._queue.discard([row])
         self._give_up(row)
-        return True
+
+    def _admit(self, policy: PrefixRowPolicy, proposal: Any) -> bool:
+        """Ask a policy whether a state gets a row, and free one for it."""
+        [is_accepted], victims = policy.admit([proposal], len(self._free), self._evictable())
+        for row in victims:
+            self._queue.discard([row])
+            self._give_up(row)
+        policy.on_reserved([self._free[0]] if is_accepted else [])
+        return is_accepted
 
     def _evictable(self) -> npt.NDArray[np.int64]:
         """Return the cached rows that nobody reads, ascending."""
