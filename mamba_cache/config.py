@@ -99,6 +99,9 @@ class CacheConfig:
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.
+        trace_path: A file to which a line is added for each request: when it came, how long its
+            prompt is and keyed digests of its blocks, no text and no token ids, for
+            ``mamba-cache bench replay`` (docs/how-to/traces.md). None: no log is kept.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -139,6 +142,7 @@ class CacheConfig:
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
     disk_write_on_use: int = 2
+    trace_path: str | None = None
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -154,6 +158,7 @@ class CacheConfig:
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()
+        self._check_trace()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -256,6 +261,17 @@ class CacheConfig:
                 "a disk tier needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
+
+    def _check_trace(self) -> None:
+        if self.trace_path is None:
+            return
+        if not isinstance(self.trace_path, (str, os.PathLike)):
+            raise InvalidArgumentError(f"trace_path must be a path, got {self.trace_path!r}")
+        if not self.enable_prefix_caching:
+            raise InvalidArgumentError(
+                "trace_path needs enable_prefix_caching: without it no block is hashed"
+            )
+        object.__setattr__(self, "trace_path", os.fspath(self.trace_path))
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:

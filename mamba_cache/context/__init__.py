@@ -18,8 +18,10 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
+from mamba_cache.context.trace_log import TRACE_FORMAT, TraceLog
 
 __all__ = [
+    "TRACE_FORMAT",
     "Admission",
     "CacheStats",
     "CapturedExtractions",
@@ -36,6 +38,7 @@ __all__ = [
     "RequestStatus",
     "ScheduledRequest",
     "Step",
+    "TraceLog",
 ]
 
 if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these

@@ -61,6 +61,7 @@ from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
+from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import StatesOfBlocks
@@ -129,6 +130,7 @@ class DynamicInferenceContext:
             recently used.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
+        disk_planner: Likewise what is brought from the disk to the host tier.
         identity: What all processes that share entries have in common: what the embedder says of
             the model, or all of it. Default: nobody shares.
 
@@ -145,6 +147,7 @@ class DynamicInferenceContext:
             values; None without ``kv_spec``. The last block is the dummy block.
         live_states: The states that running requests read and write,
             ``config.live_rows_per_request`` rows each.
+        trace_log: Where ``config.trace_path`` has requests written; None without.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -163,6 +166,7 @@ class DynamicInferenceContext:
         placement: CheckpointPlacement | None = None,
         host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
+        disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
@@ -186,6 +190,7 @@ class DynamicInferenceContext:
             slots=self.slot_allocator,
             kv_cache=self.kv_cache,
             planner=load_planner,
+            disk_planner=disk_planner,
             state_policy=host_state_policy,
             identity=identity_of(identity, config, state_spec, kv_spec),
         )
@@ -194,6 +199,15 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.tier.close)
+        self.trace_log: TraceLog | None = None
+        if config.trace_path is not None:
+            self.trace_log = TraceLog(
+                config.trace_path,
+                block_size_tokens=config.block_size_tokens,
+                secret=config.hash_secret,
+            )
+            # Its thread would outlive a context that nobody closes.
+            finalize(self, self.trace_log.close)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -389,6 +403,13 @@ class DynamicInferenceContext:
         active.want_checkpoints(checkpoint_positions)
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
+        if self.trace_log is not None:
+            self.trace_log.add(
+                active.hashes,
+                active.num_tokens,
+                will_continue=active.request.will_continue,
+                cache_salt=active.request.cache_salt,
+            )
         return active.current_admission
 
     @exclusive
@@ -1024,12 +1045,14 @@ class DynamicInferenceContext:
         return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
 
     def close(self) -> None:
-        """End the disk tier: its threads, its files, and its hold on their folder.
+        """End the disk tier: its threads, its files, and its hold on their folder; end the log.
 
-        Whatever is still to be written is written before. The context goes on without that tier. It
+        Whatever is still to be written is written before. The context goes on without both. It
         is called when the context is collected, or at the end of the process, but then what is
-        queued is given up.
+        queued for the disk tier is given up.
         """
+        if self.trace_log is not None:
+            self.trace_log.close()
         if self._tiering is not None and self._tiering.lower is not None:
             self._wait_for_lower(self._tiering)
             self._closes_lower()

@@ -219,6 +219,7 @@ class LowerTierLink:
         min_computed_tokens: Tokens of a prompt that are computed in any case.
         has_kv: Whether blocks hold anything.
         host_planner: Knows how fast prompts are computed.
+        planner: Decides what is brought. Default: by what it turns out to take.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class LowerTierLink:
         min_computed_tokens: int,
         has_kv: bool,
         host_planner: LoadPlanner,
+        planner: LoadPlanner | None = None,
     ) -> None:
         self.tier = tier
         self._host = host
@@ -237,7 +239,7 @@ class LowerTierLink:
         self._min_computed = min_computed_tokens
         self._has_kv = has_kv
         self._host_planner = host_planner
-        self._planner = LoadPlanner(_ASSUMED)
+        self._planner = LoadPlanner(_ASSUMED) if planner is None else planner
         self._under_way: dict[bytes, Prefetch] = {}
         self._flights: dict[EntryKey, _Flight] = {}
 

@@ -71,6 +71,7 @@ def make_tiering(
     slots: MambaSlotAllocator,
     kv_cache: torch.Tensor | None,
     planner: LoadPlanner | None,
+    disk_planner: LoadPlanner | None = None,
     state_policy: SlotEvictionPolicy | None,
     identity: CacheIdentity | None,
 ) -> Tiering | None:
@@ -82,6 +83,7 @@ def make_tiering(
         slots: The slots, and their states.
         kv_cache: The keys and values; None: the embedder keeps them.
         planner: Decides what is loaded; None: the default.
+        disk_planner: Decides what is brought from the disk; None: the default.
         state_policy: Which states go first; None: those of the lowest value where the slots'
             policy learns values, else the least recently used.
         identity: What processes that share entries have in common; None: nobody shares.
@@ -94,8 +96,9 @@ def make_tiering(
         TierInUseError: Another process uses the disk tier's folder.
         OSError: The folder cannot be made or opened.
     """
-    if planner is not None:
-        check_kind("load_planner", planner, LoadPlanner)
+    for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
+        if given is not None:
+            check_kind(name, given, LoadPlanner)
     if state_policy is not None:
         check_policy(state_policy)
     if not config.has_host_tier or not config.enable_prefix_caching:
@@ -137,6 +140,7 @@ def make_tiering(
             min_computed_tokens=config.min_computed_tokens,
             has_kv=has_kv,
             host_planner=planner,
+            planner=disk_planner,
         )
     return Tiering(
         config,

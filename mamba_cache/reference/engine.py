@@ -114,6 +114,7 @@ class Engine:
         slot_policy: As for ``DynamicInferenceContext``.
         placement: Likewise.
         load_planner: Likewise.
+        disk_planner: Likewise.
         identity: Likewise; ``CacheConfig.disk_cache_path`` needs it.
         prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
 
@@ -139,6 +140,7 @@ class Engine:
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         load_planner: LoadPlanner | None = None,
+        disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         prefetch_seconds: float = 5.0,
     ) -> None:
@@ -151,6 +153,7 @@ class Engine:
             slot_policy=slot_policy,
             placement=placement,
             load_planner=load_planner,
+            disk_planner=disk_planner,
             identity=identity,
         )
         self._model = model

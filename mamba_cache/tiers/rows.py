@@ -438,7 +438,8 @@ class RowPool:
 
     def _evictable(self) -> npt.NDArray[np.int64]:
         """Return the cached rows that nobody reads, ascending."""
-        return (self._is_cached & (self.readers == 0)).nonzero()[0]
+        rows: npt.NDArray[np.int64] = (self._is_cached & (self.readers == 0)).nonzero()[0]
+        return rows
 
     def _give_up(self, row: int) -> None:
         """Free a cached row for another entry."""
