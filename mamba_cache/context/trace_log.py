@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import deque
+from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
 from mamba_cache.blocks import BlockHashes, ExtraKey
@@ -154,7 +155,7 @@ class TraceLog:
         return {
             TRACE_FORMAT: _VERSION,
             "block_size_tokens": self._block_size,
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
 
     def _fields(self, line: _Line) -> dict[str, object]:
