@@ -52,7 +52,10 @@ class CacheConfig:
         max_requests: Requests that can run at once: rows of live state.
         max_tokens: Tokens computed in one step, over all requests.
         max_sequence_length: Prompt and generated tokens of one request.
-        kv_cache_gb: Budget for KV blocks in GiB (2**30 bytes). Ignored if ``num_kv_blocks`` is set.
+        cache_gb: One budget in GiB (2**30 bytes) for KV blocks and slots, in place of the two that
+            follow. It is divided when the context is made (docs/how-to/choosing_budgets.md).
+        state_share: What part of ``cache_gb`` slots have, from 0 to 1.
+        kv_cache_gb: Budget for KV blocks in GiB. Ignored if ``num_kv_blocks`` is set.
         num_kv_blocks: KV blocks that requests can use, the dummy block not counted.
         mamba_cache_gb: Budget for slots in GiB. Ignored if ``max_slots`` is set.
         max_slots: Slots for saved states. 0 means that no state is ever saved; without prefix
@@ -111,6 +114,9 @@ class CacheConfig:
         store_write_on_use: As ``disk_write_on_use``, of the store.
         store_patience_seconds: For how long a request waits for a store that owes an answer; then
             it is computed. 0: no request waits for the store.
+        trace_path: A file to which a line is added for each request: when it came, how long its
+            prompt is and keyed digests of its blocks, no text and no token ids, for
+            ``mamba-cache bench replay`` (docs/how-to/traces.md). None: no log is kept.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -123,6 +129,8 @@ class CacheConfig:
     max_requests: int = 64
     max_tokens: int = 8192
     max_sequence_length: int = 32768
+    cache_gb: float | None = None
+    state_share: float = 0.25
     kv_cache_gb: float | None = None
     num_kv_blocks: int | None = None
     mamba_cache_gb: float | None = None
@@ -157,6 +165,7 @@ class CacheConfig:
     store: Any = None
     store_write_on_use: int = 2
     store_patience_seconds: float = 0.05
+    trace_path: str | None = None
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -175,6 +184,7 @@ class CacheConfig:
         self._check_host_tier()
         self._check_disk_tier()
         self._check_store()
+        self._check_trace()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -204,6 +214,18 @@ class CacheConfig:
         With drafts: the state before the step, and the state after each of its tokens.
         """
         return 1 + self.max_decode_tokens if self.num_speculative_tokens else 1
+
+    @property
+    def kv_budget_gb(self) -> float | None:
+        """GiB for KV blocks: ``kv_cache_gb``, or what slots leave of ``cache_gb``."""
+        if self.cache_gb is None:
+            return self.kv_cache_gb
+        return self.cache_gb * (1 - self.state_share if self.enable_prefix_caching else 1)
+
+    @property
+    def slot_budget_gb(self) -> float | None:
+        """GiB for slots: ``mamba_cache_gb``, or their share of ``cache_gb``."""
+        return self.mamba_cache_gb if self.cache_gb is None else self.cache_gb * self.state_share
 
     @property
     def has_host_tier(self) -> bool:
@@ -237,10 +259,19 @@ class CacheConfig:
         object.__setattr__(self, name, count)
 
     def _check_budgets(self) -> None:
+        share = check_number("state_share", self.state_share, maximum=1)
+        object.__setattr__(self, "state_share", share)
+        if self.cache_gb is not None:
+            gb = check_number("cache_gb", self.cache_gb, maximum=_MAX_GB)
+            object.__setattr__(self, "cache_gb", gb)
         for size, count in (("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")):
             gb = getattr(self, size)
-            if gb is None and getattr(self, count) is None:
-                raise InvalidArgumentError(f"give {size} (GiB) or {count}; both are None")
+            if gb is not None and self.cache_gb is not None:
+                raise InvalidArgumentError(f"give cache_gb or {size}, not both")
+            if gb is None and getattr(self, count) is None and self.cache_gb is None:
+                raise InvalidArgumentError(
+                    f"give {size} (GiB) or {count}, or cache_gb for both budgets; all are None"
+                )
             if gb is not None:
                 object.__setattr__(self, size, check_number(size, gb, maximum=_MAX_GB))
 
@@ -295,6 +326,17 @@ class CacheConfig:
                 "a store needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
+
+    def _check_trace(self) -> None:
+        if self.trace_path is None:
+            return
+        if not isinstance(self.trace_path, (str, os.PathLike)):
+            raise InvalidArgumentError(f"trace_path must be a path, got {self.trace_path!r}")
+        if not self.enable_prefix_caching:
+            raise InvalidArgumentError(
+                "trace_path needs enable_prefix_caching: without it no block is hashed"
+            )
+        object.__setattr__(self, "trace_path", os.fspath(self.trace_path))
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:

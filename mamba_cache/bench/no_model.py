@@ -32,6 +32,7 @@ class NoModel:
 
     Args:
         seed: Of the tokens that it makes up.
+        keeps_kv: Whether it has a layer of keys and values, the smallest, so that tiers count them.
         fails_every: Raise in every so manieth forward; 0: never.
 
     Attributes:
@@ -41,10 +42,11 @@ class NoModel:
         ssm_chunk_size: Likewise.
     """
 
-    def __init__(self, seed: int = 0, *, fails_every: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, keeps_kv: bool = False, fails_every: int = 0) -> None:
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.vocab_size = self.ssm_chunk_size = INT32_MAX
+        self._keeps_kv = keeps_kv
         self._fails_every = fails_every
         self._generator = torch.Generator().manual_seed(seed)
         self._num_forwards = 0
@@ -59,8 +61,8 @@ class NoModel:
         return smallest_state(dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """No layer."""
-        return KVCacheSpec(0, 1, 1, dtype)
+        """One layer of a byte for each key and value, or none."""
+        return KVCacheSpec(1, 1, 1, torch.uint8) if self._keeps_kv else KVCacheSpec(0, 1, 1, dtype)
 
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
         """Return random logits [num_requests, 64], and count the states as handed over.

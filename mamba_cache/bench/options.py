@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from math import isfinite
 
-__all__ = ["UNLIMITED", "budget", "count", "gibibytes", "one_of", "share", "wrong_name"]
+__all__ = ["UNLIMITED", "budget", "count", "gibibytes", "one_of", "rate", "share", "wrong_name"]
 
 UNLIMITED = "unlimited"
 """What stands for a budget that never runs out."""
@@ -47,6 +47,15 @@ def gibibytes(text: str) -> float:
     if number is None or number <= 0:
         raise ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
+
+
+def rate(text: str) -> float:
+    """Read how much is done in a second.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number, or not above 0.
+    """
+    return gibibytes(text)
 
 
 def share(text: str) -> float:

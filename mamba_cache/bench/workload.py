@@ -1,107 +1,24 @@
-"""Requests as a trace lists them, read from a file or drawn at random.
-
-A trace does not hold tokens. It names each run of 512 prompt tokens by an id that stands for the
-whole prefix up to its end, so two prompts share as many tokens as they have leading ids in common.
-"""
+"""Workloads: requests drawn at random, as a trace would list them."""
 
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mamba_cache._checks import as_ints, check_int
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.bench.traces import TOKENS_PER_HASH_ID, TraceRequest
 
 __all__ = [
-    "TOKENS_PER_HASH_ID",
     "WORKLOADS",
-    "TraceRequest",
     "draw_agents",
     "draw_branches",
     "draw_conversations",
     "draw_documents",
     "draw_mixed",
-    "prompt_tokens",
-    "read_trace",
 ]
-
-TOKENS_PER_HASH_ID = 512
-
-_TOKEN_BITS = 17
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a trace.
-
-    Attributes:
-        timestamp: When the request came, in milliseconds.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the answer.
-        hash_ids: One for each 512 tokens of the prompt; the last may stand for fewer.
-
-    Raises:
-        InvalidArgumentError: A number is out of range, or there are not as many ids as the prompt
-            needs.
-    """
-
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check_int("input_length", self.input_length, minimum=1)
-        check_int("output_length", self.output_length, minimum=0)
-        needed = -(-self.input_length // TOKENS_PER_HASH_ID)
-        if len(self.hash_ids) != needed:
-            raise InvalidArgumentError(
-                f"{self.input_length} prompt tokens need {needed} hash_ids, one for each "
-                f"{TOKENS_PER_HASH_ID} tokens, got {len(self.hash_ids)}"
-            )
-
-
-def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace of JSON lines, each with the fields of ``TraceRequest``; others are ignored.
-
-    Args:
-        path: The file.
-        limit: Requests to read at most.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, a line is not as described, or there is none.
-    """
-    try:
-        with open(path, encoding="utf-8") as lines:
-            requests = [_read_line(line, n) for n, line in enumerate(islice(lines, limit), 1)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
-    if not requests:
-        raise InvalidArgumentError(f"trace {str(path)!r} holds no request")
-    return requests
-
-
-def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
-    """Make the tokens of a request's prompt, [input_length] int32.
-
-    Each id gives 512 tokens that look random and are always the same (SplitMix64 of their number).
-    """
-    first = np.array(request.hash_ids, np.uint64)[:, None] * np.uint64(TOKENS_PER_HASH_ID)
-    bits = (first + np.arange(TOKENS_PER_HASH_ID, dtype=np.uint64)) * _GOLDEN
-    for shift, mixer in zip((np.uint64(30), np.uint64(27)), _MIXERS, strict=True):
-        bits = (bits ^ (bits >> shift)) * mixer
-    tokens: npt.NDArray[np.int32] = (bits >> np.uint64(64 - _TOKEN_BITS)).astype(np.int32)
-    return tokens.reshape(-1)[: request.input_length]
 
 
 def draw_conversations(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
@@ -309,18 +226,3 @@ def _as_request(
         output_length=1 + int(rng.exponential(300)),
         hash_ids=(*turn.hash_ids, *draw(1)),
     )
-
-
-def _read_line(line: str, number: int) -> TraceRequest:
-    try:
-        fields: Any = json.loads(line)
-        return TraceRequest(
-            timestamp=int(fields["timestamp"]),
-            input_length=fields["input_length"],
-            output_length=fields["output_length"],
-            hash_ids=tuple(as_ints("hash_ids", fields["hash_ids"])),
-        )
-    except KeyError as error:
-        raise InvalidArgumentError(f"line {number} of the trace lacks {error}") from None
-    except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"line {number} of the trace: {error}") from error

@@ -6,7 +6,7 @@ which blocks become findable and which cease to be (``KVBlockAllocator.add_obser
 
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hash_chain import BlockHashChain, compute_block_hashes
-from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
+from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey, hash_id_of
 from mamba_cache.blocks.kv_block_allocator import DeregistrationObserver, KVBlockAllocator
 from mamba_cache.blocks.tokens import MAX_TOKEN_ID, as_token_array
 
@@ -24,4 +24,5 @@ __all__ = [
     "KVBlockAllocator",
     "as_token_array",
     "compute_block_hashes",
+    "hash_id_of",
 ]

@@ -14,7 +14,7 @@ from mamba_cache._checks import as_items, check_choice
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["BlockHasher", "BlockHashes", "ExtraKey"]
+__all__ = ["BlockHasher", "BlockHashes", "ExtraKey", "hash_id_of"]
 
 ExtraKey: TypeAlias = "str | bytes | int | None"
 """A cache salt or LoRA id. Equal spellings of different types are different keys."""
@@ -108,7 +108,7 @@ class BlockHashes(Sequence[int]):
             known = [ids[i] for i in places] if len(ids) >= self._length else []
             return BlockHashes._snapshot([self._digests[i] for i in places], known)
         position = range(self._length)[index]
-        return _hash_id(self._digests[position])
+        return hash_id_of(self._digests[position])
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -184,7 +184,7 @@ class BlockHasher:
 def _cut_from(digests: list[bytes]) -> list[int]:
     """Return the hash id of each digest."""
     if len(digests) <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
-        return [_hash_id(digest) for digest in digests]
+        return [hash_id_of(digest) for digest in digests]
     words = np.frombuffer(b"".join(digests), dtype="<i8")
     # unnoticed: numpy takes any negative size as the one to work out
     ids = words.reshape(len(digests), -1)[:, 0] & _ID_MASK
@@ -193,7 +193,8 @@ def _cut_from(digests: list[bytes]) -> list[int]:
     return hash_ids
 
 
-def _hash_id(digest: bytes) -> int:
+def hash_id_of(digest: bytes) -> int:
+    """Return the hash id that is cut from a digest."""
     # unnoticed: the mask keeps the same bits of a longer number
     return max(int.from_bytes(digest[:8], "little") & _ID_MASK, 1)
 

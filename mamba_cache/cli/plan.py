@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,6 +14,14 @@ import typer
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.bench.measure import print_json
 from mamba_cache.cli.output import AsJson, console, make_table, size_text
+from mamba_cache.cli.plan_tiers import (
+    SplitOfTrace,
+    TierPlan,
+    plan_tiers,
+    show_splits,
+    show_tiers,
+    split_by_trace,
+)
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
@@ -78,6 +86,22 @@ _BlockSize = Annotated[
     int | None, _Count(max=_MOST_BLOCK, help="Tokens of a block. Default: suggested.")
 ]
 _Int8 = Annotated[bool, typer.Option("--int8", help="Keep saved states in 8 bits.")]
+_Host = Annotated[float | None, _Gib(help="Host memory for a tier below the GPU, GiB.")]
+_Disk = Annotated[float | None, _Gib(help="Disk for a tier below that, GiB.")]
+_Rate = partial(typer.Option, metavar="X")
+_PrefillRate = Annotated[
+    float, _Rate(help="Prompt tokens that the model computes in a second, for tiers.")
+]
+_HostRate = Annotated[float, _Rate(help="GB/s of loads from host memory.")]
+_DiskRate = Annotated[float, _Rate(help="GB/s of reads from the disk.")]
+_Trace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Requests to replay (as for bench replay): divides the memory as they hit the most.",
+    ),
+]
+_Limit = Annotated[int, _Count(help="Requests of the trace to replay.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +287,13 @@ def plan(
     shared: _Shared = 0,
     block_size: _BlockSize = None,
     int8: _Int8 = False,
+    host_gb: _Host = None,
+    disk_gb: _Disk = None,
+    prefill_rate: _PrefillRate = 12_000.0,
+    host_rate: _HostRate = 20.0,
+    disk_rate: _DiskRate = 2.0,
+    trace: _Trace = None,
+    limit: _Limit = 4000,
     as_json: AsJson = False,
 ) -> None:
     """Suggest budgets: how many slots and KV blocks, and how large a block.
@@ -276,14 +307,28 @@ def plan(
     )
     gpu = _memory(shape, memory, weights, reserve)
     made = make_plan(shape, workload, gpu, block_size_tokens=block_size, int8_slots=int8)
-    report = plan_report(shape, made)
+    tiers = plan_tiers(
+        shape, made.config.block_size_tokens, host_gb=host_gb, disk_gb=disk_gb,
+        prefill_rate=prefill_rate, host_rate=host_rate, disk_rate=disk_rate,
+        slot_bytes=made.bytes_per_slot,
+    )  # fmt: skip
+    split = None
+    if trace is not None:
+        split = split_by_trace(shape, made.slot_bytes + made.kv_bytes, trace, limit=limit,
+                               slot_bytes=made.bytes_per_slot)  # fmt: skip
+    report = plan_report(shape, made, tiers, split)
     if as_json:
         print_json(report)
     else:
-        _show(shape, made)
+        _show(shape, made, tiers, split)
 
 
-def plan_report(shape: ModelShape, made: Plan) -> dict[str, Any]:
+def plan_report(
+    shape: ModelShape,
+    made: Plan,
+    tiers: Sequence[TierPlan] = (),
+    split: SplitOfTrace | None = None,
+) -> dict[str, Any]:
     """Return a plan as a JSON object; sizes in bytes unless they say otherwise."""
     conv = shape.state_spec.tensors[0]
     return {
@@ -305,12 +350,16 @@ def plan_report(shape: ModelShape, made: Plan) -> dict[str, Any]:
             "kv_blocks": made.kv_bytes,
             "slots": made.slot_bytes,
         },
-        "config": _settings(made),
+        "tiers": [asdict(tier) for tier in tiers],
+        "trace": None if split is None else asdict(split),
+        "config": _settings(made, tiers, split),
         "prefix_cache": _budgets(made),
     }
 
 
-def _settings(made: Plan) -> dict[str, int | str | None]:
+def _settings(
+    made: Plan, tiers: Sequence[TierPlan] = (), split: SplitOfTrace | None = None
+) -> dict[str, int | float | str | None]:
     """Return the arguments of ``CacheConfig`` that the plan decides."""
     names = (
         "block_size_tokens",
@@ -322,6 +371,13 @@ def _settings(made: Plan) -> dict[str, int | str | None]:
         "slot_quantization",
     )
     settings = {name: getattr(made.config, name) for name in names}
+    if split is not None:
+        # The dummy block comes on top of what the trace was replayed with.
+        del settings["num_kv_blocks"], settings["max_slots"]
+        settings["cache_gb"] = split.cache_gb
+        settings["state_share"] = split.best_share
+    for tier in tiers:
+        settings |= tier.settings
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -368,7 +424,9 @@ def _memory(
     return GpuMemory(total, weight_bytes, int(reserve * total))
 
 
-def _show(shape: ModelShape, made: Plan) -> None:
+def _show(
+    shape: ModelShape, made: Plan, tiers: Sequence[TierPlan], split: SplitOfTrace | None
+) -> None:
     out = console()
     layers = shape.state_spec.tensors[0].num_layers
     out.print(
@@ -387,7 +445,11 @@ def _show(shape: ModelShape, made: Plan) -> None:
         f"States saved, on average: {made.first_checkpoints:.1f} by the first prompt and its "
         f"answer, {made.later_checkpoints:.1f} by each later one.\n"
     )
-    out.print(_call("CacheConfig", _settings(made)), markup=False)
+    if tiers:
+        show_tiers(out, tiers)
+    if split is not None:
+        show_splits(out, split)
+    out.print(_call("CacheConfig", _settings(made, tiers, split)), markup=False)
 
 
 def _call(name: str, settings: Mapping[str, object]) -> str:

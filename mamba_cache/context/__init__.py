@@ -19,9 +19,11 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
+from mamba_cache.context.trace_log import TRACE_FORMAT, TraceLog
 from mamba_cache.context.verification import HitToVerify, SkippedVerification, VerificationStats
 
 __all__ = [
+    "TRACE_FORMAT",
     "Admission",
     "CacheStats",
     "CapturedExtractions",
@@ -41,6 +43,7 @@ __all__ = [
     "ScheduledRequest",
     "SkippedVerification",
     "Step",
+    "TraceLog",
     "VerificationStats",
 ]
 

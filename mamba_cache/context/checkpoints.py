@@ -81,8 +81,8 @@ class Checkpoints:
         end = chunk.end
         positions = self._positions(active, chunk.start, end)
         # After the placement, which may be an embedder's and raise: a policy cannot forget again.
-        if is_admitted and self._slots.knows_prompts:
-            active.prompt_seen = self._slots.begin_request(self._facts_of(active))
+        if is_admitted:
+            self._tell_policies(active)
         if not positions:
             return chunk
         without_room = max(0, sum(p < end for p in positions) - self._room)
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
         """Reserve a slot for a state that is loaded; one can be had."""
-        [kept] = self._reserve(active, [position], self._propose)
+        [kept] = self._reserve(active, [position], self._propose_loaded)
         return replace(kept, is_loaded=True)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
@@ -229,8 +229,13 @@ class Checkpoints:
             stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
             self._counters.saved_states += len(stored)
             if self._tiering is not None:
+                is_decoding = active.status is RequestStatus.DECODING
+                propose = self._propose_unfinished if is_decoding else self._propose
+                knows_prompts = active.prompt_seen_below is not None
                 for slot in stored:
-                    self._tiering.offer_state(active, computed[slot], slot)
+                    position = computed[slot]
+                    proposal = propose(active, position) if knows_prompts else None
+                    self._tiering.offer_state(active, position, slot, proposal)
 
     def supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -283,6 +288,18 @@ class Checkpoints:
             source=active.request.source,
         )
 
+    def _tell_policies(self, active: ActiveRequest) -> None:
+        """Tell of a request that was just matched the policies that know prompts."""
+        tiering = self._tiering
+        tells_below = tiering is not None and tiering.knows_prompts
+        if not (self._slots.knows_prompts or tells_below):
+            return
+        facts = self._facts_of(active)
+        if self._slots.knows_prompts:
+            active.prompt_seen = self._slots.begin_request(facts)
+        if tiering is not None and tells_below:
+            active.prompt_seen_below = tiering.begin_request(facts)
+
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""
         block, num_tokens = self._block_size, active.num_tokens
@@ -308,6 +325,10 @@ class Checkpoints:
         is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
         return StateProposal(active.prompt_seen, position // block, kind, is_asked)
 
+    def _propose_loaded(self, active: ActiveRequest, position: int) -> StateProposal:
+        """Describe a state that the request resumes from, so that it cannot be refused."""
+        return replace(self._propose(active, position), is_asked=True)
+
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""
         num_blocks, is_asked = position // self._block_size, active.wants_state_at(position)
@@ -323,6 +344,13 @@ class Checkpoints:
         proposals = None
         if active.prompt_seen is not None:
             proposals = [propose(active, position) for position in positions]
+            if active.prompt_seen_below is not None and self._tiering is not None:
+                # What is worth a row but no slot must have one until it is copied.
+                wanted = self._tiering.wants(active, proposals)
+                proposals = [
+                    replace(each, is_asked=True) if is_wanted else each
+                    for each, is_wanted in zip(proposals, wanted, strict=True)
+                ]
         blocks = [active.block_before(p) for p in positions]
         slots = self._slots.reserve_slots(blocks, proposals)
         epoch = self._slots.epoch

@@ -64,6 +64,7 @@ from mamba_cache.context.step import DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
+from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.context.verification import (
     HitSampler,
     HitToVerify,
@@ -139,10 +140,12 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: what ``config.slot_policy``
             names.
         placement: Where states are saved. Default: Megatron's three positions.
-        host_state_policy: Which states the host tier gives up first. Default: those that were used
-            least recently.
+        host_state_policy: Which states the host tier gives up first, and which it refuses.
+            Default: another ``AdaptiveSlotPolicy`` if ``slot_policy`` is one, else the least
+            recently used.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
+        disk_planner: Likewise what is brought from the disk to the host tier.
         identity: What all processes that share entries have in common: what the embedder says of
             the model, or all of it. Default: nobody shares.
         clock: Returns the seconds by which pins end, and never goes back. Processes that must
@@ -161,6 +164,7 @@ class DynamicInferenceContext:
             values; None without ``kv_spec``. The last block is the dummy block.
         live_states: The states that running requests read and write,
             ``config.live_rows_per_request`` rows each.
+        trace_log: Where ``config.trace_path`` has requests written; None without.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -179,6 +183,7 @@ class DynamicInferenceContext:
         placement: CheckpointPlacement | None = None,
         host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
+        disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -203,6 +208,7 @@ class DynamicInferenceContext:
             slots=self.slot_allocator,
             kv_cache=self.kv_cache,
             planner=load_planner,
+            disk_planner=disk_planner,
             state_policy=host_state_policy,
             identity=identity_of(identity, config, state_spec, kv_spec),
         )
@@ -211,6 +217,15 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.close)
+        self.trace_log: TraceLog | None = None
+        if config.trace_path is not None:
+            self.trace_log = TraceLog(
+                config.trace_path,
+                block_size_tokens=config.block_size_tokens,
+                secret=config.hash_secret,
+            )
+            # Its thread would outlive a context that nobody closes.
+            finalize(self, self.trace_log.close)
         self._make_parts(placement, clock)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -430,6 +445,13 @@ class DynamicInferenceContext:
         active.want_checkpoints(checkpoint_positions)
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
+        if self.trace_log is not None:
+            self.trace_log.add(
+                active.hashes,
+                active.num_tokens,
+                will_continue=active.request.will_continue,
+                cache_salt=active.request.cache_salt,
+            )
         return active.current_admission
 
     @exclusive
@@ -1238,12 +1260,14 @@ class DynamicInferenceContext:
         return lower.store if lower is not None and isinstance(lower.store, RemoteTier) else None
 
     def close(self) -> None:
-        """End the tiers below the host tier: their threads, and the disk's hold on its folder.
+        """End the tiers below the host tier: threads, and a folder's lock; end the log.
 
         Whatever is still to be written is written before. The context goes on without them. It
         is called when the context is collected, or at the end of the process, but then what is
-        queued is given up.
+        queued for a tier is given up.
         """
+        if self.trace_log is not None:
+            self.trace_log.close()
         if self._tiering is not None and self._tiering.lower is not None:
             self._wait_for_lower(self._tiering)
             self._closes_lower()
@@ -1306,13 +1330,18 @@ class DynamicInferenceContext:
         check_states_of_blocks(self.slot_allocator)
         chunks = [a.chunk for a in self.request_table if a.chunk is not None]
         self._checkpoints.check_invariants(chunks)
+        tiering = self._tiering
+        spilled = () if tiering is None else tiering.pins
         check_requests(
-            list(self.request_table), self._runner.requests, self.slot_allocator, self._pins.leases
+            list(self.request_table),
+            self._runner.requests,
+            self.slot_allocator,
+            [*self._pins.leases, *spilled],
         )
         self.request_table.check_invariants(self._pins.references)
         self._pins.check_invariants()
-        if self._tiering is not None:
-            self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
+        if tiering is not None:
+            tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks.

@@ -40,7 +40,7 @@ def check_requests(
         requests: All requests.
         in_step: Those of the step in flight.
         slots: What chunks read from and save to.
-        pinned: Leases that are no chunk's.
+        pinned: Leases that are no chunk's: of pinned prompts, and of copies to a tier.
 
     Raises:
         InvariantError: It is not so.
@@ -101,6 +101,5 @@ def _check_pinned(leases: Sequence[SlotLease], slots: MambaSlotAllocator) -> Non
     pins = slots.pool.pin_counts
     if read != {slot: pins.item(slot) for slot in np.flatnonzero(pins).tolist()}:
         raise InvariantError(
-            f"slots {np.flatnonzero(pins).tolist()} are pinned, but chunks and pins read "
-            f"{sorted(read)}"
+            f"slots {np.flatnonzero(pins).tolist()} are pinned, but {sorted(read)} are read"
         )

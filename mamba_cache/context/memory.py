@@ -97,22 +97,24 @@ def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
         return config.num_kv_blocks + 1
     if kv_spec is None:
         raise InvalidArgumentError(
-            "kv_cache_gb needs kv_spec, which says how large a block is; give it, or num_kv_blocks"
+            "kv_cache_gb and cache_gb need kv_spec, which says how large a block is: give it, or "
+            "num_kv_blocks"
         )
-    assert config.kv_cache_gb is not None
+    budget = config.kv_budget_gb
+    assert budget is not None
     block_bytes = kv_spec.bytes_per_block(config.block_size_tokens)
     if not block_bytes:
         raise InvalidArgumentError(
-            "a model without attention has no KV blocks to measure in kv_cache_gb: "
+            "a model without attention has no KV blocks to measure in kv_cache_gb or cache_gb: "
             "give num_kv_blocks"
         )
-    if config.kv_cache_gb * 2**30 < 2 * block_bytes:
+    if budget * 2**30 < 2 * block_bytes:
         raise BudgetError(
-            f"kv_cache_gb={config.kv_cache_gb} GiB is too small: it must be at least "
+            f"kv_cache_gb={budget} GiB is too small: it must be at least "
             f"{2 * block_bytes / 2**30} GiB, for one KV block of {block_bytes} bytes and the dummy "
             "block that padding is written to"
         )
-    return blocks_in_budget(config.kv_cache_gb, kv_spec, config.block_size_tokens)
+    return blocks_in_budget(budget, kv_spec, config.block_size_tokens)
 
 
 class KindLayers(NamedTuple):
@@ -252,5 +254,5 @@ def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:
         return 0
     if config.max_slots is not None:
         return config.max_slots
-    assert config.mamba_cache_gb is not None
-    return slots_in_budget(config.mamba_cache_gb, slot_spec)
+    assert config.slot_budget_gb is not None
+    return slots_in_budget(config.slot_budget_gb, slot_spec)

@@ -311,6 +311,7 @@ class LowerTierLink:
         host_planner: Knows how fast prompts are computed.
         store: A store, which must be asked what it has; None: there is none.
         patience_seconds: For how long a request waits for a store that owes an answer.
+        planner: Decides what is brought from the tier. Default: by what it turns out to take.
 
     Attributes:
         tier: As given.
@@ -328,6 +329,7 @@ class LowerTierLink:
         host_planner: LoadPlanner,
         store: AskedTier | None = None,
         patience_seconds: float = 0.05,
+        planner: LoadPlanner | None = None,
     ) -> None:
         self.tier, self.store = tier, store
         self._host = host
@@ -336,7 +338,7 @@ class LowerTierLink:
         self._has_kv = has_kv
         self._host_planner = host_planner
         self._patience = patience_seconds
-        self._planner = LoadPlanner(_ASSUMED)
+        self._planner = LoadPlanner(_ASSUMED) if planner is None else planner
         self._store_planner = LoadPlanner(_ASSUMED_OF_STORES)
         self._under_way: dict[bytes, tuple[Prefetch, LoadPlanner | None]] = {}
         self._asked: list[_Asked] = []
@@ -495,7 +497,7 @@ class LowerTierLink:
         )
 
     def remove(self, key: EntryKey) -> None:
-        """Have an entry that is known to be wrong not found again, in each tier that can do that."""
+        """Have an entry that is known to be wrong not found again, in tiers that can do that."""
         for tier in self.tiers:
             remove = getattr(tier, "remove", None)
             if remove is not None:

@@ -368,6 +368,7 @@ class ActiveRequest:
         decode_lease: The newest state saved while it decoded.
         prompt_seen: What stands for its prompt where the slots' policy knows prompts.
         was_refused: An entry of a tier that it could have resumed from was not what it should be.
+        prompt_seen_below: Likewise for the host tier's policy.
 
     Args:
         request: The caller's request.
@@ -380,8 +381,8 @@ class ActiveRequest:
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
         "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_shared_blocks", "prompt", "prompt_seen", "request", "request_id", "row",
-        "state_position", "was_refused",
+        "num_shared_blocks", "prompt", "prompt_seen", "prompt_seen_below", "request", "request_id",
+        "row", "state_position", "was_refused",
     )  # fmt: skip
 
     def __init__(
@@ -411,6 +412,7 @@ class ActiveRequest:
         self.decode_lease: SlotLease | None = None
         self.prompt_seen: object = None
         self.was_refused = False
+        self.prompt_seen_below: object = None
 
     @property
     def status(self) -> RequestStatus:
@@ -606,6 +608,7 @@ class ActiveRequest:
             fork.checkpoint_positions = self.checkpoint_positions
             fork.state_position = self.state_position
             fork.prompt_seen = self.prompt_seen
+            fork.prompt_seen_below = self.prompt_seen_below
             fork.num_published = self.num_published
             fork.num_shared_blocks = self.num_computed // self._rows.block_size_tokens
             forks.append(fork)

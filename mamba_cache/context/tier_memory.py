@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from mamba_cache._checks import check_kind
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.blocks import KVBlockAllocator, hash_id_of
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
-from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
+from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.slots.policies import check_policy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
@@ -73,6 +73,7 @@ def make_tiering(
     slots: MambaSlotAllocator,
     kv_cache: torch.Tensor | None,
     planner: LoadPlanner | None,
+    disk_planner: LoadPlanner | None = None,
     state_policy: SlotEvictionPolicy | None,
     identity: CacheIdentity | None,
 ) -> Tiering | None:
@@ -84,7 +85,9 @@ def make_tiering(
         slots: The slots, and their states.
         kv_cache: The keys and values; None: the embedder keeps them.
         planner: Decides what is loaded; None: the default.
-        state_policy: Which states go first; None: the default.
+        disk_planner: Decides what is brought from the disk; None: the default.
+        state_policy: Which states go first; None: those of the lowest value where the slots'
+            policy learns values, else the least recently used.
         identity: What processes that share entries have in common; None: nobody shares.
 
     Raises:
@@ -95,8 +98,9 @@ def make_tiering(
         TierInUseError: Another process uses the disk tier's folder.
         OSError: The folder cannot be made or opened.
     """
-    if planner is not None:
-        check_kind("load_planner", planner, LoadPlanner)
+    for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
+        if given is not None:
+            check_kind(name, given, LoadPlanner)
     if state_policy is not None:
         check_policy(state_policy)
     if not config.has_host_tier or not config.enable_prefix_caching:
@@ -114,10 +118,13 @@ def make_tiering(
         raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
     on_gpu = device.type == "cuda"
     layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
+    if state_policy is None and isinstance(slots.policy, AdaptiveSlotPolicy):
+        state_policy = AdaptiveSlotPolicy()
     host = HostTier(
         *_formats(config, layouts),
         state_policy=state_policy,
         pinner=pinner_for(device) if on_gpu else None,
+        hash_id_of=hash_id_of,
     )
     copies: Transfers
     if on_gpu:  # pragma: no cover - tests/gpu run it
@@ -138,6 +145,7 @@ def make_tiering(
             host_planner=planner,
             store=store,
             patience_seconds=config.store_patience_seconds,
+            planner=disk_planner,
         )
     return Tiering(
         config,

@@ -20,7 +20,7 @@ from mamba_cache.context.requests import (
     TokenArray,
 )
 from mamba_cache.errors import InvariantError
-from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
 from mamba_cache.tiers import (
     CopyJob,
     Drop,
@@ -70,6 +70,8 @@ class _Offer:
         kind: What it is.
         place: Its slot, or its KV block.
         generation: Of its slot: which of the slot's states it is.
+        proposal: Of a state, for a policy of the host tier that knows prompts.
+        pin: Keeps its slot from eviction while it is copied.
         lease: The row that it is copied to, once it has one.
         is_gone: Whether its KV block was given up since.
     """
@@ -78,6 +80,8 @@ class _Offer:
     place: int
     facts: EntryFacts
     generation: int = 0
+    proposal: StateProposal | None = None
+    pin: SlotLease | None = None
     lease: HostLease | None = None
     is_gone: bool = False
 
@@ -91,6 +95,10 @@ class Tiering:
     A spill needs no lease on the GPU: when its copy is over, it counts only if neither the slot nor
     the block was given up in the meantime. So no allocation ever waits for a copy, nor fails
     because of one.
+
+    Where the host tier's policy knows prompts, it takes part in what is saved: a state that is
+    worth a row but no slot gets a slot all the same (``wants``), and is the first to leave it. Its
+    slot is pinned until the copy is over, as long as half of all slots are not.
 
     A load goes into blocks and a slot that the request holds anyway, as if it were to compute them.
     They become findable when its step is committed, like what it has computed, and only if every
@@ -136,6 +144,7 @@ class Tiering:
         self._max_copies = max_copies
         self._has_kv = has_kv
         self._keeps_kv = has_kv and bool(host.num_rows(EntryKind.KV))
+        self._most_pins = slots.max_slots // 2
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[HostLease]]] = []
@@ -400,19 +409,52 @@ class Tiering:
                 self._watched[block] = offer
                 self._offers.append(offer)
 
-    def offer_state(self, active: ActiveRequest, position: int, slot: int) -> None:
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether the host tier's policy must be told of requests."""
+        return self.host.knows_prompts
+
+    def begin_request(self, facts: PromptFacts) -> object:
+        """Tell that policy of a request; return what stands for its prompt."""
+        return self.host.begin_request(facts)
+
+    def wants(self, active: ActiveRequest, proposals: Sequence[StateProposal]) -> list[bool]:
+        """Say which states of a request are worth a row of the host tier, and have none.
+
+        Args:
+            active: The request.
+            proposals: The states, one or more.
+        """
+        own = [replace(each, prompt=active.prompt_seen_below) for each in proposals]
+        worth = self.host.would_admit(own)
+        hashes = active.hashes
+        return [
+            is_worth
+            and not (
+                each.hash_ids is None
+                and self.host.has(EntryKind.STATE, hashes.digest(each.num_blocks - 1))
+            )
+            for is_worth, each in zip(worth, proposals, strict=True)
+        ]
+
+    def offer_state(
+        self, active: ActiveRequest, position: int, slot: int, proposal: StateProposal | None
+    ) -> None:
         """Offer a state of a request that became findable.
 
         Args:
             active: The request.
             position: The boundary, in tokens.
             slot: Where it is.
+            proposal: What it is, for a policy that knows prompts.
         """
         index = position // self._block_size - 1
         if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
             facts = self._facts(active, EntryKind.STATE, index)
             generation = self._slots.generations.item(slot)
-            self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation))
+            if proposal is not None:
+                proposal = replace(proposal, prompt=active.prompt_seen_below)
+            self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation, proposal))
 
     def pump(self) -> None:
         """End the copies that are over, and begin those of what was offered. It does not wait."""
@@ -427,11 +469,13 @@ class Tiering:
             if room <= 0:
                 self.host.dropped[Drop.QUEUE_FULL] += 1
             else:
-                lease = self.host.reserve(offer.facts)
+                lease = self.host.reserve(offer.facts, proposal=offer.proposal)
             if lease is None:
                 self._forget(offer)
                 continue
             offer.lease = lease
+            if offer.proposal is not None and self._is_there(offer):
+                self._pin(offer)
             taken.append(offer)
             jobs.append(CopyJob(kind, offer.place, lease.lease.row))
             room -= 1
@@ -555,6 +599,7 @@ class Tiering:
         """End a copy that is over; it counts only if what it read was there all the time."""
         assert offer.lease is not None, "it has a row since it was begun"
         lease = offer.lease
+        self._unpin(offer)
         if not self._is_there(offer):
             self._give_up(offer, Drop.GONE)
             return
@@ -566,9 +611,24 @@ class Tiering:
 
     def _give_up(self, offer: _Offer, reason: str) -> None:
         assert offer.lease is not None, "it has a row since it was begun"
+        self._unpin(offer)
         self._forget(offer)
         self.host.cancel(offer.lease, reason)
         offer.lease = None
+
+    @property
+    def pins(self) -> list[SlotLease]:
+        """What keeps slots from eviction that copies read."""
+        return [o.pin for _, offers in self._spills for o in offers if o.pin is not None]
+
+    def _pin(self, offer: _Offer) -> None:
+        if len(self.pins) < self._most_pins:
+            [offer.pin] = self._slots.pin_slots([offer.place])
+
+    def _unpin(self, offer: _Offer) -> None:
+        pin, offer.pin = offer.pin, None
+        if pin is not None:
+            self._slots.unpin_slots([pin])
 
     def _forget(self, offer: _Offer) -> None:
         """Stop to watch an offer's block."""

@@ -115,6 +115,7 @@ class Engine:
         slot_policy: As for ``DynamicInferenceContext``.
         placement: Likewise.
         load_planner: Likewise.
+        disk_planner: Likewise.
         identity: Likewise; ``CacheConfig.disk_cache_path`` needs it.
         prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
         clock: As for ``DynamicInferenceContext``.
@@ -141,6 +142,7 @@ class Engine:
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         load_planner: LoadPlanner | None = None,
+        disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         prefetch_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -154,6 +156,7 @@ class Engine:
             slot_policy=slot_policy,
             placement=placement,
             load_planner=load_planner,
+            disk_planner=disk_planner,
             identity=identity,
             clock=clock,
         )

@@ -30,7 +30,7 @@ from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
 from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
 from mamba_cache.tiers.remote import RemoteStats, RemoteTier
-from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
+from mamba_cache.tiers.rows import PrefixRowPolicy, RowLease, RowPolicy, RowPool
 from mamba_cache.tiers.transfers import (
     CopyJob,
     Mark,
@@ -67,6 +67,7 @@ __all__ = [
     "ParallelRank",
     "Pinner",
     "PlainTransfers",
+    "PrefixRowPolicy",
     "Rates",
     "Refusal",
     "RemoteStats",

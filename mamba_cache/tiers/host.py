@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ class Drop:
 
     NO_ROW = "no_row"
     """Every row was being read or written, or none was there yet."""
+
+    REFUSED = "refused"
+    """Every row holds a state that the policy finds worth more."""
 
     GONE = "gone"
     """It was given up on the GPU before its copy was over."""
@@ -136,6 +140,8 @@ class HostTier:
         states: Rows of states.
         state_policy: Which states go first. Default: the least recently used.
         pinner: Makes the memory, in the background. Default: memory that is not pinned, at once.
+        hash_id_of: Gives the hash id of a digest, for a policy that knows prompts. Default: such
+            a policy does not learn which prompt a state is of unless it was proposed.
 
     Attributes:
         identity: [32] bytes that enter the key of each entry.
@@ -152,8 +158,10 @@ class HostTier:
         *,
         state_policy: RowPolicy | None = None,
         pinner: Pinner | None = None,
+        hash_id_of: Callable[[bytes], int] | None = None,
     ) -> None:
         self._guard = CallGuard(self.check_invariants)
+        self._hash_id_of = hash_id_of
         self._pinner = pinner
         self._entries = {
             EntryKind.KV: _Entries(kv, None),
@@ -250,23 +258,51 @@ class HostTier:
         else:
             self.cancel(lease)
 
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether the states' policy is one that must be told of requests."""
+        return self._entries[EntryKind.STATE].pool.knows_prompts
+
     @guarded(nests=True)
-    def reserve(self, facts: EntryFacts, *, for_lower: bool = False) -> HostLease | None:
+    def begin_request(self, facts: Any) -> Any:
+        """Tell the states' policy of a request; return what stands for its prompt in proposals.
+
+        Args:
+            facts: ``slots.PromptFacts``, or what else the policy takes.
+        """
+        return self._entries[EntryKind.STATE].pool.begin_request(facts)
+
+    @guarded(nests=True)
+    def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
+        """Say which of some states are worth a row now, for a policy that knows prompts.
+
+        Args:
+            proposals: ``slots.StateProposal``s with what ``begin_request`` returned, one or more.
+        """
+        return self._entries[EntryKind.STATE].pool.would_admit(proposals)
+
+    @guarded(nests=True)
+    def reserve(
+        self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
+    ) -> HostLease | None:
         """Take a row for an entry that is to be written.
 
         Args:
             facts: What it will hold.
+            proposal: Of a state, as in ``would_admit``: it may be refused. None: it is not.
             for_lower: Whether a lower tier writes it, and ends it with ``end_later``.
 
         Returns:
             What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, or no
-            row could be had, which is counted.
+            row could be had or is worth giving up, which is counted.
         """
         pool = self._entries[facts.key.kind].pool
-        digest = facts.key.digest
-        lease = pool.reserve(digest)
+        digest, num_refused = facts.key.digest, pool.refused_total
+        lease = pool.reserve(digest, proposal)
         if lease is None:
-            if digest not in pool and not pool.is_awaited(digest):
+            if pool.refused_total > num_refused:
+                self.dropped[Drop.REFUSED] += 1
+            elif digest not in pool and not pool.is_awaited(digest):
                 self.dropped[Drop.NO_ROW] += 1
             return None
         return self._lend(facts, lease, for_lower=for_lower)
@@ -284,7 +320,12 @@ class HostTier:
         entries, row = self._entries[lease.facts.key.kind], lease.lease.row
         header = EntryHeader(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
         entries.headers[row] = np.frombuffer(header.to_bytes(), np.uint8)
-        is_kept = entries.pool.complete(lease.lease)
+        digest = lease.facts.key.digest
+        is_kept = entries.pool.complete(
+            lease.lease,
+            hash_id=0 if self._hash_id_of is None else self._hash_id_of(digest),
+            saved_tokens=lease.facts.prefix_tokens,
+        )
         self.stored_total += is_kept
         return is_kept
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache.errors import DoubleFreeError, InvariantError
 from mamba_cache.protocols import KVBlockView
 
-__all__ = ["RowLease", "RowPolicy", "RowPool"]
+__all__ = ["PrefixRowPolicy", "RowLease", "RowPolicy", "RowPool"]
 
 
 class RowPolicy(Protocol):
@@ -43,6 +43,43 @@ class RowPolicy(Protocol):
 
     def reset(self, max_slots: int) -> None:
         """Forget everything."""
+        ...
+
+
+@runtime_checkable
+class PrefixRowPolicy(RowPolicy, Protocol):
+    """A policy that knows prompts: what ``slots.PrefixSlotPolicy`` says of slots."""
+
+    def on_request(self, facts: Any) -> Any:
+        """Record a request; return what stands for its prompt in proposals."""
+        ...
+
+    def admit(
+        self, proposals: Sequence[Any], num_free: int, slots: npt.NDArray[np.int64]
+    ) -> tuple[list[bool], list[int]]:
+        """Say which of some states are worth a row, and which rows are given up for them."""
+        ...
+
+    def on_reserved(self, slots: Sequence[int | None]) -> None:
+        """Record the row of each accepted state, None for those that got none."""
+        ...
+
+    def withdraw(self) -> None:
+        """Take back what the last ``admit`` decided."""
+        ...
+
+    def on_published(
+        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
+    ) -> None:
+        """Record that states became findable, in place of ``on_stored``."""
+        ...
+
+    def on_removed(self, slots: Sequence[int]) -> None:
+        """Record that rows hold or await no state any more."""
+        ...
+
+    def check_invariants(self, slots_taken: Sequence[int]) -> None:
+        """Check the bookkeeping against the rows that hold or await states."""
         ...
 
 
@@ -81,6 +118,7 @@ class RowPool:
         readers: [num_rows] int32. Readers of each row.
         generations: [num_rows] int64. Another number whenever a row is given to an entry.
         evicted_total: Entries given up for others.
+        refused_total: Entries that the policy refused, because others were worth more.
         pool_size: ``num_rows``, as policies call it.
         block_ref_counts: ``readers``, likewise.
         block_timestamps: [num_rows] int64. When each row was last used, likewise.
@@ -90,13 +128,15 @@ class RowPool:
     def __init__(self, num_rows: int, *, policy: RowPolicy | None = None) -> None:
         self.num_rows = self.pool_size = num_rows
         self._policy = policy
+        self._prefix_policy = policy if isinstance(policy, PrefixRowPolicy) else None
         self.readers: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_ref_counts: Any = self.readers
         self.block_hashes: Any = np.full(num_rows, -1, np.int64)
         self.num_ready = 0
-        self.evicted_total = 0
+        self.evicted_total = self.refused_total = 0
+        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self._digests: list[bytes] = [b""] * num_rows
         self._row_of: dict[bytes, int] = {}
         self._arriving: dict[int, bytes] = {}
@@ -156,14 +196,44 @@ class RowPool:
         first, self.num_ready = self.num_ready, self.num_ready + count
         self._free.extend(range(first, self.num_ready))
 
-    def reserve(self, digest: bytes) -> RowLease | None:
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether the policy is one that must be told of requests."""
+        return self._prefix_policy is not None
+
+    def begin_request(self, facts: Any) -> Any:
+        """Tell a policy that knows prompts of a request; return what stands for its prompt."""
+        return None if self._prefix_policy is None else self._prefix_policy.on_request(facts)
+
+    def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
+        """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
+        assert self._prefix_policy is not None, "the caller has looked"
+        accepted, _ = self._prefix_policy.admit(proposals, len(self._free), self._evictable())
+        self._prefix_policy.withdraw()
+        return accepted
+
+    def reserve(self, digest: bytes, proposal: Any = None) -> RowLease | None:
         """Take a row for an entry: a free one, or one that is given up for it.
 
+        Args:
+            digest: Of the entry.
+            proposal: What it is, for a policy that knows prompts, which may refuse it. None, or
+                with another policy: it is not refused.
+
         Returns:
-            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, or
-            every row is being read or written.
+            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, every
+            row is being read or written, or the policy refuses it, which is counted.
         """
-        if digest in self._row_of or digest in self._awaited or not (self._free or self._evict()):
+        if digest in self._row_of or digest in self._awaited:
+            return None
+        policy = None if proposal is None else self._prefix_policy
+        if not (self._free or self._queue):
+            return None
+        if policy is None:
+            if not self._free:
+                self._evict()
+        elif not self._admit(policy, proposal):
+            self.refused_total += 1
             return None
         row = self._free.popleft()
         self.generations[row] += 1
@@ -171,8 +241,13 @@ class RowPool:
         self._awaited[digest] = row
         return self._lease(row, writes=True)
 
-    def complete(self, lease: RowLease) -> bool:
+    def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
         """Make an entry findable that is written to its end.
+
+        Args:
+            lease: Of its writer.
+            hash_id: Of its block, for a policy that knows prompts; 0: it has none.
+            saved_tokens: Tokens before its end, likewise.
 
         Returns:
             False if it was given up meanwhile; its row is free then.
@@ -189,8 +264,11 @@ class RowPool:
         del self._awaited[digest]
         self._digests[row] = digest
         self._row_of[digest] = row
+        self._is_cached[row] = True
         self._use([row])
-        if self._policy is not None:
+        if self._prefix_policy is not None:
+            self._prefix_policy.on_published([row], [hash_id], [saved_tokens])
+        elif self._policy is not None:
             self._policy.on_stored([row], [1])
         return True
 
@@ -207,6 +285,7 @@ class RowPool:
             return
         del self._awaited[self._arriving.pop(row)]
         self._free.append(row)
+        self._release_from_policy(row)
 
     def read(self, digest: bytes) -> RowLease | None:
         """Find an entry and keep it until ``release``; None if it cannot be found."""
@@ -237,7 +316,7 @@ class RowPool:
         """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
         row = lease.row
         if row not in self._leaving:
-            del self._row_of[self._digests[row]]
+            self._forget(row)
             self._leaving.add(row)
 
     def use(self, leases: Iterable[RowLease]) -> None:
@@ -265,11 +344,12 @@ class RowPool:
         for lease in kept:
             self.readers[lease.row] += not lease.writes
         self._row_of.clear()
+        self._is_cached[:] = False
         self._arriving.clear()
         self._awaited.clear()
         self._queue.clear()
         self._free = deque(row for row in range(self.num_ready) if row not in self._leaving)
-        self.evicted_total = 0
+        self.evicted_total = self.refused_total = 0
         if self._policy is not None:
             self._policy.reset(self.num_rows)
 
@@ -293,6 +373,7 @@ class RowPool:
             "each digest finds a row of that digest": all(
                 self._digests[row] == digest for digest, row in self._row_of.items()
             ),
+            "cached rows are marked": set(np.flatnonzero(self._is_cached).tolist()) == cached,
             "each arriving row is awaited": self._awaited
             == {digest: row for row, digest in self._arriving.items()},
             "nothing is both cached and awaited": not self._awaited.keys() & self._row_of.keys(),
@@ -310,6 +391,8 @@ class RowPool:
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+        if self._prefix_policy is not None:
+            self._prefix_policy.check_invariants([*cached, *self._arriving])
 
     def _lease(self, row: int, *, writes: bool) -> RowLease:
         lease = RowLease(row, self.generations.item(row), self._next_number, writes)
@@ -334,20 +417,42 @@ class RowPool:
             if not self.readers[row]:
                 self._queue.push(row, self._clock - age)
 
-    def _evict(self) -> bool:
-        """Give up one entry; say whether there was one that could be."""
-        if not self._queue:
-            return False
+    def _evict(self) -> None:
+        """Give up an entry; there is one that nobody reads."""
         if self._policy is None:
             row, _ = self._queue.pop()
         else:
-            candidates = np.array(
-                [row for row in self._row_of.values() if row in self._queue], np.int64
-            )
-            candidates.sort()
-            [row] = self._policy.choose(1, candidates, candidates.astype(np.int32), self)
+            rows = self._evictable()
+            [row] = self._policy.choose(1, rows, rows.astype(np.int32), self)
             self._queue.discard([row])
-        del self._row_of[self._digests[row]]
+        self._give_up(row)
+
+    def _admit(self, policy: PrefixRowPolicy, proposal: Any) -> bool:
+        """Ask a policy whether a state gets a row, and free one for it."""
+        [is_accepted], victims = policy.admit([proposal], len(self._free), self._evictable())
+        for row in victims:
+            self._queue.discard([row])
+            self._give_up(row)
+        policy.on_reserved([self._free[0]] if is_accepted else [])
+        return is_accepted
+
+    def _evictable(self) -> npt.NDArray[np.int64]:
+        """Return the cached rows that nobody reads, ascending."""
+        rows: npt.NDArray[np.int64] = (self._is_cached & (self.readers == 0)).nonzero()[0]
+        return rows
+
+    def _give_up(self, row: int) -> None:
+        """Free a cached row for another entry."""
+        self._forget(row)
         self.evicted_total += 1
         self._free.append(row)
-        return True
+
+    def _forget(self, row: int) -> None:
+        """Make a cached row unfindable."""
+        del self._row_of[self._digests[row]]
+        self._is_cached[row] = False
+        self._release_from_policy(row)
+
+    def _release_from_policy(self, row: int) -> None:
+        if self._prefix_policy is not None:
+            self._prefix_policy.on_removed([row])

@@ -10,7 +10,8 @@ from sources import ROOT
 
 from mamba_cache.bench import command, measure
 from mamba_cache.bench.replay import PLACEMENTS, POLICIES, run_replay
-from mamba_cache.bench.workload import TOKENS_PER_HASH_ID, draw_conversations
+from mamba_cache.bench.traces import TOKENS_PER_HASH_ID
+from mamba_cache.bench.workload import draw_conversations
 from mamba_cache.errors import InvalidArgumentError
 
 UNLIMITED = {"slots": [None], "policies": ["lru"], "placements": ["last"]}
@@ -170,7 +171,7 @@ def test_the_benchmarks_page_quotes_the_run_beside_it():
 
 def test_a_budget_for_both_is_split_by_the_sizes_of_a_model():
     result = run_replay(
-        limit=20, cache_gb=2, state_share=0.5, policies=["adaptive"], placements=["last"]
+        limit=20, cache_gb=2, state_shares=[0.5], policies=["adaptive"], placements=["last"]
     )
     [record] = result["records"]
     assert (record["slots"], record["kv_blocks"]) == (2**30 // 102_629_376, 2**30 // 2**23)
@@ -181,8 +182,8 @@ def test_a_budget_for_both_is_split_by_the_sizes_of_a_model():
     ("settings", "message"),
     [
         ({"cache_gb": 0.1}, "at least one of each"),
-        ({"cache_gb": 8, "state_share": 1}, "at least one of each"),
-        ({"cache_gb": 8, "state_share": 2}, "state_share must be"),
+        ({"cache_gb": 8, "state_shares": [1]}, "at least one of each"),
+        ({"cache_gb": 8, "state_shares": [2]}, "state_share must be"),
         ({"cache_gb": 8, "model": "no-such-model"}, "no-such-model"),
         ({"hints_wrong": 1.5}, "hints_wrong must be"),
     ],

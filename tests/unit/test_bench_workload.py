@@ -1,71 +1,16 @@
-"""Traces of requests: read, drawn, and turned into tokens."""
+"""Traces of requests: drawn, and turned into tokens."""
 
-import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from mamba_cache.bench.workload import (
+from mamba_cache.bench.traces import (
     TOKENS_PER_HASH_ID,
-    WORKLOADS,
     TraceRequest,
-    draw_agents,
-    draw_conversations,
     prompt_tokens,
-    read_trace,
 )
-from mamba_cache.errors import InvalidArgumentError
-
-LINE = {"timestamp": 7, "input_length": 600, "output_length": 5, "hash_ids": [3, 9]}
-
-
-@pytest.fixture
-def trace(tmp_path):
-    def write(*lines):
-        path = tmp_path / "trace.jsonl"
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        path.write_text("\n".join(texts), encoding="utf-8")
-        return path
-
-    return write
-
-
-def test_a_trace_is_read_in_order_up_to_the_limit(trace):
-    path = trace(LINE, LINE | {"timestamp": 8, "more": True}, LINE)
-    first, second = read_trace(path, 2)
-    assert first == TraceRequest(7, 600, 5, (3, 9))
-    assert second.timestamp == 8
-    assert len(read_trace(path)) == 3
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", "line 2 of the trace: "),
-        ("[]", "line 2 of the trace: "),
-        ({"timestamp": 1}, "line 2 of the trace lacks 'input_length'"),
-        (LINE | {"hash_ids": [3]}, r"line 2 of the trace: 600 prompt tokens need 2 hash_ids"),
-        (LINE | {"hash_ids": [3, 9, 4]}, "got 3"),
-        (LINE | {"hash_ids": [3, "x"]}, "hash_ids"),
-        (LINE | {"input_length": 0}, "input_length must be an int >= 1, got 0"),
-        (LINE | {"input_length": 600.5}, "got 600.5"),
-        (LINE | {"output_length": -1}, "output_length must be an int >= 0, got -1"),
-    ],
-)
-def test_a_bad_line_is_named(trace, line, complaint):
-    with pytest.raises(InvalidArgumentError, match=complaint):
-        read_trace(trace(LINE, line))
-
-
-def test_a_file_without_requests_is_refused(trace, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="holds no request"):
-        read_trace(trace())
-    with pytest.raises(InvalidArgumentError, match="cannot be read"):
-        read_trace(tmp_path / "missing")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(InvalidArgumentError, match="cannot be read"):
-        read_trace(tmp_path / "binary")
+from mamba_cache.bench.workload import WORKLOADS, draw_agents, draw_conversations
 
 
 def test_tokens_follow_from_the_ids_alone():

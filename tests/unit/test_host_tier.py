@@ -453,6 +453,60 @@ def test_states_go_by_a_policy_of_slots():
     resume(context)
 
 
+def test_what_is_worth_a_row_but_no_slot_gets_both():
+    """One slot for the end of a prompt that keeps coming back; others go through it to the host."""
+    few, alone = (
+        make_context(make_config(max_slots=1, num_kv_blocks=60, **tier), load_planner=always())
+        for tier in ({"num_host_blocks": 60, "num_host_states": 30}, {})
+    )
+    for context in (few, alone):
+        for again in range(4):
+            generate(context, PROMPT, 1, request_id=again)
+        for prompt in OTHERS:
+            generate(context, prompt[:9], 1)
+    assert alone.stats().refused_states > few.stats().refused_states == 0
+    assert host_stats(few).entries["state"] == few.stats().saved_states
+    assert few.stats().saved_states > alone.stats().saved_states
+    assert resume(few).skip_tokens == 24
+    others = [generate(few, prompt, 1)[2] for prompt in OTHERS]
+    assert {each.skip_tokens for each in others} == {8}
+    assert sum(each.loads_state for each in others) >= 4
+
+
+def test_a_slot_is_kept_until_its_copy_is_over():
+    """Unless half of all slots are under way: then the copy is given up, not the next state."""
+    context = make_tiered(max_slots=4, num_kv_blocks=100)
+    late = install(context, LateTransfers)
+    for number, prompt in enumerate(OTHERS):
+        generate(context, prompt, 1, request_id=number)
+    assert len(context._tiering.pins) == 2
+    context.check_invariants()
+    late.run(100)
+    context._tiering.poll()
+    assert context._tiering.pins == []
+    assert host_stats(context).dropped.get("gone", 0) < host_stats(context).entries["state"]
+    context.check_invariants()
+    for number, prompt in enumerate(OTHERS):
+        generate(context, prompt, 1, request_id=number)
+    context.reset()
+    assert context._tiering.pins == []
+    context.check_invariants()
+
+
+def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
+    """So the tier's policy learns of it from the next turn, which it is a candidate of."""
+    context = make_tiered(max_slots=20, num_kv_blocks=100)
+    run = generate(context, PROMPT, 12)
+    tokens = [*PROMPT, *run[0]]
+    policy = context.host_tier._entries[STATE].pool._policy
+    context.wait_for_tiers()
+    hashes = context.prepare(Request(request_id="next", prompt_tokens=tokens)).hashes
+    rows = cached_rows(context, STATE)
+    depths = {policy._tree._depth_at[policy._candidates[row]] for row in rows}
+    assert max(depths) > len(PROMPT) // 8
+    assert all(policy._tree.find(hashes[depth - 1]) >= 0 for depth in depths)
+
+
 def test_a_spill_that_raises_costs_nothing_but_the_entry():
     context = make_tiered(num_kv_blocks=100)
     failing = install(context, FailingTransfers)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from sources import PACKAGE, ROOT, Source, is_old_path, sources
 
-EXTRAS = {"rich", "typer", "prometheus_client", "transformers", "megatron", "msgspec", "zmq"}
+EXTRAS = {
+    *("rich", "typer", "prometheus_client", "transformers", "megatron", "msgspec", "scipy", "zmq"),
+}
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 ROW = re.compile(
     r"^\| (?P<layer>\d) \| (?P<names>[^|]*) \| [^|]* \| (?P<imports>[^|]*) \| (?P<others>[^|]*) \|$"

@@ -57,7 +57,7 @@ FRONT_DOOR = {
 
 NOT_ALWAYS_INSTALLED = (
     *("triton", "rich", "typer", "prometheus_client", "transformers", "megatron"),
-    *("msgspec", "zmq"),
+    *("msgspec", "scipy", "zmq"),
 )
 
 # Importing a `__main__` would run it.

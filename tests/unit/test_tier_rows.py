@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ from tier_rig import KV, STATE
 
 from mamba_cache._guard import CallGuard
 from mamba_cache.errors import DoubleFreeError, InvariantError
-from mamba_cache.slots import ConsumedSlotPolicy, LruSlotPolicy
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    PromptFacts,
+    StateProposal,
+)
 from mamba_cache.tiers import (
     CopyJob,
     EntryFacts,
@@ -50,7 +57,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @initialize(
         num_rows=st.integers(0, 5),
-        policy=st.sampled_from([None, LruSlotPolicy, ConsumedSlotPolicy]),
+        policy=st.sampled_from([None, LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]),
     )
     def start(self, num_rows, policy):
         self.pool = RowPool(num_rows, policy=policy and policy())
@@ -67,7 +74,7 @@ class RowMachine(RuleBasedStateMachine):
             self.reserve(number)
             if self.writers and self.writers[-1][0] == number:
                 _, lease, alive = self.writers.pop()
-                assert self.pool.complete(lease) == alive
+                assert self.pool.complete(lease, hash_id=number + 1) == alive
                 if alive:
                     self.stored[number] = lease.row
 
@@ -85,12 +92,35 @@ class RowMachine(RuleBasedStateMachine):
         assert len(before) - len(self.stored) <= 1
         self.writers.append((number, lease, True))
 
+    @precondition(lambda self: self.pool.knows_prompts)
+    @rule(number=st.integers(0, 7), is_asked=st.booleans(), depth=st.integers(1, 3))
+    def propose(self, number, is_asked, depth):
+        """A state of a prompt that is as long as its number says, or less."""
+        path = [*range(100, 100 + depth - 1), number + 1]
+        prompt = self.pool.begin_request(PromptFacts(path, 8, 0, len(path)))
+        proposal = StateProposal(prompt, len(path), "end", is_asked)
+        before, refused = dict(self.stored), self.pool.refused_total
+        would = self.pool.would_admit([proposal])
+        self.pool.check_invariants()
+        lease = self.pool.reserve(digest(number), proposal)
+        self.stored = {n: row for n, row in before.items() if digest(n) in self.pool}
+        assert len(before) - len(self.stored) <= (lease is not None)
+        if lease is None:
+            busy = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
+            known = number in before or self.pool.is_awaited(digest(number))
+            was_refused = self.pool.refused_total > refused
+            assert was_refused or known or len(busy) == self.pool.num_ready
+            assert not (was_refused and is_asked)
+        else:
+            assert would == [True]
+            self.writers.append((number, lease, True))
+
     @precondition(lambda self: self.writers)
     @rule(data=st.data(), is_written=st.booleans())
     def end_writing(self, data, is_written):
         number, lease, alive = self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1)))
         if is_written:
-            assert self.pool.complete(lease) == alive
+            assert self.pool.complete(lease, hash_id=number + 1) == alive
             if alive:
                 self.stored[number] = lease.row
         else:
@@ -185,6 +215,27 @@ def test_a_policy_of_slots_chooses():
     assert digest(1) in pool
 
 
+def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
+    """Two rows for states of 50 blocks; one of a single block gets none unless it is asked for."""
+    pool = ready(2, policy=AdaptiveSlotPolicy())
+
+    def propose(number, num_blocks, **options):
+        path = list(range(1000 * number, 1000 * number + num_blocks))
+        prompt = pool.begin_request(PromptFacts(path, 8, 0, num_blocks))
+        return StateProposal(prompt, num_blocks, **options)
+
+    for number in (1, 2):
+        lease = pool.reserve(digest(number), propose(number, 50))
+        pool.complete(lease, hash_id=1000 * number + 49, saved_tokens=400)
+    small = propose(3, 1)
+    assert pool.would_admit([small]) == [False]
+    assert pool.reserve(digest(3), small) is None
+    assert (pool.refused_total, pool.evicted_total, len(pool)) == (1, 0, 2)
+    assert pool.reserve(digest(3), replace(small, is_asked=True)) is not None
+    assert (pool.refused_total, pool.evicted_total, len(pool)) == (1, 1, 1)
+    pool.check_invariants()
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -195,6 +246,7 @@ def test_a_policy_of_slots_chooses():
         lambda pool: pool._leases.clear(),
         lambda pool: pool._queue.clear(),
         lambda pool: pool._leaving.add(2),
+        lambda pool: pool._is_cached.fill(True),
     ],
 )
 def test_contradictions_are_found(spoil):

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +18,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.context import CacheStats, VerificationStats
+from mamba_cache.context import CacheStats, TraceLog, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -128,6 +129,8 @@ class PrefixCache:
             to 1, in ``verify_pending``.
         log_requests: Log a line for each prompt, in the logger ``mamba_cache.requests`` at level
             INFO: what was found of it, where, and why not more.
+        trace_path: A file to which a line is added for each prompt: when it came, its length and
+            keyed digests of its blocks, no text and no token ids, for ``mamba-cache bench replay``.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -161,6 +164,7 @@ class PrefixCache:
         disk_cache_gb: float = 16.0,
         verify_hits: float = 0.0,
         log_requests: bool = False,
+        trace_path: str | os.PathLike[str] | None = None,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -204,6 +208,10 @@ class PrefixCache:
         self._fault = fault
         self._max_batch_size = max_batch_size
         self._batcher: Batcher | None = None
+        self._trace_log = None
+        if trace_path is not None:
+            self._trace_log = TraceLog(trace_path, block_size_tokens=block_size_tokens)
+            weakref.finalize(self, self._trace_log.close)  # its thread would outlive this
         self._make_store(layout, self._num_slots, self._num_blocks)
         self._is_closed = False
         self._home = self._runner.placement()
@@ -224,6 +232,7 @@ class PrefixCache:
         store.join(self._guard)
         if self._verify_hits or self._logs:
             store.watch = PromptWatch(store, verify_hits=self._verify_hits, logs=self._logs)
+        store.trace_log = self._trace_log
         self._store, self._prefiller = store, self._make_prefiller(store=store)
 
     def __enter__(self) -> PrefixCache:
@@ -482,6 +491,7 @@ class PrefixCache:
             self._make_store(layout, *rest)
             if tiers is not None:
                 tiers.move_to(self._store)
+        batcher.context.trace_log = self._trace_log
         self._batcher = batcher
         return batcher
 
@@ -656,6 +666,8 @@ class PrefixCache:
         tiers, self._store.tiers = self._store.tiers, None
         if tiers is not None:
             tiers.close()
+        if self._trace_log is not None:
+            self._trace_log.close()
         self._store.reset()
         self._store.tensors.clear()
         self._batcher = None

@@ -16,6 +16,7 @@ from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context.invariants import check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
@@ -88,6 +89,7 @@ class PrefixStore:
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
         self.watch: PromptWatch | None = None
+        self.trace_log: TraceLog | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -287,6 +289,8 @@ class PrefixStore:
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
         num_restored = 0 if tiers is None else tiers.num_restored
+        if self.trace_log is not None:
+            self.trace_log.add(chain.hashes, len(tokens), cache_salt=cache_salt)
         if tiers is not None:
             tiers.bring(chain, tokens, min_computed=min_computed, with_logits=with_logits)
         hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)

@@ -1,0 +1,254 @@
+"""Traces: requests as files list them, in three formats, and as tokens that share what they share.
+
+A trace does not hold tokens. It names each run of ``block_size`` prompt tokens by an id that stands
+for the whole prefix up to its end, so two prompts share as many tokens as they have leading ids in
+common.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache._checks import as_ints, check_int
+from mamba_cache.context import TRACE_FORMAT
+from mamba_cache.errors import InvalidArgumentError
+
+__all__ = ["TOKENS_PER_HASH_ID", "TraceRequest", "prompt_tokens", "read_trace"]
+
+TOKENS_PER_HASH_ID = 512
+"""Tokens that an id stands for, where neither the file nor the caller says so: Mooncake's."""
+
+_TOKEN_BITS = 17
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+_FIRST_NAMED: Final = 1 << 52
+"""Ids from here on stand for names that are no numbers below it."""
+
+_MOST_BLOCK: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        timestamp: When the request came, in milliseconds.
+        input_length: Tokens of the prompt.
+        output_length: Tokens of the answer; 0 if the trace does not say.
+        hash_ids: One for each ``block_size`` tokens of the prompt; one for the tokens that are left
+            at its end may be there or not.
+        block_size: Tokens of a block.
+        will_continue: The hint that came with it; None: none did.
+        tenant: Whose it is, as far as hits are concerned: requests of different ones share nothing.
+
+    Raises:
+        InvalidArgumentError: A number is out of range, or there are not as many ids as the prompt
+            needs.
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    block_size: int = TOKENS_PER_HASH_ID
+    will_continue: bool | None = None
+    tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("input_length", self.input_length, minimum=1)
+        check_int("output_length", self.output_length, minimum=0)
+        whole, rest = divmod(self.input_length, self.block_size)
+        given = len(self.hash_ids)
+        if given not in (whole, whole + bool(rest)):
+            raise InvalidArgumentError(
+                f"{self.input_length} prompt tokens need {whole + bool(rest)} hash_ids, one for "
+                f"each {self.block_size} tokens, got {given}{self._likely_size(given)}"
+            )
+
+    def _likely_size(self, given: int) -> str:
+        """Say which block size would fit, for whoever has to find it."""
+        if not given:
+            return ""
+        least, most = -(-self.input_length // given), self.input_length // max(given - 1, 1)
+        size = 1 << (least - 1).bit_length()
+        return f"; a block size of {size} would fit" if least <= size <= most else ""
+
+    @property
+    def whole_ids(self) -> tuple[int, ...]:
+        """The ids of the complete blocks."""
+        return self.hash_ids[: self.input_length // self.block_size]
+
+
+def read_trace(
+    path: str | Path, limit: int | None = None, *, block_size: int | None = None
+) -> list[TraceRequest]:
+    """Read a trace: a file of JSON lines, which may be compressed (``.gz``).
+
+    A line is, whatever the others are,
+
+    - Mooncake's: an object with ``hash_ids``, ``input_length``, and where they are known
+      ``output_length`` and ``timestamp`` in milliseconds. Other fields are ignored;
+    - a list of block hashes, numbers or strings, of a prompt whose complete blocks they name; or an
+      object with such a list as ``hashes``, and where they are known ``length``, ``timestamp``,
+      ``will_continue`` and ``tenant``;
+    - a line of a log that ``CacheConfig.trace_path`` asked for, which begins with a line that says
+      what follows.
+
+    Empty lines are passed over.
+
+    Args:
+        path: The file.
+        limit: Requests to read at most.
+        block_size: Tokens that an id stands for. Default: what the file says, else 512.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, a line is not as described (the message names
+            it), there is no request, or ``block_size`` is out of range.
+    """
+    if block_size is not None:
+        check_int("block_size", block_size, minimum=1, maximum=_MOST_BLOCK)
+    reader = _Reader(block_size)
+    requests: list[TraceRequest] = []
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests += reader.read(line, number)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
+    if not requests:
+        raise InvalidArgumentError(f"trace {str(path)!r} holds no request")
+    return requests
+
+
+def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
+    """Make the tokens of a request's prompt, [input_length] int32.
+
+    Each id gives a block of tokens that look random and are always the same (SplitMix64 of their
+    number). Tokens at the end that no id names are those of the prompt's last id, one further.
+    """
+    ids, size = list(request.hash_ids), request.block_size
+    if len(ids) * size < request.input_length:
+        ids.append(~(ids[-1] if ids else 0))
+    first = np.array(ids, np.int64).astype(np.uint64)[:, None] * np.uint64(size)
+    bits = (first + np.arange(size, dtype=np.uint64)) * _GOLDEN
+    for shift, mixer in zip((np.uint64(30), np.uint64(27)), _MIXERS, strict=True):
+        bits = (bits ^ (bits >> shift)) * mixer
+    tokens: npt.NDArray[np.int32] = (bits >> np.uint64(64 - _TOKEN_BITS)).astype(np.int32)
+    return tokens.reshape(-1)[: request.input_length]
+
+
+def _open(path: str | Path) -> IO[str]:
+    if str(path).endswith(".gz"):
+        return cast("IO[str]", gzip.open(path, "rt", encoding="utf-8-sig"))
+    return open(path, encoding="utf-8-sig")
+
+
+class _Reader:
+    """Reads lines, and numbers the names of blocks that are no small numbers themselves."""
+
+    def __init__(self, block_size: int | None) -> None:
+        self._given_size = block_size
+        self._size = TOKENS_PER_HASH_ID if block_size is None else block_size
+        self._numbers: dict[object, int] = {}
+
+    def read(self, line: str, number: int) -> Iterator[TraceRequest]:
+        """Yield the request of a line; nothing if it is the first line of a log.
+
+        Raises:
+            InvalidArgumentError: It is not as described.
+        """
+        try:
+            fields: Any = json.loads(line)
+            request = self._request(fields)
+        except KeyError as error:
+            raise InvalidArgumentError(f"line {number} of the trace lacks {error}") from None
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise InvalidArgumentError(f"line {number} of the trace: {error}") from error
+        if request is not None:
+            yield request
+
+    def _request(self, fields: Any) -> TraceRequest | None:
+        if isinstance(fields, list):
+            fields = {"hashes": fields}
+        if not isinstance(fields, dict):
+            raise TypeError(f"must be an object or a list of hashes, got {type(fields).__name__}")
+        if TRACE_FORMAT in fields:
+            self._begin_log(fields)
+            return None
+        if "hashes" in fields:
+            return self._of_hashes(fields)
+        if "hash_ids" not in fields and "input_length" in fields:
+            raise KeyError("hash_ids")
+        length, ids = fields["input_length"], self._ids("hash_ids", fields["hash_ids"])
+        return self._make(fields, length, ids)
+
+    def _begin_log(self, fields: Mapping[str, Any]) -> None:
+        """Read the first line of a log.
+
+        Raises:
+            InvalidArgumentError: It is a log of another version, or of other blocks than asked for.
+        """
+        check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=1, maximum=1)
+        size = fields["block_size_tokens"]
+        size = check_int("block_size_tokens", size, minimum=1, maximum=_MOST_BLOCK)
+        if self._given_size not in (None, size):
+            raise InvalidArgumentError(
+                f"the blocks of this log have {size} tokens, not {self._given_size}"
+            )
+        self._given_size = self._size = size  # another log in the same file must agree
+
+    def _of_hashes(self, fields: Mapping[str, Any]) -> TraceRequest:
+        ids = self._ids("hashes", fields["hashes"])
+        # Whoever lists hashes lists those of complete blocks; what came after them is not known.
+        length = fields.get("length", len(ids) * self._size + 1)
+        return self._make(fields, length, ids)
+
+    def _make(self, fields: Mapping[str, Any], length: Any, ids: tuple[int, ...]) -> TraceRequest:
+        hint, tenant = fields.get("will_continue"), fields.get("tenant")
+        if not (hint is None or isinstance(hint, bool)):
+            raise TypeError(f"will_continue must be true, false or null, got {hint!r}")
+        if not (tenant is None or isinstance(tenant, (str, int))):
+            raise TypeError(f"tenant must be a string, a number or null, got {tenant!r}")
+        return TraceRequest(
+            timestamp=_timestamp(fields.get("timestamp", 0)),
+            input_length=length,
+            output_length=fields.get("output_length", 0),
+            hash_ids=ids,
+            block_size=self._size,
+            will_continue=hint,
+            tenant=None if tenant is None else str(tenant),
+        )
+
+    def _ids(self, name: str, values: Any) -> tuple[int, ...]:
+        if not isinstance(values, list):
+            raise TypeError(f"{name} must be a list, got {type(values).__name__}")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, str)):
+                raise TypeError(f"{name} must be ints or strings, got {value!r}")
+        if all(isinstance(value, int) and 0 <= value < _FIRST_NAMED for value in values):
+            return tuple(as_ints(name, values))
+        return tuple(
+            value
+            if isinstance(value, int) and 0 <= value < _FIRST_NAMED
+            else self._numbers.setdefault(value, _FIRST_NAMED + len(self._numbers))
+            for value in values
+        )
+
+
+def _timestamp(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"timestamp must be a number of milliseconds, got {value!r}")
+    return value

@@ -1,0 +1,235 @@
+"""The log of requests: what stands in it, what it survives, and that a replay finds the same."""
+
+import errno
+import gc
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from engine_rig import MODEL, cache_config
+
+from mamba_cache.bench.replay import run_replay
+from mamba_cache.bench.traces import read_trace
+from mamba_cache.blocks import compute_block_hashes
+from mamba_cache.context import TraceLog, trace_log
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import Engine, SamplingParams
+
+FIRST = SamplingParams(max_new_tokens=1)
+
+
+def prompts(rng, count):
+    """Prompts of a few conversations, some of two tenants, of any lengths."""
+    heads = [rng.integers(1, MODEL.config.vocab_size, 80).tolist() for _ in range(4)]
+    for _ in range(count):
+        head = heads[rng.integers(len(heads))]
+        tail = rng.integers(1, MODEL.config.vocab_size, int(rng.integers(1, 40))).tolist()
+        tokens = head[: int(rng.integers(1, len(head)))] + tail
+        heads[rng.integers(len(heads))] = (tokens + tail)[:100]
+        yield tokens, (None, "a", "b")[rng.integers(3)], (None, True, False)[rng.integers(3)]
+
+
+def serve(engine, requests):
+    """Each to its first token before the next one comes."""
+    for tokens, salt, hint in requests:
+        engine.submit(tokens, FIRST, cache_salt=salt, will_continue=hint)
+        list(engine.stream())
+
+
+def add(log, *lengths):
+    for length in lengths:
+        log.add(compute_block_hashes(list(range(length)), 4), length)
+
+
+def written(path):
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "mamba_cache_trace" not in line]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru"])
+def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
+    path = tmp_path / "requests.jsonl"
+    budgets = {"max_slots": 6, "num_kv_blocks": 40}
+    config = cache_config(
+        **budgets, slot_policy=policy, max_sequence_length=160, max_tokens=160,
+        max_requests=1, trace_path=path,
+    )  # fmt: skip
+    engine = Engine(MODEL, config)
+    serve(engine, prompts(rng, 120))
+    engine.context.close()
+    stats = engine.context.stats()
+    assert stats.skipped_tokens > 0
+    assert stats.evicted_blocks > 0
+    [record] = run_replay(
+        trace=str(path), slots=[6], kv_blocks=40, policies=[policy], placements=["megatron"],
+        max_tokens=160,
+    )["records"]  # fmt: skip
+    assert (record["requests"], record["hits"]) == (stats.requests, stats.hits)
+    assert record["skipped_tokens"] == stats.skipped_tokens
+    assert record["saved_states"] == stats.saved_states
+    assert record["evicted_blocks"] == stats.evicted_blocks
+
+
+def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
+    path = tmp_path / "log"
+    log = TraceLog(path, block_size_tokens=4)
+    hashes = compute_block_hashes([11, 12, 13, 14, 15, 16, 17, 18, 19], 4)
+    log.add(hashes, 9, will_continue=False, cache_salt="somebody")
+    log.add(hashes, 9)
+    log.close()
+    content = path.read_text(encoding="utf-8")
+    header, first, second = map(json.loads, content.splitlines())
+    assert header.keys() == {"mamba_cache_trace", "block_size_tokens", "began"}
+    assert first.keys() == {"timestamp", "length", "hashes", "will_continue", "tenant"}
+    assert second.keys() == {"timestamp", "length", "hashes"}
+    assert first["hashes"] == second["hashes"]
+    assert len(set(first["hashes"])) == 2
+    assert first["timestamp"] <= second["timestamp"]
+    assert not any(digest.hex()[:12] in content for digest in hashes.digests)
+    assert "somebody" not in content
+    assert path.stat().st_mode & 0o077 == 0, "others need not read it"
+
+
+def test_logs_go_together_only_under_one_secret(tmp_path):
+    names = []
+    for number, secret in enumerate([None, None, b"s", b"s", b"t"]):
+        log = TraceLog(tmp_path / str(number), block_size_tokens=4, secret=secret)
+        add(log, 8)
+        log.close()
+        names.append(tuple(written(tmp_path / str(number))[0]["hashes"]))
+    assert names[2] == names[3]
+    assert len(set(names)) == 4
+
+
+def test_a_thread_writes_what_is_queued_without_being_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 0.001)
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    was_written, append = threading.Event(), trace_log._append
+    monkeypatch.setattr(trace_log, "_append", lambda *given: (append(*given), was_written.set()))
+    add(log, 8)
+    assert was_written.wait(60)
+    log.close()
+    assert len(written(tmp_path / "log")) == 1
+
+
+def test_a_full_queue_drops_and_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 4)
+    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 1e6)
+    monkeypatch.setattr(TraceLog, "_run", lambda self: None)
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    add(log, 1, 2, 3, 4, 5, 6)
+    assert log.num_dropped == 2
+    log.flush()
+    add(log, 7)
+    log.close()
+    add(log, 8)
+    assert [line["length"] for line in written(tmp_path / "log")] == [1, 2, 3, 4, 7]
+    assert (log.num_written, log.num_dropped, log.num_errors) == (5, 3, 0)
+
+
+def test_half_a_full_queue_wakes_the_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 8)
+    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 1e6)
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    woken = threading.Event()
+    monkeypatch.setattr(log, "_write_queued", woken.set)
+    add(log, 1, 2, 3)
+    add(log, 4)
+    assert woken.wait(60)
+    monkeypatch.undo()
+    log.close()
+
+
+def test_a_disk_that_is_full_costs_lines_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    log = TraceLog(path, block_size_tokens=4)
+    add(log, 1)
+    log.flush()
+    write = os.write
+
+    def short(file, content):
+        return write(file, content[:5])
+
+    def fails(file, content):
+        raise OSError(errno.EIO, "no")
+
+    for broken in (short, fails):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", broken)
+            add(log, 2, 3)
+            log.flush()
+    add(log, 4)
+    log.close()
+    assert [line["length"] for line in written(path)] == [1, 4]
+    assert (log.num_written, log.num_dropped, log.num_errors) == (2, 4, 2)
+    assert len(read_trace(path)) == 2
+
+
+def test_a_path_that_cannot_be_opened_is_counted_and_the_engine_serves(tmp_path, rng):
+    engine = Engine(MODEL, cache_config(trace_path=tmp_path / "no" / "such" / "folder"))
+    serve(engine, [([1, 2, 3], None, None)])
+    engine.context.close()
+    log = engine.context.trace_log
+    assert (log.num_written, log.num_dropped, log.num_errors) == (0, 1, 1)
+    assert engine.context.stats().requests == 1
+
+
+def test_a_context_that_nobody_closes_writes_its_log(tmp_path):
+    path = tmp_path / "log"
+    engine = Engine(MODEL, cache_config(trace_path=path))
+    serve(engine, [([1, 2, 3], None, None), ([4] * 20, None, None)])
+    thread = engine.context.trace_log._thread
+    del engine
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [line["length"] for line in written(path)] == [3, 20]
+
+
+def test_a_log_is_added_to(tmp_path):
+    for length in (3, 5):
+        log = TraceLog(tmp_path / "log", block_size_tokens=4)
+        log.flush()
+        add(log, length)
+        log.close()
+        log.close()
+    assert [request.input_length for request in read_trace(tmp_path / "log")] == [3, 5]
+
+
+def test_a_process_that_was_forked_leaves_the_log_alone(tmp_path, monkeypatch):
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    add(log, 3)
+    log.flush()
+    log.close()
+    monkeypatch.undo()
+    assert (log.num_dropped, log._thread) == (1, None)
+    assert not (tmp_path / "log").exists()
+    log.close()
+
+
+def test_a_request_that_is_preempted_and_resumed_is_one_line(tmp_path, rng):
+    path = tmp_path / "log"
+    config = cache_config(num_kv_blocks=12, max_requests=3, trace_path=path)
+    engine = Engine(MODEL, config)
+    lengths = [20, 21, 22]
+    engine.generate(
+        [np.arange(1, n + 1).tolist() for n in lengths], SamplingParams(max_new_tokens=24)
+    )
+    engine.context.close()
+    assert engine.context.stats().requests > 3, "one was resumed"
+    assert sorted(line["length"] for line in written(path)) == lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"trace_path": 3}, "trace_path must be a path, got 3"),
+        ({"trace_path": "x", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+    ],
+)
+def test_settings_are_checked(settings, complaint):
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        cache_config(**settings)

@@ -1,0 +1,131 @@
+"""Files of requests: what is read of each format, and what is said of a line that is none."""
+
+import gzip
+import json
+
+import pytest
+
+from mamba_cache.bench.traces import TraceRequest, prompt_tokens, read_trace
+from mamba_cache.errors import InvalidArgumentError
+
+MOONCAKE = {"timestamp": 7, "input_length": 600, "output_length": 5, "hash_ids": [3, 9]}
+HEADER = {"mamba_cache_trace": 1, "block_size_tokens": 16}
+LOGGED = {"timestamp": 1.5, "length": 40, "hashes": ["a1", "b2"]}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    def write(*lines, name="trace.jsonl"):
+        path = tmp_path / name
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path.write_text("\n".join(texts), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_trace_is_read_in_order_up_to_the_limit(trace):
+    path = trace(MOONCAKE, MOONCAKE | {"timestamp": 8, "more": True}, MOONCAKE)
+    first, second = read_trace(path, 2)
+    assert first == TraceRequest(7, 600, 5, (3, 9))
+    assert second.timestamp == 8
+    assert len(read_trace(path)) == 3
+
+
+def test_hashes_alone_are_those_of_complete_blocks(trace):
+    """Of what comes after them nothing is known, so the prompt has a token more."""
+    one, other, empty = read_trace(trace(["x", "y"], {"hashes": [2**70, 5]}, []))
+    assert (one.input_length, one.whole_ids) == (1025, one.hash_ids)
+    assert (other.input_length, len(other.hash_ids)) == (1025, 2)
+    assert not set(one.hash_ids) & set(other.hash_ids)
+    assert (empty.input_length, empty.hash_ids) == (1, ())
+    again, _ = read_trace(trace(["x", "z"], ["x", "y"]), block_size=256)
+    assert again.input_length == 513
+
+
+def test_a_log_says_how_large_its_blocks_are(trace):
+    path = trace(HEADER, LOGGED | {"will_continue": True, "tenant": "c3"}, "", LOGGED)
+    first, second = read_trace(path)
+    assert (first.block_size, first.input_length, first.timestamp) == (16, 40, 1.5)
+    assert (first.will_continue, first.tenant) == (True, "c3")
+    assert (second.will_continue, second.tenant) == (None, None)
+    assert first.hash_ids == second.hash_ids
+    assert len(prompt_tokens(first)) == 40
+    assert read_trace(path, block_size=16) == [first, second]
+    with pytest.raises(InvalidArgumentError, match="line 1 .* have 16 tokens, not 32"):
+        read_trace(path, block_size=32)
+
+
+def test_logs_of_two_runs_in_one_file_are_one_trace(trace):
+    assert len(read_trace(trace(HEADER, LOGGED, HEADER, LOGGED))) == 2
+    other = HEADER | {"block_size_tokens": 32}
+    with pytest.raises(InvalidArgumentError, match="line 3 of the trace: .* have 32 tokens"):
+        read_trace(trace(HEADER, LOGGED, other, LOGGED))
+
+
+def test_other_blocks_than_mooncakes_are_named_by_the_caller(trace):
+    line = {"input_length": 40, "hash_ids": [1, 2, 3], "type": "text"}
+    [request] = read_trace(trace(line), block_size=16)
+    assert request.hash_ids == (1, 2, 3)
+    with pytest.raises(InvalidArgumentError, match="a block size of 16 would fit"):
+        read_trace(trace(line))
+
+
+def test_compressed_and_marked_files_are_read(trace, tmp_path):
+    plain = trace(MOONCAKE)
+    with gzip.open(tmp_path / "trace.jsonl.gz", "wb") as file:
+        file.write(b"\xef\xbb\xbf" + plain.read_bytes() + b"\r\n\n  \n")
+    assert read_trace(tmp_path / "trace.jsonl.gz") == read_trace(plain)
+    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "trace.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        read_trace(tmp_path / "cut.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2 of the trace: "),
+        ('{"timestamp": 1, "length": 4', "line 2 of the trace: "),
+        ("3", "line 2 of the trace: must be an object or a list of hashes, got int"),
+        ("null", "must be an object"),
+        ("[" * 100_000, "line 2 of the trace: "),
+        ({"timestamp": 1}, "line 2 of the trace lacks 'input_length'"),
+        ({"input_length": 1}, "line 2 of the trace lacks 'hash_ids'"),
+        (MOONCAKE | {"hash_ids": []}, r"line 2 of the trace: 600 prompt tokens need 2 hash_ids"),
+        (MOONCAKE | {"hash_ids": [3, 9, 4]}, "got 3"),
+        (MOONCAKE | {"hash_ids": [3, None]}, "hash_ids must be ints or strings, got None"),
+        (MOONCAKE | {"hash_ids": [3, True]}, "hash_ids must be ints or strings, got True"),
+        (MOONCAKE | {"hash_ids": [3, 1.5]}, "hash_ids must be ints or strings, got 1.5"),
+        (MOONCAKE | {"hash_ids": "39"}, "hash_ids must be a list, got str"),
+        (MOONCAKE | {"input_length": 0}, "input_length must be an int >= 1, got 0"),
+        (MOONCAKE | {"input_length": 600.5}, "got 600.5"),
+        (MOONCAKE | {"input_length": None}, "got None"),
+        (MOONCAKE | {"output_length": -1}, "output_length must be an int >= 0, got -1"),
+        (MOONCAKE | {"timestamp": "soon"}, "timestamp must be a number of milliseconds"),
+        (json.dumps(MOONCAKE).replace(": 7", ": NaN"), "timestamp must be a number"),
+        (MOONCAKE | {"will_continue": 1}, "will_continue must be true, false or null, got 1"),
+        (MOONCAKE | {"tenant": [1]}, "tenant must be a string"),
+        ({"hashes": ["a", "b"], "length": 400}, "400 prompt tokens need 1 hash_ids, .* got 2"),
+        ({"hashes": ["a"], "length": 2000}, "2000 prompt tokens need 4 hash_ids"),
+        ({"hashes": {"a": 1}}, "hashes must be a list, got dict"),
+        (HEADER | {"mamba_cache_trace": 2}, r"mamba_cache_trace must be an int in \[1, 1\]"),
+        ({"mamba_cache_trace": 1}, "line 2 of the trace lacks 'block_size_tokens'"),
+        (HEADER | {"block_size_tokens": 0}, "block_size_tokens must be an int in"),
+    ],
+)
+def test_a_bad_line_is_named(trace, line, complaint):
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        read_trace(trace(MOONCAKE, line))
+
+
+def test_a_file_without_requests_is_refused(trace, tmp_path):
+    for lines in ((), ("", " "), (HEADER,)):
+        with pytest.raises(InvalidArgumentError, match="holds no request"):
+            read_trace(trace(*lines))
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        read_trace(tmp_path / "missing")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        read_trace(tmp_path / "binary")
+    with pytest.raises(InvalidArgumentError, match="block_size must be"):
+        read_trace(trace(MOONCAKE), block_size=0)
