@@ -99,28 +99,28 @@ class Admitter:
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
         match = self._match_on_gpu(active.hashes, active.num_tokens)
-        if self._tiering is not None:
-            found = self._find_below(self._tiering, active, match)
-            if found is not None and self._enter(
-                active, found[0], chunk_tokens, token_room, found[1], match.skip_tokens
-            ):
-                self._tiering.offer_used(active, found[0].state_matched_blocks)
-                return
-        self._enter(active, match, chunk_tokens, token_room)
-        if self._tiering is not None:
-            self._tiering.offer_used(active, match.state_matched_blocks)
+        if self._tiering is None:
+            self._enter(active, match, chunk_tokens, token_room)
+            return
+        found, load = self._find_below(self._tiering, active, match)
+        self._enter(active, found, chunk_tokens, token_room, load, match.skip_tokens)
+        self._tiering.offer_used(active, found.state_matched_blocks)
 
     def _find_below(
         self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
-    ) -> tuple[PrefixMatch, PlannedLoad] | None:
-        """Find where a request resumes by loading, and keep the rows; None: nowhere."""
+    ) -> tuple[PrefixMatch, PlannedLoad | None]:
+        """Find where a request resumes, and keep the rows if it is by loading."""
         tiering.poll()
         while (extended := tiering.extend(match, active.hashes)).loads_state:
+            # Before anything is evicted for it: what raises later must have changed nothing.
+            index, blocks = extended.state_matched_blocks - 1, match.block_ids
+            if not self._slots.can_reserve(blocks[index] if index < len(blocks) else None, blocks):
+                break
             load = tiering.read(active, extended)
             if load is not None:
                 return extended, load
             # An entry was damaged, and is not found again.
-        return None
+        return match, None
 
     def _enter(  # noqa: PLR0917 (one admission, part by part)
         self,
@@ -130,7 +130,7 @@ class Admitter:
         token_room: int,
         load: PlannedLoad | None = None,
         state_position: int | None = None,
-    ) -> bool:
+    ) -> None:
         """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``.
 
         Args:
@@ -139,13 +139,10 @@ class Admitter:
             chunk_tokens: As in ``admit``.
             token_room: Likewise.
             load: What it loads for that.
-            state_position: With a load, where it could resume without.
-
-        Returns:
-            False if no slot can be had for the state to load. It holds nothing then.
+            state_position: Where it could resume without a load. Default: where it resumes.
         """
         try:
-            return self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
+            self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
         except BaseException:
             self._cancel_load(load)
             raise
@@ -158,7 +155,7 @@ class Admitter:
         token_room: int,
         load: PlannedLoad | None,
         state_position: int | None,
-    ) -> bool:
+    ) -> None:
         num_tokens = self._chunk_tokens(active, match.skip_tokens, chunk_tokens, token_room)
         end = match.skip_tokens + num_tokens
         admission = Admission(
@@ -192,14 +189,10 @@ class Admitter:
             if load is not None:
                 load.checkpoint = self._checkpoints.reserve_for_load(active, match.skip_tokens)
                 active.chunk = replace(active.chunk, load=load)
-                if load.checkpoint is None:
-                    self.release(active)
-                    return False
             active.chunk = self._checkpoints.plan(active, active.chunk, is_admitted=True)
         except BaseException:
             self.release(active)
             raise
-        return True
 
     def schedule(
         self,
@@ -298,6 +291,7 @@ class Admitter:
             self._unpin(chunk.lease)
             self._cancel_load(chunk.load)
         self._checkpoints.cancel_decode(active)
+        active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
         active.num_shared_blocks = 0  # unnoticed: it is overwritten before it is read
         self._rows.give_back(active.leave_row())
 

@@ -93,10 +93,10 @@ class Checkpoints:
         self._room -= len(kept)
         return chunk.with_checkpoints(tuple(kept), boundary)
 
-    def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint | None:
-        """Reserve a slot for a state that is loaded; None if no slot can be had."""
-        kept = self._reserve(active, [position], self._propose)
-        return replace(kept[0], is_loaded=True) if kept else None
+    def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
+        """Reserve a slot for a state that is loaded; one can be had."""
+        [kept] = self._reserve(active, [position], self._propose)
+        return replace(kept, is_loaded=True)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""

@@ -36,6 +36,7 @@ _CHUNKS_AT_ONCE: Final = 8
 _ENTRIES_AT_ONCE: Final = 16
 _FAILURES_TO_OPEN: Final = 2
 _PROBE_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
 
@@ -120,7 +121,9 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """A look whether a store that failed is back."""
+    """A look whether a store that failed is back; the first one has it connect."""
+
+    is_first: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -225,6 +228,8 @@ class RemoteTier:
         self._loads: deque[_Load] = deque()
         self._puts: deque[_Put] = deque()
         self._removals: deque[_Removal] = deque()
+        # So that no request waits until the store has connected.
+        self._connecting: deque[_Probe] = deque([_Probe(is_first=True)])
         self._pending: set[EntryKey] = set()
         self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
         # What the store had, and what in it was bad, with when that was known.
@@ -246,9 +251,7 @@ class RemoteTier:
     @property
     def is_healthy(self) -> bool:
         """Whether it takes calls now: not while the store is left alone after failures."""
-        if self._is_closing or os.getpid() != self._pid:
-            return False
-        return self._failures < _FAILURES_TO_OPEN and bool(self._workers)
+        return os.getpid() == self._pid and self._takes_calls
 
     @property
     def num_queued(self) -> int:
@@ -287,7 +290,7 @@ class RemoteTier:
         if not self.is_healthy:
             return False
         with self._lock:
-            if self._is_closing or len(self._asks) >= self._max_queued:
+            if not self._takes_calls or len(self._asks) >= self._max_queued:
                 return False
             self._counts["asks"] += 1
             self._asks.append(_Ask(keys, found))
@@ -349,7 +352,7 @@ class RemoteTier:
         if not self.is_healthy:
             return False
         with self._lock:
-            if self._is_closing or len(self._loads) >= self._max_queued:
+            if not self._takes_calls or len(self._loads) >= self._max_queued:
                 return False
             self._counts["loads"] += 1
             is_bad = _is_recent(self._bad, expected.key, time.monotonic())
@@ -473,17 +476,22 @@ class RemoteTier:
 
     @property
     def _queues(self) -> tuple[deque[Any], ...]:
-        return self._asks, self._loads, self._removals, self._puts
+        return self._connecting, self._asks, self._loads, self._removals, self._puts
+
+    @property
+    def _takes_calls(self) -> bool:
+        is_left_alone = self._failures >= _FAILURES_TO_OPEN
+        return not self._is_closing and not is_left_alone and bool(self._workers)
 
     def _num_queued(self) -> int:
         jobs = [job for worker in self._workers for job in worker.jobs]
-        busy = sum(not isinstance(job, _Probe) for job in jobs)
+        busy = sum(not isinstance(job, _Probe) or job.is_first for job in jobs)
         return busy + sum(len(queue) for queue in self._queues)
 
     def _reason_against(self, key: EntryKey) -> str | None:
         """Say why an entry that is not there is not written now."""
-        if self._is_closing:
-            return "aborted"
+        if not self._takes_calls:
+            return "unhealthy"
         if key in self._pending:
             return "in_flight"
         if self._write_on_use > 1 and key not in self._first_uses:
@@ -575,12 +583,12 @@ class RemoteTier:
                     if self._probe_is_due:
                         self._probe_is_due = False
                         taken = [_Probe()]
+                elif self._connecting:
+                    taken = [self._connecting.popleft()]
                 elif self._asks:
                     taken = [self._asks.popleft()]
                 elif self._loads:
-                    share = -(-len(self._loads) // self._num_threads)
-                    count = min(share, _ENTRIES_AT_ONCE)
-                    taken = [self._loads.popleft() for _ in range(count)]
+                    taken = self._take_loads()
                 elif self._removals:
                     taken = [self._removals.popleft()]
                 elif self._puts and self._num_writing() < self._num_threads - 1:
@@ -592,6 +600,15 @@ class RemoteTier:
                     return taken
                 self._work_came.wait()
             return []
+
+    def _take_loads(self) -> list[_Job]:
+        """Take a thread's share of the loads: of different entries, for a call names each once."""
+        share = min(-(-len(self._loads) // self._num_threads), _ENTRIES_AT_ONCE)
+        taken: dict[EntryKey, _Load] = {}
+        while len(taken) < share and self._loads[0].expected.key not in taken:
+            load = self._loads.popleft()
+            taken[load.expected.key] = load
+        return [*taken.values()]
 
     def _num_writing(self) -> int:
         return sum(worker.is_writing for worker in self._workers)
@@ -616,14 +633,17 @@ class RemoteTier:
                 self._write_seconds += time.perf_counter() - started
                 self._work_came.notify()  # one less writes
 
-    def _call(self, worker: _Worker, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
+    def _call(
+        self, worker: _Worker, call: Callable[[], Sequence[_T]], *, connects: bool = False
+    ) -> Sequence[_T]:
         """Call the store, by the deadline; count what it did not do.
 
         Raises:
             _GivenUp: It returned after its deadline.
         """
         with self._lock:
-            worker.deadline = time.monotonic() + self._call_seconds
+            seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
+            worker.deadline = time.monotonic() + seconds
             if not self._watches_calls:
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
@@ -707,6 +727,8 @@ class RemoteTier:
                 for worker in [each for each in self._workers if (each.deadline or now + 1) <= now]:
                     jobs += self._give_up(worker)
                     dropped += self._count_failure()
+                if not self._workers:  # all hang: nobody is left to do what is queued
+                    dropped += self._take_queued()
                 if self._probes_at is not None and now >= self._probes_at:
                     self._probes_at, self._probe_is_due = None, True
                     self._work_came.notify_all()
@@ -741,7 +763,7 @@ class RemoteTier:
 
     def _probe(self, worker: _Worker, probe: _Probe) -> None:
         """Look whether the store is back."""
-        self._call(worker, lambda: [self.store.health().fault])
+        self._call(worker, lambda: [self.store.health().fault], connects=probe.is_first)
         with self._lock:
             worker.jobs.remove(probe)
             self._one_over.notify_all()

@@ -31,6 +31,8 @@ class Row:
 CONTRACTS = "unit/test_context_contracts.py::"
 HITS = "unit/test_context_hits.py::"
 SLOTS = "unit/test_regressions_slots.py::"
+HOST, DISK = "unit/test_host_tier.py::", "unit/test_disk_tier.py::"
+PEERS = "unit/test_tier_peers.py::"
 
 WRONG_STATE = [
     Row(
@@ -248,7 +250,97 @@ HIT_RATE = [
     ),
 ]
 
-ROWS = WRONG_STATE + CRASHES_AND_LEAKS + HIT_RATE
+TIERS = [
+    Row(
+        "a state saved from a freed or speculative block, kept by deduplication (vLLM #53084)",
+        "Tiering._is_there, which says True; the check of the digest in PlainTransfers.load",
+        (
+            HOST + "test_what_is_written_over_while_it_was_copied_is_never_restored",
+            PEERS + "test_nothing_of_a_draft_that_was_rejected_is_kept_below",
+            PEERS + "test_bad_bytes_are_not_kept_because_they_are_there_already",
+        ),
+    ),
+    Row(
+        "a boundary off by one (vLLM #51094, #51100)",
+        "one block of the state's index in Tiering.read; min_computed_tokens in Tiering.extend",
+        (PEERS + "test_prompts_around_a_boundary_resume_at_one_that_they_have_passed",),
+    ),
+    Row(
+        "attention hit and state hit disagreed (vLLM #46453, LMCache #2863, SGLang #39147)",
+        "the look for blocks in Tiering.extend; the look for states there",
+        (
+            HOST + "test_a_state_without_its_blocks_is_no_boundary",
+            HOST + "test_blocks_without_a_state_are_no_boundary",
+        ),
+    ),
+    Row(
+        "a load was aborted and its slot published before its bytes had come (SGLang #30986)",
+        "the cancelling of the chunk in Admitter.release; the wait for is_done in Tiering.poll",
+        (
+            HOST + "test_loads_that_nobody_wants_any_more_leave_nothing_behind",
+            HOST + "test_copies_that_come_late_are_not_found_before_they_are_over",
+        ),
+    ),
+    Row(
+        "a prefetch brought blocks without the state, or a part of it (SGLang #30057, #39862)",
+        "the state in LowerTierLink._plan; the second tensor in RowLayout.views",
+        (
+            "unit/test_prefetch.py::test_the_next_best_boundary_is_brought_where_a_block_is_missing",
+            "unit/test_prefetch.py::test_what_is_refused_below_is_computed",
+            "unit/test_tier_rows.py::test_entries_lie_in_rows_to_the_bit",
+        ),
+    ),
+    Row(
+        "stored before computed, loaded over what is read, a source reused early (vLLM #45704)",
+        "the retiring of leases in Tiering.cancel, which are released at once",
+        (
+            PEERS + "test_no_row_is_given_away_while_a_copy_from_it_is_under_way",
+            HOST + "test_rows_that_are_all_in_use_are_not_given_away",
+        ),
+    ),
+    Row(
+        "one of several pages, or another layout, was taken for the whole (LMCache #4701)",
+        "DiskTier._check_size; the payload's size in DiskTier._recovery_refusal",
+        (
+            DISK + "test_sizes_are_checked",
+            DISK + "test_headers_of_payloads_of_another_size_are_refused",
+        ),
+    ),
+    Row(
+        "the key lacked the weights, the rank or the path (SGLang #38362, #35484, lmdeploy #4930)",
+        "a fact of CacheIdentity.of; the identity in DiskTier._name_of",
+        (
+            "unit/test_tier_identity.py::test_one_changed_fact_is_another_identity",
+            "unit/test_tier_identity.py::test_after_any_single_change_nothing_is_found_on_the_disk",
+            DISK + "test_a_second_user_of_a_folder_is_refused",
+        ),
+    ),
+    Row(
+        "no hits, ever: a hash seed drawn in each process (SGLang #26448, LMCache #1139)",
+        "the refusal of an unset secret in CacheIdentity.of; hash_secret in Tiering",
+        (
+            "unit/test_tier_identity.py::test_a_secret_drawn_in_each_process_is_refused",
+            "integration/test_disk_restart.py::"
+            "test_a_second_process_skips_what_the_first_computed_with_equal_tokens",
+        ),
+    ),
+    Row(
+        "a rename without fsync: short reads and files of zeroes after power loss (file tiers)",
+        "the wait for the disk in DiskTier._write; the look at short reads in SlabFile.read",
+        (
+            DISK + "test_a_failed_write_is_counted_and_not_findable",
+            DISK + "test_a_file_cut_short_is_refused",
+            DISK + "test_damage_behind_its_back_is_refused_by_name",
+        ),
+    ),
+    Row(
+        "pickle from a socket (CVE-2025-32444, CVE-2026-3059, CVE-2024-50050)",
+        "nothing: a module of the package that imports pickle makes it fail",
+        (PEERS + "test_nothing_is_unpickled",),
+    ),
+]
+
+ROWS = WRONG_STATE + CRASHES_AND_LEAKS + HIT_RATE + TIERS
 TESTS = sorted({test for row in ROWS for test in row.tests})
 
 

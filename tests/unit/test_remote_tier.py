@@ -372,6 +372,33 @@ def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
     assert bench.load(1) == bytes(payload_of(1))
 
 
+def test_what_is_queued_is_ended_when_the_last_thread_hangs(monkeypatch) -> None:
+    """Though the store answers others in between, so that it never fails twice in a row."""
+    bench = Bench(monkeypatch, num_threads=2)
+    bench.put(1)
+    for count in range(1, 4):
+        assert bench.ask(1) == [True]
+        bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
+        answer, last = Answer(), Answer()
+        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+        wait_until(lambda count=count: bench.faulty.injected[HANGS] == count)
+        bench.turn(2.1)
+        assert answer.get() is Refusal.TIMEOUT
+    assert bench.ask(1) == [True]
+    bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), Answer())
+    wait_until(lambda: bench.faulty.injected[HANGS] == 4)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), last)
+    bench.turn(2.1)
+    assert last.get() is Refusal.IO_ERROR
+    assert (bench.tier._workers, bench.tier.stats().opened) == (set(), 0)
+    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
+    bench.faulty.heal()
+    wait_until(lambda: not bench.tier._hung)
+    assert bench.load(1) == bytes(payload_of(1))
+    bench.tier.close()
+
+
 def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
@@ -440,6 +467,21 @@ def test_queues_are_bounded(monkeypatch) -> None:
     bench.check()
     assert sum(len(answer.calls) for answer in answers) == len(answers) - 3
     bench.tier.close()
+
+
+def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
+    """A call of the store names each key once; after a reset nobody knows of the first flight."""
+    bench.put(1)
+    gate, exists = threading.Event(), bench.memory.exists_many
+    bench.memory.exists_many = lambda keys: gate.wait(60) and exists(keys)
+    for _ in range(4):  # all threads are busy
+        assert bench.tier.ask([facts_of(1).key], lambda _: None)
+    answers, buffers = [Answer() for _ in range(9)], [buffer_for(facts_of(1)) for _ in range(9)]
+    for answer, into in zip(answers, buffers, strict=True):
+        assert bench.tier.load(facts_of(1), into, answer)
+    gate.set()
+    assert [answer.get() for answer in answers] == [None] * 9
+    assert {bytes(into) for into in buffers} == {bytes(payload_of(1))}
 
 
 def test_loads_do_not_wait_for_puts(monkeypatch) -> None:

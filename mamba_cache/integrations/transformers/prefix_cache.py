@@ -118,6 +118,9 @@ class PrefixCache:
             same weights, settings and versions finds them. It needs ``host_cache_gb``, through
             which they come and go, and has one user at a time.
         disk_cache_gb: What everything below that path may take, in GiB.
+        store: A store of prefixes that several processes share, on this machine or others: a
+            ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
+        hash_secret: The same secret bytes in all processes that share a store.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -149,6 +152,8 @@ class PrefixCache:
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
+        store: Any = None,
+        hash_secret: bytes | None = None,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -159,6 +164,11 @@ class PrefixCache:
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
             raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
+        if store is not None and (host_cache_gb is None or hash_secret is None):
+            raise InvalidArgumentError(
+                "store needs host_cache_gb (GiB), through which prefixes come and go, and "
+                "hash_secret, the same bytes in all processes that share it"
+            )
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -200,6 +210,8 @@ class PrefixCache:
                 host_cache_gb=host_cache_gb,
                 disk_cache_path=disk_cache_path,
                 disk_cache_gb=disk_cache_gb,
+                shared=store,
+                hash_secret=hash_secret,
             )
 
     def _make_store(self, layout: PrefixLayout, num_slots: int, num_blocks: int) -> None:

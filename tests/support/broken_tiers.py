@@ -1,0 +1,177 @@
+"""Tiers that are wrong on purpose, one fault each: what the machine of all tiers must notice."""
+
+from unittest import mock
+
+from mamba_cache.context.tiering import Tiering
+from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, disk
+from mamba_cache.tiers.rows import RowPool
+from mamba_cache.tiers.slab import SlabFile
+
+
+def _bytes_unseen(load):
+    def broken(self, jobs):
+        ticket = load(self, jobs)
+        ticket._damaged = []
+        return ticket
+
+    return broken
+
+
+def _headers_unseen(_):
+    return lambda self, entries, facts, lease: None
+
+
+def _disk_believed(read_row):
+    def broken(slab, load):
+        read_row(slab, load)
+
+    return broken
+
+
+def _another_row(load):
+    """Of the jobs of one load those of one kind are turned by one row."""
+
+    def broken(self, jobs):
+        rows = {kind: [job.row for job in jobs if job.kind is kind] for kind in EntryKind}
+        turned = {kind: iter([*of_it[1:], *of_it[:1]]) for kind, of_it in rows.items()}
+        return load(self, [CopyJob(job.kind, job.place, next(turned[job.kind])) for job in jobs])
+
+    return broken
+
+
+def _another_row_of_the_disk(read):
+    def broken(self, row, into):
+        return read(self, (row + 1) % max(1, self.num_rows), into)
+
+    return broken
+
+
+def _lease_kept(_):
+    return lambda self, load: load.leases.clear()
+
+
+def _lower_lease_kept(end_lower):
+    def broken(self, lease, refusal):
+        if lease.lease.writes:
+            end_lower(self, lease, refusal)
+
+    return broken
+
+
+def _disk_lease_kept(release):
+    """Of rows whose entry was found to be damaged."""
+
+    def broken(self, lease):
+        if not (isinstance(self, disk._DiskRows) and lease.row in self._leaving):
+            release(self, lease)
+
+    return broken
+
+
+def _a_block_early(read):
+    """The state is that at the end of the block before."""
+
+    def broken(self, active, match):
+        facts = self._facts
+
+        def early(request, kind, index):
+            is_state = kind is EntryKind.STATE and index > 0
+            return facts(request, kind, index - is_state)
+
+        with mock.patch.object(self, "_facts", early):
+            return read(self, active, match)
+
+    return broken
+
+
+def _kv_alone(load):
+    """Keys and values come, and the state that goes with them does not."""
+
+    def broken(self, jobs):
+        return load(self, [job for job in jobs if job.kind is EntryKind.KV])
+
+    return broken
+
+
+def _state_alone(load):
+    def broken(self, jobs):
+        return load(self, [job for job in jobs if job.kind is EntryKind.STATE])
+
+    return broken
+
+
+def _gone_counts(_):
+    """What was given up while it was copied is kept all the same."""
+    return lambda self, offer: True
+
+
+def _published_at_once(reserve):
+    """A row is findable before a lower tier has filled it."""
+
+    def broken(self, facts, *, for_lower=False):
+        lease = reserve(self, facts, for_lower=for_lower)
+        if lease is not None and for_lower:
+            pool, digest = self._entries[facts.key.kind].pool, facts.key.digest
+            pool._row_of[digest] = lease.lease.row
+            pool._digests[lease.lease.row] = digest
+        return lease
+
+    return broken
+
+
+def _failure_is_success(end_lower):
+    """What a lower tier could not bring is published."""
+    return lambda self, lease, refusal: end_lower(self, lease, None)
+
+
+def _damage_found_again(drop):
+    return lambda self, lease: None if isinstance(self, disk._DiskRows) else drop(self, lease)
+
+
+def _forgets_flights(end):
+    """A second prefetch that waits for the same entry is never told."""
+
+    def broken(self, refusal, end_row):
+        del self._prefetches[1:]
+        end(self, refusal, end_row)
+
+    return broken
+
+
+def _patches():
+    from mamba_cache.context.prefetch import _Flight  # noqa: PLC0415
+
+    return {
+        "bytes from host memory are not verified": (PlainTransfers, "load", _bytes_unseen),
+        "headers in host memory are not verified": (HostTier, "_refusal", _headers_unseen),
+        "rows of the disk are not verified": (disk, "_read_row", _disk_believed),
+        "rows of host memory are exchanged on their way": (PlainTransfers, "load", _another_row),
+        "another row of the disk is read": (SlabFile, "read", _another_row_of_the_disk),
+        "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept),
+        "what was written to the disk keeps its row": (
+            HostTier, "_end_lower", _lower_lease_kept,
+        ),
+        "a damaged row of the disk stays held": (RowPool, "release", _disk_lease_kept),
+        "the boundary is off by one: the state is the block's before": (
+            Tiering, "read", _a_block_early,
+        ),
+        "keys and values are loaded without their state": (PlainTransfers, "load", _kv_alone),
+        "a state is loaded without keys and values": (PlainTransfers, "load", _state_alone),
+        "what was given up while it was copied counts": (Tiering, "_is_there", _gone_counts),
+        "a row is findable before it is filled": (HostTier, "reserve", _published_at_once),
+        "what the disk could not bring is findable": (
+            HostTier, "_end_lower", _failure_is_success,
+        ),
+        "a damaged row of the disk is found again": (RowPool, "drop", _damage_found_again),
+        "who waits for another's flight is not told": (_Flight, "end", _forgets_flights),
+    }  # fmt: skip
+
+
+_FAULTS = _patches()
+FAULTS = tuple(_FAULTS)
+
+
+def broken(fault):
+    """Makes all tiers wrong for as long as it is entered."""
+    owner, name, make = _FAULTS[fault]
+    return mock.patch.object(owner, name, make(getattr(owner, name)))

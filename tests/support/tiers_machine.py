@@ -1,0 +1,673 @@
+"""Machines of a context over its tiers: any calls in any order, and what tiers can do to them.
+
+``TieredMachine`` has a tier in host memory, ``DiskMachine`` a disk below it. Answers are those of a
+run without a cache, whatever is damaged, late, lost or full; and no row is held for nobody.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from context_machine import POLICIES, STEM, TENANTS, ContextMachine, Seen, same_bits
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from tier_rig import (
+    KV,
+    STATE,
+    CopyError,
+    LateTransfers,
+    always,
+    cached_rows,
+    flip,
+    flip_header,
+)
+
+from mamba_cache.context import PrefetchState, RequestStatus
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.slots import EveryNthBlock, LastBlock
+from mamba_cache.tiers import ModelIdentity, Refusal, payload_digest
+from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers.directory import slab_path
+from mamba_cache.tiers.slab import PAGE_BYTES
+
+
+class Copies(LateTransfers):
+    """Copies that are late; the next one of a kind raises if it is told to, half of it done."""
+
+    def __init__(self, transfers):
+        super().__init__(transfers)
+        self.fails = set()
+
+    def spill(self, jobs):
+        self._fail("spill", jobs)
+        return super().spill(jobs)
+
+    def load(self, jobs):
+        self._fail("load", jobs)
+        return super().load(jobs)
+
+    def _fail(self, way, jobs):
+        if way in self.fails:
+            self.fails.remove(way)
+            getattr(self._transfers, way)(jobs[: len(jobs) // 2])
+            raise CopyError
+
+
+PROMPTS = st.tuples(st.sampled_from([24, 32, 40]), st.integers(0, 1))
+"""Few, so that they come again: tokens that they have in common, and which ones follow."""
+
+
+class TieredMachine(ContextMachine):
+    """Small pools on the GPU; a tier that holds little or all; answers as without a cache.
+
+    A bit that is turned in a row is found before anything that depends on it is told or findable.
+    """
+
+    pace = 9
+
+    @initialize(
+        policy=st.sampled_from(["lru", "lru", "lru", "ref_zero"]),
+        save_decode_states=st.booleans(),
+        max_checkpoints=st.sampled_from([None, None, 1]),
+        longest=st.sampled_from([128, 128, 40]),
+        placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1)]),
+        slot_policy=st.none() | st.sampled_from(POLICIES),
+        prompts=st.lists(PROMPTS, min_size=2, max_size=5),
+    )
+    def start(self, prompts, **drawn):
+        """As ever, but small: what is below is of no use else."""
+        super().start(ample=False, chunk=4, enable_prefix_caching=True, **drawn)
+        self.traffic(prompts, 9, None)
+
+    def more_settings(self):
+        return {"num_host_blocks": 24, "num_host_states": 5, "max_tier_copies": 12}
+
+    def forget(self):
+        super().forget()
+        # Digests of entries that were damaged in host memory, from where damage goes down as well.
+        self.turned = set()
+        # Rows, and their generations, whose header was damaged while nobody had read it.
+        self.bad_headers = set()
+
+    def open_context(self, **options):
+        context = super().open_context(load_planner=always(), **options)
+        if context._tiering is not None:
+            context._tiering.transfers = Copies(context._tiering.transfers)
+        return context
+
+    @property
+    def copies(self):
+        tiering = self.context._tiering
+        return None if tiering is None else tiering.transfers
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=2, max_size=8),
+        pace=st.sampled_from([9, 9, 9, 1, 0]),
+        turned=st.none() | st.integers(0, 10**6),
+    )
+    def traffic(self, prompts, pace, turned):
+        """Requests one after the other, so that what the first ones have left is evicted."""
+        self.copies.run(9)
+        self.context._tiering.poll()
+        if turned is not None:
+            bits = 8 * self.copies._transfers._layouts[STATE].payload_bytes
+            self.turn(STATE, turned, turned % bits)
+        self.ask_all(prompts, pace)
+
+    def ask_all(self, prompts, pace):
+        usual, self.pace = self.pace, pace
+        for stem, tail in prompts:
+            self.ask(stem, [tail] * 9, {})
+            self.copies.run(pace)
+            self.context._tiering.poll()
+        self.pace = usual
+
+    def ask(self, stem, tail, tenant):
+        """A request for one token, or what there is room for of it."""
+        before = set(self.requests)
+        self.add(stem, tail, tenant, None, [])
+        if self.can_step():
+            self.step(None)
+        for request_id in set(self.requests) - before:
+            self.end(request_id)
+
+    @precondition(lambda self: self.copies)
+    @rule(pace=st.sampled_from([9, 9, 9, 9, 1, 0]))
+    def device_gets_on(self, pace):
+        """By so many copies each way now, and after each step."""
+        self.pace = pace
+        self.copies.run(pace)
+
+    @precondition(lambda self: self.copies)
+    @rule(way=st.sampled_from(["spill", "load"]))
+    def next_copy_fails(self, way):
+        self.copies.fails.add(way)
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def wait(self):
+        self.context.wait_for_tiers()
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        kind=st.sampled_from([KV, STATE]),
+        row=st.integers(0, 100),
+        bit=st.integers(0, 10**6),
+        is_header=st.booleans(),
+    )
+    def turn_a_bit(self, kind, row, bit, is_header):
+        if is_header:
+            self.turn(kind, row, bit % (8 * 256), flip_header)
+        else:
+            self.turn(kind, row, bit % (8 * self.copies._transfers._layouts[kind].checksums.stop))
+
+    def turn(self, kind, index, bit, turn=flip):
+        """Turns a bit of one of the rows that hold an entry, if there are any."""
+        rows = cached_rows(self.context, kind)
+        if rows:
+            row, pool = rows[index % len(rows)], self.context.host_tier._entries[kind].pool
+            self.turned.add(pool._digests[row])
+            if turn is flip_header and not pool.readers[row]:
+                self.bad_headers ^= {(kind, row, pool.generations.item(row), bit)}
+            turn(self.context, kind, row, bit)
+
+    @rule(what=st.sampled_from(["requests", "slots", "slots", "requests", "everything"]))
+    def reset(self, what):
+        super().reset(what)
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def clear_tier(self):
+        self.context.host_tier.clear()
+
+    def begin(self, decode_ids=None, **drafts):
+        """As ever, but what a damaged row brought is not compared."""
+        self.damaged = set()
+        admitted = {i: seen.admission for i, seen in self.requests.items()}
+        begin_step = self.context.begin_step
+
+        def begin_and_look(*args, **kwargs):
+            step = begin_step(*args, **kwargs)
+            for active in self.context._runner._prefills:
+                load = active.chunk.load
+                if load is not None:
+                    read = {
+                        (each.facts.key.kind, each.lease.row, each.lease.generation)
+                        for each in load.leases
+                    }
+                    assert not read & {each[:3] for each in self.bad_headers}
+                    own = range(load.first_job, load.first_job + len(load.leases))
+                    # The ticket below that of the late device: it knows at once.
+                    bad = set(load.ticket._run().damaged()) & set(own)
+                    if bad:
+                        leases = [load.leases[index - load.first_job] for index in bad]
+                        assert {lease.facts.key.digest for lease in leases} <= self.turned
+                        self.damaged.add(active.request_id)
+                        self.requests[active.request_id].admission = None
+            return step
+
+        self.context.begin_step = begin_and_look
+        try:
+            return super().begin(decode_ids, **drafts)
+        finally:
+            del self.context.begin_step
+            for request_id in self.damaged:
+                self.requests[request_id].admission = admitted[request_id]
+
+    def step(self, decode_ids):
+        step = self.begin(decode_ids)
+        if step is None:
+            return
+        logits = self.model.forward(step.metadata, self.caches())
+        new_tokens = {}
+        for request, row in zip(step.requests, logits, strict=True):
+            if request.samples:
+                wanted = self.requests[request.request_id].logits(self.uncached)
+                if request.request_id not in self.damaged:
+                    torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+                new_tokens[request.request_id] = int(wanted.argmax())
+        preempted = self.context.commit_step(
+            [*new_tokens.values()] if self.uses_arrays() else new_tokens
+        )
+        assert set(preempted) == self.damaged
+        for request_id in preempted:
+            assert self.context.status(request_id) is RequestStatus.PREEMPTED
+        for request in step.requests:
+            if request.request_id not in self.damaged:
+                self.publish(self.requests[request.request_id], request)
+        for request_id, token in new_tokens.items():
+            if request_id not in self.damaged:
+                self.requests[request_id].generated.append(token)
+        self.remember_states()
+        self.finish_those_with(self.longest_answer)
+        if self.copies:
+            self.copies.run(self.pace)
+
+    def remember(self, key, state):
+        """A tier may keep one of a batch of another shape, which was rounded otherwise."""
+        known = self.snapshots.setdefault(key, [])
+        if not any(same_bits(state, each) for each in known):
+            known.append(state)
+
+    @invariant()
+    def what_the_host_tier_finds_is_whole(self):
+        """But what was damaged there: a copy, whoever made it, is found when it has ended well."""
+        if not hasattr(self, "context") or not self.copies:
+            return
+        layouts = self.copies._transfers._layouts
+        for kind, entries in self.context.host_tier._entries.items():
+            for digest, row in entries.pool._row_of.items():
+                data = entries.memory.row(row).numpy()
+                found = payload_digest(data[: layouts[kind].payload_bytes])
+                is_whole = found == data[layouts[kind].checksums].tobytes()
+                assert is_whole or digest in self.turned, (kind, row)
+
+    def teardown(self):
+        """Nothing is leaked: when all requests are over, and all copies, no row is held."""
+        if hasattr(self, "context") and self.copies and sys.exc_info()[0] is None:
+            self.end_everything()
+
+    def end_everything(self):
+        """End all requests and wait for the tiers; nothing is held then."""
+        for request_id in list(self.requests):
+            self.end(request_id)
+        self.context.wait_for_tiers()
+        assert not any(self.context.host_tier.leases.values())
+        self.context.check_invariants()
+
+
+class Clock:
+    """What the tiers read instead of ``time``: it stands still until somebody turns it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = time = monotonic
+
+
+class LateTier:
+    """A lower tier that gets on when it is told to, so that the order of things is the test's.
+
+    Args:
+        tier: Any lower tier: a disk, or a store.
+        fault: Returns a context in which its system calls go wrong, or do not.
+    """
+
+    def __init__(self, tier, fault=nullcontext):
+        self.tier, self.fault = tier, fault
+        self.queue = deque()
+        self.is_late = False
+
+    def put(self, facts, payload, done):
+        return self._give(self.tier.put, facts, payload, done)
+
+    def load(self, expected, into, done):
+        return self._give(self.tier.load, expected, into, done)
+
+    def _give(self, call, facts, buffer, done):
+        if self.is_late:
+            self.queue.append((call, facts, buffer, done))
+            return True
+        with self.fault():
+            taken = call(facts, buffer, done)
+            self.tier.flush()
+        return taken
+
+    def run(self, count):
+        """The tier gets on by some entries."""
+        for _ in range(min(count, len(self.queue))):
+            call, facts, buffer, done = self.queue.popleft()
+            with self.fault():
+                if not call(facts, buffer, done):
+                    done(Refusal.ABORTED)
+                self.tier.flush()
+
+    def flush(self, timeout_seconds=None):
+        self.run(len(self.queue))
+        return self.tier.flush(timeout_seconds)
+
+    def __getattr__(self, name):
+        return getattr(self.tier, name)
+
+
+def _failing(call, error):
+    def fail(*_):
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def _short(call, _):
+    """Moves a page at a time, then nothing."""
+    left = [2]
+
+    def less(fd, buffers, offset):
+        left[0] -= 1
+        return call(fd, [buffers[0][:PAGE_BYTES]], offset) if left[0] >= 0 else 0
+
+    return less
+
+
+def _torn(call, _):
+    """Writes the first page and says that it wrote all."""
+
+    def tear(fd, buffers, offset):
+        call(fd, [buffers[0][:PAGE_BYTES]], offset)
+        return sum(map(len, buffers))
+
+    return tear
+
+
+DISK_FAULTS = {
+    "a read fails": ("preadv", _failing, errno.EIO),
+    "a write fails": ("pwritev", _failing, errno.EIO),
+    "a wait for the disk fails": ("fdatasync", _failing, errno.EIO),
+    "the disk is full": ("posix_fallocate", _failing, errno.ENOSPC),
+    "a read is short": ("preadv", _short, None),
+    "a write is short": ("pwritev", _short, None),
+    "a write is torn": ("pwritev", _torn, None),
+}
+DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another row", "an older row", "cut"]
+
+
+class DiskMachine(TieredMachine):
+    """A host tier of few rows over a disk of few rows, whose contexts come and go.
+
+    Whatever happens to the disk and its files, and in whatever order: answers are those of runs
+    without a cache, every prefetch comes to an end, no row is held for nobody, and as long as
+    nothing was damaged, what is there is found.
+
+    Another tier below the host tier is one more class: ``lower_settings`` opens it, and
+    ``tier_rules`` of its own damage it.
+    """
+
+    host_rows = {"num_host_blocks": 9, "num_host_states": 4}
+    disk_rows = 8, 16
+    write_on_use = 1
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="mamba-cache-machine-")
+        self.clock = Clock()
+        self.patches = [mock.patch.object(m, "time", self.clock) for m in (disks, prefetching)]
+        for patch in self.patches:
+            patch.start()
+        self.is_clean = True
+        self.faults = []
+        self.old_rows = {}
+        self.asked = []
+        self.prefetches = []
+
+    def more_settings(self):
+        return super().more_settings() | self.host_rows | self.lower_settings()
+
+    def lower_settings(self):
+        """What opens the tiers below host memory."""
+        states, blocks = self.disk_rows
+        row_bytes = 8192
+        return {
+            "disk_cache_path": self.folder,
+            "disk_cache_gb": 2 * max(states, blocks) * row_bytes / 2**30,
+            "host_state_share": 0.5,
+            "disk_write_on_use": self.write_on_use,
+            "hash_secret": b"of this test",
+        }
+
+    def open_context(self, **options):
+        identity = ModelIdentity(name="model", weights="w")
+        with self.disk_fault():
+            context = super().open_context(identity=identity, **options)
+        if context._tiering is not None:
+            link = context._tiering.lower
+            link.tier = LateTier(link.tier, self.disk_fault)
+        return context
+
+    def forget(self):
+        """What lies below outlives a reset, and so does what is known of it."""
+        names = "published", "perhaps_saved", "snapshots", "turned"
+        kept = {name: getattr(self, name, None) for name in names}
+        super().forget()
+        if kept["published"] is not None:
+            vars(self).update(kept)
+            self.exact = False
+
+    @property
+    def late(self):
+        """The lower tier; None without prefix caching."""
+        tiering = self.context._tiering
+        return None if tiering is None else tiering.lower.tier
+
+    @property
+    def disk(self):
+        return self.late.tier
+
+    @contextmanager
+    def disk_fault(self):
+        """What goes wrong with the disk during one operation."""
+        if not self.faults:
+            yield
+            return
+        name, make, argument = DISK_FAULTS[self.faults.pop()]
+        with mock.patch.object(os, name, make(getattr(os, name), argument)):
+            yield
+
+    @precondition(lambda self: self.copies)
+    @rule(is_late=st.booleans(), count=st.sampled_from([0, 1, 3, 30]))
+    def disk_gets_on(self, is_late, count):
+        self.late.is_late = is_late
+        self.late.run(count if is_late else len(self.late.queue))
+
+    @precondition(lambda self: self.copies)
+    @rule(fault=st.sampled_from([*DISK_FAULTS]), times=st.integers(1, 4))
+    def disk_fails(self, fault, times):
+        """At its next operations."""
+        self.faults = [fault] * times
+        self.is_clean = False
+
+    @precondition(lambda self: self.copies)
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def time_passes(self, seconds):
+        """Deadlines come, and a disk that rests after errors is asked again."""
+        self.clock.now += seconds
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        kind=st.sampled_from([KV, STATE, STATE]),
+        number=st.integers(0, 30),
+        how=st.sampled_from(DAMAGES),
+        bit=st.integers(0, 10**6),
+    )
+    def damage_a_file(self, kind, number, how, bit):
+        self.damage(kind, number, how, bit)
+
+    def damage(self, kind, number, how, bit):
+        file = self.disk._files[kind].slab
+        path, size = slab_path(self.disk.folder, kind), file.row_bytes
+        content = bytearray(path.read_bytes())
+        if len(content) < size:
+            return
+        rows = list(self.disk._files[kind].rows._row_of.values())
+        row = rows[number % len(rows)] if rows else number % (len(content) // size)
+        begin, end = row * size, (row + 1) * size
+        self.is_clean = False
+        if how.startswith("a bit"):
+            first, last = (
+                (begin, begin + 256)
+                if "header" in how
+                else (begin + PAGE_BYTES, begin + PAGE_BYTES + file.payload_bytes)
+            )
+            at = first + bit // 8 % (last - first)
+            content[at : at + 1] = bytes([content[at] ^ 1 << bit % 8]) if at < len(content) else b""
+        elif how == "zeroes":
+            page = begin + bit % (size // PAGE_BYTES) * PAGE_BYTES
+            content[page : page + PAGE_BYTES] = bytes(len(content[page : page + PAGE_BYTES]))
+        elif how == "another row":
+            other = bit % max(1, len(content) // size) * size
+            content[begin:end] = content[other : other + size][: len(content[begin:end])]
+        elif how == "an older row":
+            older = self.old_rows.get((kind, row), b"")
+            self.old_rows[kind, row] = bytes(content[begin:end])
+            content[begin : begin + len(older)] = older
+        else:
+            content = content[: begin + bit % size]
+        with path.open("r+b") as opened:
+            opened.write(content)
+            opened.truncate()
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        stem=st.sampled_from([16, 24, 32, 40]) | st.integers(0, 40),
+        tail=st.lists(st.integers(0, 3), max_size=9),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
+        seconds=st.sampled_from([None, None, 0.0, 3.0]),
+    )
+    def prefetch(self, stem, tail, tenant, seconds):
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        self.begin_prefetch(seen, seconds)
+
+    def begin_prefetch(self, seen, seconds=None):
+        request = seen.request("prefetched", list(seen.prompt))
+        handle = self.context.prefetch(request, timeout_seconds=seconds)
+        self.prefetches.append(handle)
+        return handle
+
+    @precondition(lambda self: self.copies)
+    @rule(number=st.integers(0, 20))
+    def cancel_prefetch(self, number):
+        if self.prefetches:
+            handle = self.prefetches[number % len(self.prefetches)]
+            was_over = handle.is_over
+            handle.cancel()
+            assert was_over or handle.state is PrefetchState.CANCELLED
+
+    def ask(self, stem, tail, tenant):
+        super().ask(stem, tail, tenant)
+        self.asked.append((stem, tail, tenant))
+
+    @precondition(lambda self: self.copies and self.asked)
+    @rule(number=st.integers(0, 100))
+    def come_back(self, number):
+        """Somebody asks again what was asked before, and waits for what lies below."""
+        self.return_to(*self.asked[number % len(self.asked)])
+
+    def return_to(self, stem, tail, tenant):
+        self.copies.run(99)
+        self.late.flush()
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        handle = self.begin_prefetch(seen)
+        self.late.flush()
+        assert handle.is_over
+        match = self.context.match(seen.request("probe", list(seen.prompt)))
+        if handle.state is PrefetchState.READY:
+            assert match.skip_tokens >= handle.skip_tokens
+        self.ask(stem, tail, tenant)
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        is_killed=st.booleans(),
+        disk_rows=st.sampled_from([(8, 16), (8, 16), (3, 6)]),
+        host_rows=st.sampled_from([(9, 4), (9, 4), (24, 5), (3, 1)]),
+        write_on_use=st.sampled_from([1, 1, 2]),
+    )
+    def restart(self, is_killed, disk_rows, host_rows, write_on_use):
+        """Another process goes on with the disk; what was queued is written, or it was killed."""
+        self.leave(is_killed=is_killed)
+        self.disk_rows, self.write_on_use = disk_rows, write_on_use
+        self.host_rows = dict(zip(("num_host_blocks", "num_host_states"), host_rows, strict=True))
+        self.context = self.open_context()
+
+    def leave(self, *, is_killed):
+        """End a process."""
+        if is_killed:
+            self.late.queue.clear()
+            self.disk.close()
+            self.requests.clear()
+            self.forget_all_uncollected()
+        else:
+            self.end_everything()
+            self.context.close()
+        del self.context
+        self.prefetches.clear()
+        self.shared_kv = {}
+        self.forget()
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=5),
+        damages=st.lists(
+            st.tuples(
+                st.sampled_from([STATE, KV]),
+                st.integers(0, 30),
+                st.sampled_from(DAMAGES),
+                st.integers(0, 10**6),
+            ),
+            max_size=3,
+        ),
+        fault=st.none() | st.sampled_from([*DISK_FAULTS]),
+        way=st.sampled_from(["restart", "kill", "clear", "stay"]),
+        pace=st.sampled_from([9, 9, 0]),
+    )
+    def round_trip(self, prompts, damages, fault, way, pace):
+        """Down to the disk, what happens there in the meantime, and up again."""
+        self.ask_all(prompts, pace)
+        self.copies.run(99)
+        self.context._tiering.poll()
+        self.late.flush()
+        for damage in damages:
+            self.damage(*damage)
+        if way in {"restart", "kill"}:
+            self.leave(is_killed=way == "kill")
+            self.context = self.open_context()
+        elif way == "clear":
+            self.context.host_tier.clear()
+        if fault is not None:
+            self.disk_fails(fault, 1 + len(damages))
+        for stem, tail in prompts:
+            self.return_to(stem, [tail] * 9, {})
+
+    @invariant()
+    def each_copy_below_has_its_row(self):
+        """One row for each entry that is on its way to the lower tier or from it, and none else."""
+        if not hasattr(self, "context") or not self.copies:
+            return
+        host, queue = self.context.host_tier, self.late.queue
+        assert len(host._lower) == len(queue) + len(host._inbox)
+        self.disk.check_invariants()
+        assert not self.disk._pending
+        assert not self.disk.num_queued
+        assert not any(file.rows.leases for file in self.disk._files.values())
+        if not queue:
+            assert all(handle.is_over for handle in self.prefetches)
+
+    @invariant()
+    def what_is_below_is_found(self):
+        """As long as nothing was damaged: but what was given up, or found no room."""
+        if self.is_clean:
+            for handle in getattr(self, "prefetches", ()):
+                assert set(handle.refusals) <= {Refusal.ABORTED, Refusal.MISSING}
+
+    def end_everything(self):
+        super().end_everything()
+        assert not self.context.host_tier._lower
+
+    def teardown(self):
+        try:
+            self.faults = []
+            super().teardown()
+            if hasattr(self, "context"):
+                self.late.queue.clear()
+                self.context.close()
+        finally:
+            for patch in self.patches:
+                patch.stop()
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,61 @@
+"""What the machine of all tiers has found, one test each."""
+
+import pytest
+from context_rig import BLOCK, add, generate, run_step, uncached
+from tier_rig import make_tiered
+
+from mamba_cache.errors import TokenCapacityError
+from mamba_cache.slots import AdaptiveSlotPolicy
+
+LONG = [(3 * i * i + 2 * i) % 13 for i in range(30)]
+PROMPT = [(7 * i * i + 3 * i) % 13 for i in range(2 * BLOCK + 1)]
+OTHERS = [[(5 * i + k) % 13 for i in range(4 * BLOCK - 2)] for k in range(1, 4)]
+
+
+def test_a_request_that_has_grown_resumes_by_a_load_under_a_policy_that_knows_prompts():
+    """The policy knew the prompt as it was first; the state that is loaded lies beyond it."""
+    context = make_tiered(save_decode_states=True)
+    context.slot_allocator.change_policy(AdaptiveSlotPolicy())
+    add(context, "grown", PROMPT)
+    tokens = []
+    while len(tokens) < 2 * BLOCK:
+        tokens.append(run_step(context)["grown"][1])
+    context.preempt("grown")
+    context.wait_for_tiers()
+    for other in OTHERS:
+        generate(context, other, 1)
+    admission = context.resume_request("grown")
+    assert admission.loads_state
+    assert admission.skip_tokens > len(PROMPT)
+    run_step(context)
+    assert context.finish("grown")[:-1] == tokens
+
+
+def test_an_admission_that_is_refused_where_a_load_finds_no_slot_evicts_nothing():
+    """With the load it would have fitted the step; without, it does not."""
+    context = make_tiered(max_tokens=40)
+    generate(context, LONG, 1)
+    for other in OTHERS:
+        generate(context, other, 1)
+    add(context, "another", [1] * 20)
+    slots = context.slot_allocator
+    slots.pin_slots([slot for slot in range(slots.max_slots) if slots.slot_to_block[slot] >= 0])
+    before = context.fingerprint()
+    with pytest.raises(TokenCapacityError):
+        add(context, "again", LONG)
+    assert context.fingerprint() == before
+    assert not any(context.host_tier.leases.values())
+
+
+def test_two_requests_of_a_step_that_could_load_one_state_are_both_right():
+    """The first loads it, for a block that is on the GPU and has a slot reserved for it then."""
+    context = make_tiered(num_kv_blocks=60)
+    generate(context, LONG, 1)
+    for other in OTHERS:
+        generate(context, other, 1)
+    one, two = add(context, "one", LONG), add(context, "two", LONG)
+    assert (one.loads_state, one.loaded_blocks) == (True, 0)
+    assert (two.loads_state, two.skip_tokens) == (False, 0)
+    tokens = {request_id: token for request_id, (_, token) in run_step(context).items()}
+    assert set(tokens.values()) == {uncached(LONG, 1)[0][0]}
+    context.check_invariants()
