@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -364,7 +365,7 @@ class _Child:
 
     def close(self) -> None:
         """Let it end."""
-        if self._process.is_alive():
+        with suppress(OSError):  # it has ended
             self.say("end")
         self._process.join(_WAIT_SECONDS)
         self._process.kill()

@@ -1,7 +1,7 @@
 """A store tier of small chunks over a store in memory, with a clock that the test turns."""
 
 import itertools
-import time
+import threading
 
 from clocks import ManualClock
 from disk_rig import Answer, buffer_for, facts_of, payload_of
@@ -12,6 +12,8 @@ from mamba_cache.tiers import remote as remote_module
 
 CHUNK_BYTES = 2048
 """A state of the disk rig has five chunks, the last one shorter; a KV block two."""
+
+PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
 
 PATIENCE = 60.0
 """Seconds after which something counts as hung."""
@@ -79,5 +81,5 @@ class Bench:
 def wait_until(condition):
     """Wait for what another thread does."""
     for _ in itertools.takewhile(lambda _: not condition(), range(int(PATIENCE / 0.002))):
-        time.sleep(0.002)
+        PAUSE.wait(0.002)
     assert condition()

@@ -154,6 +154,7 @@ def write(url, shared):
         pause = threading.Event()
         while True:
             number = shared.next_number()
+            payload = memoryview(content_of(number))
             before, over, refusals = tier.stats().not_written, threading.Event(), []
 
             def done(refusal, refusals=refusals, over=over):
@@ -161,7 +162,7 @@ def write(url, shared):
                 over.set()
 
             started = time.perf_counter()
-            taken = tier.put(facts(number), memoryview(content_of(number)), done)
+            taken = tier.put(facts(number), payload, done)
             in_call = time.perf_counter() - started
             if taken and not over.wait(HUNG_SECONDS):
                 tell("put", "hung", in_call, 0.0, {})

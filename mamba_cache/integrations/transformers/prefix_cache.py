@@ -131,6 +131,9 @@ class PrefixCache:
             INFO: what was found of it, where, and why not more.
         trace_path: A file to which a line is added for each prompt: when it came, its length and
             keyed digests of its blocks, no text and no token ids, for ``mamba-cache bench replay``.
+        store: A store of prefixes that several processes share, on this machine or others: a
+            ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
+        hash_secret: The same secret bytes in all processes that share a store.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -165,6 +168,8 @@ class PrefixCache:
         verify_hits: float = 0.0,
         log_requests: bool = False,
         trace_path: str | os.PathLike[str] | None = None,
+        store: Any = None,
+        hash_secret: bytes | None = None,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -178,6 +183,11 @@ class PrefixCache:
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
             raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
+        if store is not None and (host_cache_gb is None or hash_secret is None):
+            raise InvalidArgumentError(
+                "store needs host_cache_gb (GiB), through which prefixes come and go, and "
+                "hash_secret, the same bytes in all processes that share it"
+            )
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
@@ -223,6 +233,8 @@ class PrefixCache:
                 host_cache_gb=host_cache_gb,
                 disk_cache_path=disk_cache_path,
                 disk_cache_gb=disk_cache_gb,
+                shared=store,
+                hash_secret=hash_secret,
             )
 
     def _make_store(self, layout: PrefixLayout, num_slots: int, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes in host memory and on disk, below those that a prefix cache keeps beside the model."""
+"""Prefixes in host memory, on disk and in a store, below those beside the model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.states import StateSpec, StateTensorSpec
+from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
     CacheIdentity,
     CopyJob,
@@ -39,6 +40,7 @@ from mamba_cache.tiers import (
     Numerics,
     PlainTransfers,
     Refusal,
+    RemoteTier,
     RowFormat,
     RowLayout,
     TierStats,
@@ -55,6 +57,7 @@ _SECRET_FILE: Final = "secret"
 _FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 30.0
+_SEARCHED_TOKENS: Final = 512
 _KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
 
 
@@ -71,8 +74,9 @@ class PrefixTiers:
     """The tiers below one prefix cache.
 
     What becomes findable is copied to host memory when its call is over, and from there to the
-    disk. A prompt of which more lies below than beside the model has that brought before it is
-    matched. Both wait for their copies: a prefix cache serves one call at a time.
+    disk and to the store. A prompt of which more lies below than beside the model has that
+    brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
+    time.
 
     Args:
         store: What is kept beside the model.
@@ -80,9 +84,11 @@ class PrefixTiers:
         host_cache_gb: Budget of the host tier, in GiB.
         disk_cache_path: Where the disk tier is; None: there is none.
         disk_cache_gb: What it may take, in GiB.
+        shared: A store that other processes use too, or its URL; None: there is none.
+        hash_secret: Key of the block hashes. Default: with a disk, one that lies there.
 
     Attributes:
-        hasher: Makes the hashes of blocks; with a disk, the same in each process.
+        hasher: Makes the hashes of blocks; with a disk or a store, the same in each process.
 
     Raises:
         BudgetError: A budget holds no row of a kind.
@@ -99,6 +105,8 @@ class PrefixTiers:
         host_cache_gb: float,
         disk_cache_path: str | os.PathLike[str] | None,
         disk_cache_gb: float,
+        shared: Any = None,
+        hash_secret: bytes | None = None,
     ) -> None:
         budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
         self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
@@ -119,7 +127,9 @@ class PrefixTiers:
             pinner=pinner_for(layout.device) if on_gpu else None,
         )
         self._copies = self._make_copies()
-        self._secret = secrets.token_bytes(32) if self._path is None else _secret_in(self._path)
+        if hash_secret is None:
+            hash_secret = _secret_in(self._path) if self._path else secrets.token_bytes(32)
+        self._secret = hash_secret
         self.hasher = BlockHasher("xxh3_128", self._secret)
         self._offers: list[_Offer] = []
         self._lengths: set[int] = set()
@@ -128,11 +138,19 @@ class PrefixTiers:
         self._last_has_logits = False
         self._disk: DiskTier | None = None
         self._link: LowerTierLink | None = None
+        self._remote: RemoteTier | None = None
         if runner.fingerprint.weights_digest() is None:
             raise InvalidArgumentError(
                 "host_cache_gb and disk_cache_path need weights_check='full' or 'sample': prefixes "
                 "outlive the weights that they were computed with, and must not be used with others"
             )
+        if shared is not None:
+            self._remote = RemoteTier(
+                open_store(shared) if isinstance(shared, str) else shared,
+                write_on_use=1,
+                owns_store=isinstance(shared, str),
+            )
+            self._closes_remote = weakref.finalize(self, self._remote.close)
         self._begin()
 
     def move_to(self, store: PrefixStore) -> None:
@@ -169,18 +187,19 @@ class PrefixTiers:
         name = weights or f"unknown {secrets.token_hex(16)}"
         self._identity = _identity(self._store, self._runner, name, self._secret)
         self._disk = self._link = None
-        if self._path is None or not is_known:
+        if (self._path is None and self._remote is None) or not is_known:
             return
-        self._disk = DiskTier(
-            self._path,
-            self._identity,
-            self._disk_bytes,
-            state_bytes=self._layouts[EntryKind.STATE].row_bytes,
-            kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
-            write_on_use=1,
-        )
-        self._lengths |= self._disk.state_lengths
-        self._closes = weakref.finalize(self, self._disk.close)
+        if self._path is not None:
+            self._disk = DiskTier(
+                self._path,
+                self._identity,
+                self._disk_bytes,
+                state_bytes=self._layouts[EntryKind.STATE].row_bytes,
+                kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
+                write_on_use=1,
+            )
+            self._lengths |= self._disk.state_lengths
+            self._closes = weakref.finalize(self, self._disk.close)
         self._link = LowerTierLink(
             self._host,
             self._disk,
@@ -188,6 +207,7 @@ class PrefixTiers:
             min_computed_tokens=1,
             has_kv=self._has_kv,
             host_planner=LoadPlanner(),
+            store=self._remote,
         )
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
@@ -274,7 +294,8 @@ class PrefixTiers:
             return
         num_tokens = len(tokens)
         last = num_tokens if with_logits else num_tokens - min_computed
-        for end in sorted((n for n in self._lengths if n <= last), reverse=True):
+        lengths = self._lengths | self._lengths_in_store(chain, tokens, last)
+        for end in sorted((n for n in lengths if n <= last), reverse=True):
             hit = self._store.match(
                 chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits
             )
@@ -285,6 +306,42 @@ class PrefixTiers:
             is_usable = self._bring_up_to(chain, tokens, end, list(hit.match.block_ids))
             if is_usable and (end <= num_tokens - min_computed or self._last_has_logits):
                 return
+
+    def _lengths_in_store(
+        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], last: int
+    ) -> set[int]:
+        """Ask the store at which lengths it has states of a prompt.
+
+        A state that ends inside a block is looked for in the last block of the prefix that the
+        store has, and in the one before: at each token, for nobody else knows where it ends. Of
+        models without attention the store has no blocks, and the prompt's end is looked at.
+        """
+        if self._link is None or self._remote is None or not self._remote.is_healthy:
+            return set()
+        size = self._store.layout.block_size_tokens
+        ends = range(size, last + 1, size)
+        blocks = self._found(EntryKind.KV, chain, tokens, ends) if self._has_kv else []
+        states = self._found(EntryKind.STATE, chain, tokens, ends)
+        depth = next((n for n, end in enumerate(ends) if end not in blocks), len(ends))
+        first, limit = (depth - 1) * size + 1, min((depth + 1) * size, last + 1)
+        if not self._has_kv:
+            first, limit = max(1, last + 1 - _SEARCHED_TOKENS), last + 1
+        elif not depth:
+            return set()
+        inside = [end for end in range(first, limit) if end % size]
+        return {*states, *self._found(EntryKind.STATE, chain, tokens, inside)}
+
+    def _found(
+        self,
+        kind: EntryKind,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        ends: Sequence[int],
+    ) -> list[int]:
+        """Return after how many tokens of a prompt entries end that lower tiers have."""
+        assert self._link is not None, "the caller has looked"
+        keys = [self._facts(kind, chain, tokens, end).key for end in ends]
+        return [end for end, found in zip(ends, self._link.find(keys), strict=True) if found]
 
     def _bring_up_to(
         self,
@@ -408,13 +465,11 @@ class PrefixTiers:
         return True
 
     def _are_in_host(self, wanted: Sequence[EntryFacts]) -> bool:
-        """Say whether the host tier has all entries, once those on the disk have been brought."""
+        """Say whether the host tier has all entries, once those below have been brought."""
         below = [facts for facts in wanted if not self._is_in_host(facts)]
         if not below:
             return True
-        if self._link is None or self._disk is None:
-            return False
-        if not all(self._disk.has_many([facts.key for facts in below])):
+        if self._link is None or not all(self._link.find([facts.key for facts in below])):
             return False
         kept = [facts for facts in wanted if self._is_in_host(facts)]
         prefetch = self._link.bring(
@@ -439,8 +494,8 @@ class PrefixTiers:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
-        host = self._host.stats()
-        return (host,) if self._disk is None else (host, self._disk.tier_stats())
+        below = [tier.tier_stats() for tier in (self._disk, self._remote) if tier is not None]
+        return (self._host.stats(), *below)
 
     def let_go(self) -> None:
         """Give back all that a call held which broke off: the host tier begins anew."""
@@ -457,6 +512,8 @@ class PrefixTiers:
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
+        if self._remote is not None:
+            self._remote.flush()
         if self._disk is not None:
             self._disk.flush()
             self._disk.close()
@@ -466,10 +523,11 @@ class PrefixTiers:
 
     def close(self) -> None:
         """Write what is still to be written, and give everything back."""
-        if self._disk is not None:
-            self._disk.flush()
-            self._host.poll()
-            self._disk.close()
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                tier.flush()
+                self._host.poll()
+                tier.close()
         self._host.close()
 
     def check_invariants(self) -> None:
@@ -479,8 +537,9 @@ class PrefixTiers:
             InvariantError: They contradict themselves.
         """
         self._host.check_invariants()
-        if self._disk is not None:
-            self._disk.check_invariants()
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                tier.check_invariants()
 
     def _facts(
         self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int

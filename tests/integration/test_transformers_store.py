@@ -1,0 +1,127 @@
+"""Prefix caches of transformers models over one store: what one has computed, the others skip."""
+
+import pytest
+import torch
+from clocks import ManualClock
+from notebook_rig import LENGTHS, ask, prompts
+from remote_rig import PATIENCE
+from transformers_rig import make_cache, make_model, plain
+
+from mamba_cache.context import prefetch
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.tiers import remote
+
+FAMILY = "granite 4"
+SECRET = b"of this test"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The clock of stores, which stands still; loads are waited for as long as they take."""
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    clock = ManualClock()
+    for module in (remote, prefetch):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def open_cache(store, model, **settings):
+    own = {"host_cache_gb": 0.01, "hash_secret": SECRET}
+    return make_cache(model, store=store, **(own | settings))
+
+
+@pytest.mark.parametrize("family", [FAMILY, "mamba2"])
+def test_another_cache_goes_on_with_what_the_first_computed(family) -> None:
+    """The same prompts, whole; and prompts that go on from their answers."""
+    store, model = MemoryStore(), make_model(family)
+    with open_cache(store, model) as first:
+        answers, skipped = ask(first, prompts())
+        assert skipped == 0
+    assert answers == [plain(model, ids).sequences[0].tolist() for ids in prompts()]
+    with open_cache(store, make_model(family)) as second:
+        found, skipped = ask(second, prompts())
+        assert found == answers
+        assert skipped >= 0.95 * sum(LENGTHS)
+        host, tier = second.tier_stats()
+        assert (host.name, tier.name, tier.refused) == ("host", "store", {})
+    longer = [torch.tensor([[*answer, 7, 8, 9]]) for answer in answers]
+    with open_cache(store, model) as third:
+        found, skipped = ask(third, longer)
+        assert found == [plain(model, ids).sequences[0].tolist() for ids in longer]
+        assert skipped >= 0.9 * sum(map(len, answers))
+
+
+def test_other_weights_and_other_secrets_find_nothing() -> None:
+    store, model = MemoryStore(), make_model(FAMILY)
+    with open_cache(store, model) as first:
+        ask(first, prompts()[:2])
+    other = make_model(FAMILY)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    for changed in (open_cache(store, other), open_cache(store, model, hash_secret=b"another")):
+        with changed:
+            assert ask(changed, prompts()[:2])[1] == 0
+            assert changed.tier_stats()[1].restored == 0
+
+
+def test_damage_in_the_store_is_computed_anew() -> None:
+    store, model = MemoryStore(), make_model(FAMILY)
+    with open_cache(store, model) as first:
+        answers, _ = ask(first, prompts())
+    store._blobs = {
+        name: blob[:-3] + b"\0\1\2" if name.count("/") == 6 else blob
+        for name, blob in store._blobs.items()
+    }
+    with open_cache(store, model) as second:
+        found, skipped = ask(second, prompts())
+        assert (found, skipped) == (answers, 0)
+        assert set(second.tier_stats()[1].refused) == {"payload_digest"}
+
+
+def test_a_store_that_fails_or_is_silent_is_not_waited_for(clock) -> None:
+    """Patience ends with the clock, which the first question turns; later calls do not ask."""
+    store, model = FaultyStore(MemoryStore()), make_model(FAMILY)
+    with open_cache(store, model) as first:
+        answers, _ = ask(first, prompts()[:2])
+    store.inject("exists_many", Trouble.HANG)
+    hangs = store._meet_call
+
+    def turn(call):
+        clock.now += 1.0
+        hangs(call)
+
+    store._meet_call = turn
+    with open_cache(store, model) as second:
+        found, skipped = ask(second, prompts()[:2])
+        assert (found, skipped) == (answers, 0)
+        store._meet_call = hangs
+        store.heal()
+        assert second._store.tiers._remote.flush(PATIENCE)
+    store.inject("exists_many", Trouble.FAIL)
+    with open_cache(store, model) as third:
+        assert ask(third, prompts()[:2]) == (answers, 0)
+
+
+def test_disk_and_store_together(tmp_path) -> None:
+    store, model = MemoryStore(), make_model(FAMILY)
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    with open_cache(store, model, **on_disk) as first:
+        answers, _ = ask(first, prompts())
+    assert store._blobs
+    with open_cache(MemoryStore(), model, **on_disk) as second:  # all from the disk
+        assert ask(second, prompts()) == (answers, sum(LENGTHS))
+        assert [stats.name for stats in second.tier_stats()] == ["host", "disk", "store"]
+    elsewhere = {"disk_cache_path": tmp_path / "other", "disk_cache_gb": 0.05}
+    with open_cache(store, model, **elsewhere) as third:  # all from the store
+        found, skipped = ask(third, prompts())
+        assert found == answers
+        assert skipped >= 0.95 * sum(LENGTHS)
+
+
+def test_settings_are_checked() -> None:
+    model = make_model(FAMILY)
+    for missing in ("host_cache_gb", "hash_secret"):
+        with pytest.raises(InvalidArgumentError, match="store needs host_cache_gb"):
+            open_cache(MemoryStore(), model, **{missing: None})
