@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
 from mamba_cache.errors import InvalidArgumentError
@@ -99,6 +99,12 @@ class CacheConfig:
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.
+        store: A store that several processes share, as a tier below the host tier and the disk: a
+            ``stores.BlobStore``, or the URL of one. It needs ``hash_secret``, the same in all
+            processes, and an identity of model and weights.
+        store_write_on_use: As ``disk_write_on_use``, of the store.
+        store_patience_seconds: For how long a request waits for a store that owes an answer; then
+            it is computed. 0: no request waits for the store.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -139,6 +145,9 @@ class CacheConfig:
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
     disk_write_on_use: int = 2
+    store: Any = None
+    store_write_on_use: int = 2
+    store_patience_seconds: float = 0.05
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
@@ -154,6 +163,7 @@ class CacheConfig:
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()
+        self._check_store()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -254,6 +264,23 @@ class CacheConfig:
         if not self.has_host_tier:
             raise InvalidArgumentError(
                 "a disk tier needs a host tier, through whose rows entries come and go: give "
+                "host_cache_gb (GiB)"
+            )
+
+    def _check_store(self) -> None:
+        uses = check_int("store_write_on_use", self.store_write_on_use, minimum=1, maximum=2)
+        object.__setattr__(self, "store_write_on_use", uses)
+        seconds = check_number("store_patience_seconds", self.store_patience_seconds, maximum=1e9)
+        object.__setattr__(self, "store_patience_seconds", seconds)
+        if self.store is None:
+            return
+        if not isinstance(self.store, str) and not hasattr(self.store, "get_many_into"):
+            raise InvalidArgumentError(
+                f"store must be a stores.BlobStore or the URL of one, got {self.store!r}"
+            )
+        if not self.has_host_tier:
+            raise InvalidArgumentError(
+                "a store needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
 

@@ -18,6 +18,7 @@ from mamba_cache.bench.replay import add_replay_options, print_replay, run_repla
 from mamba_cache.bench.serve import add_serve_options, print_serve, run_serve
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.step import run_step
+from mamba_cache.bench.store import add_store_options, run_store
 from mamba_cache.bench.tiers import add_tiers_options, run_tiers
 from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
 from mamba_cache.errors import (
@@ -76,6 +77,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         add_soak_options,
     ),
     "step": Benchmark("time a step beside a plain loop, and a prompt's life", run_step),
+    "store": Benchmark(
+        "time a store: moving entries, resuming in another process, steps of four beside it",
+        run_store,
+        add_options=add_store_options,
+    ),
     "tiers": Benchmark(
         "time spilling to host memory and loading from it, beside plain copies",
         run_tiers,

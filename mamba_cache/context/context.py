@@ -85,6 +85,7 @@ from mamba_cache.tiers import (
     HostTier,
     LoadPlanner,
     ModelIdentity,
+    RemoteTier,
     TierStats,
 )
 
@@ -192,7 +193,7 @@ class DynamicInferenceContext:
             self._tiering.host.join(self._guard)
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
-                self._closes_lower = finalize(self, self._tiering.lower.tier.close)
+                self._closes_lower = finalize(self, self._tiering.lower.close)
         self._make_parts(placement)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
@@ -324,7 +325,7 @@ class DynamicInferenceContext:
     def prefetch(
         self, request: Request | PreparedRequest, *, timeout_seconds: float | None = None
     ) -> Prefetch:
-        """Begin to bring what the disk has of a request to the host tier; it does not wait.
+        """Begin to bring what disk and store have of a request to the host tier; it does not wait.
 
         Args:
             request: The request, prepared or not; it is added later, when the handle is done.
@@ -332,7 +333,7 @@ class DynamicInferenceContext:
                 Default: it takes as long as it takes.
 
         Returns:
-            A handle; done at once if there is nothing to bring, or no disk.
+            A handle; done at once if there is nothing to bring, or neither disk nor store.
 
         Raises:
             InvalidArgumentError: As in ``prepare``, another context prepared the request, or
@@ -347,7 +348,18 @@ class DynamicInferenceContext:
         if self._tiering is None:
             request_id = prepared.request.request_id
             return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        return self._tiering.prefetch(prepared, chain, match, timeout_seconds)
+        handle = self._tiering.prefetch(prepared, chain, match, timeout_seconds)
+        handle.go_on = WeakCallback(self.poll_tiers)
+        return handle
+
+    @exclusive
+    def poll_tiers(self) -> None:
+        """Take over what tiers have ended since the last call. It does not wait.
+
+        Other calls do so too: it is for engines that have nothing to run until prefetches are done.
+        """
+        if self._tiering is not None:
+            self._tiering.poll()
 
     @exclusive
     def add_request(
@@ -1013,8 +1025,11 @@ class DynamicInferenceContext:
         """Return what each tier holds and did, from the top down; none without tiers."""
         if self._tiering is None:
             return ()
-        host = self._tiering.host.stats()
-        return (host,) if self.disk_tier is None else (host, self.disk_tier.tier_stats())
+        below = (self.disk_tier, self.store_tier)
+        return (
+            self._tiering.host.stats(),
+            *(tier.tier_stats() for tier in below if tier is not None),
+        )
 
     @property
     def disk_tier(self) -> DiskTier | None:
@@ -1022,10 +1037,16 @@ class DynamicInferenceContext:
         lower = None if self._tiering is None else self._tiering.lower
         return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
 
-    def close(self) -> None:
-        """End the disk tier: its threads, its files, and its hold on their folder.
+    @property
+    def store_tier(self) -> RemoteTier | None:
+        """Entries in a store that other processes share; None without such a tier."""
+        lower = None if self._tiering is None else self._tiering.lower
+        return lower.store if lower is not None and isinstance(lower.store, RemoteTier) else None
 
-        Whatever is still to be written is written before. The context goes on without that tier. It
+    def close(self) -> None:
+        """End the tiers below the host tier: their threads, and the disk's hold on its folder.
+
+        Whatever is still to be written is written before. The context goes on without them. It
         is called when the context is collected, or at the end of the process, but then what is
         queued is given up.
         """
@@ -1047,7 +1068,7 @@ class DynamicInferenceContext:
     def _wait_for_lower(tiering: Tiering) -> None:
         """Wait until a lower tier has ended what it was given, and end it here too."""
         if tiering.lower is not None:
-            tiering.lower.tier.flush()
+            tiering.lower.flush()
             tiering.poll()
 
     def fingerprint(self) -> int:

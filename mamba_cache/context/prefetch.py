@@ -1,17 +1,19 @@
-"""What a lower tier, such as a disk, keeps of the host tier, and what is brought back from it."""
+"""What lower tiers, a disk and a store, keep of the host tier, and what they bring back."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final
 
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.tiers import (
+    AskedTier,
     Drop,
     EntryFacts,
     EntryKey,
@@ -22,7 +24,6 @@ from mamba_cache.tiers import (
     LowerTier,
     Rates,
     Refusal,
-    Resumption,
 )
 
 __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
@@ -30,8 +31,14 @@ __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
 _ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
 """Of a disk, until it is measured."""
 
+_ASSUMED_OF_STORES: Final = Rates(bytes_per_second=1e9, latency_seconds=2e-3)
+"""Of a store, likewise."""
+
 _FactsOf = Callable[[EntryKind, int], EntryFacts]
 """What a request derives of the entry of a kind at one of its blocks."""
+
+_KeyOf = Callable[[EntryKind, int], EntryKey]
+"""Names it, which is all that is needed of most."""
 
 
 class PrefetchState(str, Enum):
@@ -50,24 +57,27 @@ class PrefetchState(str, Enum):
     """All is over, and an entry was missing, damaged, or found no room."""
 
     TIMED_OUT = "timed_out"
-    """The deadline has passed. What arrives later is verified and kept like anything else."""
+    """The deadline has passed, or a store owes an answer for longer than anybody waits for one.
+    What arrives later is verified and kept like anything else."""
 
     CANCELLED = "cancelled"
     """Somebody cancelled it. What arrives later is dropped."""
 
 
 class Prefetch:
-    """What of one request is being brought from a lower tier to the host tier.
+    """What of one request is being brought from lower tiers to the host tier.
 
     Made by ``DynamicInferenceContext.prefetch``. An engine schedules the request when ``is_done``,
     with or without what was to be brought: ``add_request`` takes what is there. Any thread may
-    look, wait and cancel.
+    look, wait and cancel. A store must be asked first what it has; when it has answered, the next
+    call of the context goes on, or ``wait`` in the thread that asked.
 
     Attributes:
         request_id: Of the request.
         skip_tokens: Tokens that it need not compute once all is there.
-        num_entries: KV blocks and states that are brought.
+        num_entries: KV blocks and states that are brought, once that is known.
         num_bytes: What they take.
+        go_on: Called by ``wait`` when there is an answer that the context has not seen.
     """
 
     def __init__(
@@ -77,6 +87,9 @@ class Prefetch:
         num_entries: int,
         num_bytes: int,
         timeout_seconds: float | None,
+        *,
+        silence: Callable[[], float] | None = None,
+        patience_seconds: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.skip_tokens = skip_tokens
@@ -89,6 +102,10 @@ class Prefetch:
         self._began = time.monotonic()
         self._ended = self._began
         self._deadline = None if timeout_seconds is None else self._began + timeout_seconds
+        self._silence, self._patience = silence, patience_seconds
+        self._is_asking = self._is_answered = False
+        self._thread = threading.get_ident()
+        self.go_on: Callable[[], object] | None = None
 
     @property
     def state(self) -> PrefetchState:
@@ -98,13 +115,13 @@ class Prefetch:
                 return PrefetchState.CANCELLED
             if self._is_late:
                 return PrefetchState.TIMED_OUT
-            if self._num_over == self.num_entries:
+            if not self._is_asking and self._num_over == self.num_entries:
                 if not self.num_entries:
                     return PrefetchState.NOTHING
                 is_whole = self._num_arrived == self.num_entries
                 return PrefetchState.READY if is_whole else PrefetchState.INCOMPLETE
             # Once late, it is late for good, whatever arrives.
-            self._is_late = self._deadline is not None and time.monotonic() >= self._deadline
+            self._is_late = any(seconds <= 0 for seconds in self._seconds_left())
             return PrefetchState.TIMED_OUT if self._is_late else PrefetchState.PENDING
 
     @property
@@ -125,17 +142,52 @@ class Prefetch:
 
     def wait(self) -> PrefetchState:
         """Wait until it is done, which is at its deadline at the latest."""
-        with self._changed:
-            while not self.is_done:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                self._changed.wait(None if left is None else max(left, 0.0))
-        return self.state
+        while True:
+            with self._changed:
+                while not self.is_done and not self._can_go_on:
+                    self._changed.wait(
+                        max(0.0, min(self._seconds_left(), default=threading.TIMEOUT_MAX))
+                    )
+                if self.is_done:
+                    return self.state
+            assert self.go_on is not None, "it can go on"
+            self.go_on()
+
+    @property
+    def _can_go_on(self) -> bool:
+        is_its_own = self.go_on is not None and self._thread == threading.get_ident()
+        return self._is_asking and self._is_answered and is_its_own
+
+    def _seconds_left(self) -> list[float]:
+        """Return the seconds to its deadline, and for how long yet a store may be silent."""
+        left = [] if self._deadline is None else [self._deadline - time.monotonic()]
+        if self._silence is not None:
+            left.append(self._patience - self._silence())
+        return left
 
     def cancel(self) -> None:
         """Say that nobody wants it any more. Rows are free when their reads are over."""
         with self._changed:
-            if self._num_over < self.num_entries:
+            if self._is_asking or self._num_over < self.num_entries:
                 self._is_cancelled = True
+            self._changed.notify_all()
+
+    def begin_asking(self) -> None:
+        """Say that it is not known yet what there is to bring."""
+        self._is_asking = True
+
+    def answer(self) -> None:
+        """Say that it can be known now."""
+        with self._changed:
+            self._is_answered = True
+            self._changed.notify_all()
+
+    def begin(self, skip_tokens: int, num_entries: int, num_bytes: int) -> None:
+        """Say what is brought."""
+        with self._changed:
+            self.skip_tokens, self.num_entries, self.num_bytes = skip_tokens, num_entries, num_bytes
+            self._is_asking = False
+            self._began = time.monotonic()
             self._changed.notify_all()
 
     def end_one(self, refusal: Refusal | None) -> None:
@@ -150,6 +202,16 @@ class Prefetch:
             self._changed.notify_all()
 
     @property
+    def is_answered(self) -> bool:
+        """Whether what it waits for to be known is known, or nobody wants to know it any more."""
+        return self._is_asking and (self._is_answered or self.is_given_up)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it is too late, or cancelled."""
+        return self.state in (PrefetchState.TIMED_OUT, PrefetchState.CANCELLED)
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether somebody has cancelled it before it was over."""
         return self._is_cancelled
@@ -157,12 +219,21 @@ class Prefetch:
     @property
     def is_over(self) -> bool:
         """Whether all its reads are over, cancelled or late or not."""
-        return self._num_over == self.num_entries
+        return not self._is_asking and self._num_over == self.num_entries
 
     @property
     def seconds(self) -> float:
         """What it took, once it is over."""
         return self._ended - self._began
+
+
+class _Place(Enum):
+    """Where an entry lies."""
+
+    HOST = 0
+    TIER = 1
+    STORE = 2
+    NOWHERE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +249,25 @@ class _Plan:
     blocks: int
     wanted: Sequence[EntryFacts]
     kept: Sequence[EntryFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request of whose prefix a store may have more.
+
+    Attributes:
+        match: What the GPU and the host tier had of it.
+        hashes: Hashes of its complete blocks.
+        key_of: Names its entries.
+        facts_of: Derives them.
+        prefetch: What it waits for.
+    """
+
+    match: PrefixMatch
+    hashes: BlockHashes
+    key_of: _KeyOf
+    facts_of: _FactsOf
+    prefetch: Prefetch
 
 
 class _Flight:
@@ -207,53 +297,81 @@ class _Flight:
 
 
 class LowerTierLink:
-    """Offers entries of the host tier to a lower tier, and brings them back.
+    """Offers entries of the host tier to lower tiers, and brings them back.
 
-    What it reads and writes of the host tier's rows is leased; the lower tier's threads end the
+    What it reads and writes of the host tier's rows is leased; the lower tiers' threads end the
     leases by the host tier's ``end_later``. All calls come from the context's thread.
 
     Args:
         host: The host tier.
-        tier: The lower tier.
+        tier: The tier below it, such as a disk; None: there is only a store.
         block_size_tokens: Tokens of a block.
         min_computed_tokens: Tokens of a prompt that are computed in any case.
         has_kv: Whether blocks hold anything.
         host_planner: Knows how fast prompts are computed.
+        store: A store, which must be asked what it has; None: there is none.
+        patience_seconds: For how long a request waits for a store that owes an answer.
+
+    Attributes:
+        tier: As given.
+        store: As given.
     """
 
     def __init__(
         self,
         host: HostTier,
-        tier: LowerTier,
+        tier: LowerTier | None,
         *,
         block_size_tokens: int,
         min_computed_tokens: int,
         has_kv: bool,
         host_planner: LoadPlanner,
+        store: AskedTier | None = None,
+        patience_seconds: float = 0.05,
     ) -> None:
-        self.tier = tier
+        self.tier, self.store = tier, store
         self._host = host
         self._block_size = block_size_tokens
         self._min_computed = min_computed_tokens
         self._has_kv = has_kv
         self._host_planner = host_planner
+        self._patience = patience_seconds
         self._planner = LoadPlanner(_ASSUMED)
-        self._under_way: dict[bytes, Prefetch] = {}
+        self._store_planner = LoadPlanner(_ASSUMED_OF_STORES)
+        self._under_way: dict[bytes, tuple[Prefetch, LoadPlanner | None]] = {}
+        self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
 
+    @property
+    def tiers(self) -> list[LowerTier]:
+        """All of them, from the top down."""
+        return [each for each in (self.tier, self.store) if each is not None]
+
+    def close(self) -> None:
+        """End the lower tiers; what is queued is given up."""
+        for tier in self.tiers:
+            tier.close()
+
+    def flush(self) -> None:
+        """Wait until the lower tiers have ended what they were given."""
+        for tier in self.tiers:
+            tier.flush()
+
     def offer(self, facts: EntryFacts) -> None:
-        """Offer an entry of the host tier to be stored; whether it is, the lower tier decides."""
-        if not self.tier.is_healthy:
+        """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""
+        for tier in self.tiers:
+            self._offer_to(tier, facts)
+
+    def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
+        if not tier.is_healthy:
             return
         lease = self._host.read(facts, for_lower=True)
         if isinstance(lease, Refusal):
             return
-        if not self.tier.put(facts, self._host.buffer(lease), self._ending(lease)):
+        if not tier.put(facts, self._host.buffer(lease), self._ending(lease)):
             self._host.release(lease)
 
-    def offer_used(
-        self, blocks: int, key_of: Callable[[EntryKind, int], EntryKey], facts_of: _FactsOf
-    ) -> None:
+    def offer_used(self, blocks: int, key_of: _KeyOf, facts_of: _FactsOf) -> None:
         """Offer what a hit has used and the host tier has.
 
         Args:
@@ -261,14 +379,16 @@ class LowerTierLink:
             key_of: Names an entry, which is all that is needed of those that are stored.
             facts_of: Derives it.
         """
-        if not blocks or not self.tier.is_healthy:
+        tiers = [tier for tier in self.tiers if blocks and tier.is_healthy]
+        if not tiers:
             return
         used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
         used.append((EntryKind.STATE, blocks - 1))
         keys = [key_of(*each) for each in used]
-        for each, key, is_stored in zip(used, keys, self.tier.has_many(keys), strict=True):
-            if not is_stored and self._host.has(key.kind, key.digest):
-                self.offer(facts_of(*each))
+        for tier in tiers:
+            for each, key, is_stored in zip(used, keys, tier.has_many(keys), strict=True):
+                if not is_stored and self._host.has(key.kind, key.digest):
+                    self._offer_to(tier, facts_of(*each))
 
     def prefetch(
         self,
@@ -277,6 +397,8 @@ class LowerTierLink:
         hashes: BlockHashes,
         facts_of: _FactsOf,
         timeout_seconds: float | None,
+        *,
+        key_of: _KeyOf | None = None,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing.
 
@@ -286,19 +408,29 @@ class LowerTierLink:
             hashes: Hashes of its complete blocks.
             facts_of: Derives the entries.
             timeout_seconds: When it is to be given up; None: never.
+            key_of: Names them. Default: by ``facts_of``, which takes longer.
         """
-        plan = self._plan(match, hashes, facts_of)
-        if plan is None:
-            return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        prefetch = self.bring(
-            plan.wanted,
-            plan.kept,
-            request_id=request_id,
-            skip_tokens=plan.blocks * self._block_size,
-            timeout_seconds=timeout_seconds,
-        )
-        self._under_way[hashes.digest(plan.blocks - 1)] = prefetch
+        prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
+        key_of = key_of or (lambda kind, index: facts_of(kind, index).key)
+        asked = _Asked(match, hashes, key_of, facts_of, prefetch)
+        if self._ask(asked):
+            self._asked.append(asked)
+        else:
+            self._begin(asked)
         return prefetch
+
+    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether a lower tier has it; waits for a store, as long as for any."""
+        has = self._has_many(keys)
+        unknown = [key for key, found in zip(keys, has, strict=True) if not found]
+        if unknown and self.store is not None and self.store.silence() < self._patience:
+            question = self._new_prefetch(None, 0, None)
+            question.go_on = partial(question.begin, 0, 0, 0)
+            question.begin_asking()
+            if self.store.ask(unknown, lambda _: question.answer()):
+                question.wait()
+                has = self._has_many(keys)
+        return has
 
     def bring(
         self,
@@ -318,74 +450,197 @@ class LowerTierLink:
             skip_tokens: What it can skip then.
             timeout_seconds: When it is to be given up; None: never.
         """
-        num_bytes = sum(facts.payload_bytes for facts in wanted)
-        prefetch = Prefetch(request_id, skip_tokens, len(wanted), num_bytes, timeout_seconds)
+        prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds)
+        self._bring(prefetch, wanted, kept, skip_tokens)
+        return prefetch
+
+    def _bring(
+        self,
+        prefetch: Prefetch,
+        wanted: Sequence[EntryFacts],
+        kept: Sequence[EntryFacts],
+        skip_tokens: int,
+    ) -> LoadPlanner | None:
+        """Begin to bring entries; return who learns from it: nobody if both tiers take part."""
+        prefetch.begin(skip_tokens, len(wanted), sum(facts.payload_bytes for facts in wanted))
         read = [self._host.read(facts) for facts in kept]
         held = [lease for lease in read if not isinstance(lease, Refusal)]
-        for facts in wanted:
-            self._load(facts, prefetch)
+        if self.store is None or self.tier is None:
+            are_in_tier = [self.store is None] * len(wanted)
+        else:
+            are_in_tier = self.tier.has_many([facts.key for facts in wanted])
+        for facts, is_in_tier in zip(wanted, are_in_tier, strict=True):
+            tier = self.tier if is_in_tier else self.store
+            assert tier is not None, "there is one of the two"
+            self._load(facts, prefetch, tier)
         self._host.use(held)
         for lease in held:
             self._host.release(lease)
-        return prefetch
+        if all(are_in_tier):
+            return self._planner
+        return None if any(are_in_tier) else self._store_planner
+
+    def _new_prefetch(
+        self, request_id: Hashable, skip_tokens: int, timeout_seconds: float | None
+    ) -> Prefetch:
+        silence = None if self.store is None else self.store.silence
+        return Prefetch(
+            request_id,
+            skip_tokens,
+            0,
+            0,
+            timeout_seconds,
+            silence=silence,
+            patience_seconds=self._patience,
+        )
 
     def arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0
-        for boundary, prefetch in self._under_way.items():
+        for boundary, (prefetch, _) in self._under_way.items():
             blocks = prefetch.skip_tokens // self._block_size
             if blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
                 reached = max(reached, prefetch.skip_tokens)
         return reached
 
     def poll(self) -> None:
-        """Forget what is over, and learn from it how fast the lower tier is."""
-        for boundary, prefetch in list(self._under_way.items()):
+        """Forget what is over, learn from it, and go on where a store has answered."""
+        for asked in [each for each in self._asked if each.prefetch.is_answered]:
+            self._asked.remove(asked)
+            self._begin(asked)
+        for boundary, (prefetch, planner) in list(self._under_way.items()):
             if prefetch.is_over:
                 del self._under_way[boundary]
-                if not prefetch.refusals:
-                    self._planner.record_load(prefetch.num_bytes, prefetch.seconds)
+                if not prefetch.refusals and planner is not None:
+                    planner.record_load(prefetch.num_bytes, prefetch.seconds)
         for key in [key for key, flight in self._flights.items() if flight.is_over]:
             del self._flights[key]
 
     def reset(self) -> None:
         """Cancel what is under way."""
-        for prefetch in self._under_way.values():
+        for prefetch, _ in self._under_way.values():
             prefetch.cancel()
+        for asked in self._asked:
+            asked.prefetch.cancel()
         self._under_way.clear()
+        self._asked.clear()
         self._flights.clear()
 
-    def _plan(self, match: PrefixMatch, hashes: BlockHashes, facts_of: _FactsOf) -> _Plan | None:
-        """Choose the boundary to bring; None if it is best to bring nothing."""
-        usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
-        first, on_gpu = match.state_matched_blocks, match.kv_matched_blocks
-        if first >= usable or not self.tier.is_healthy:
-            return None
-        states = [facts_of(EntryKind.STATE, index) for index in range(first, usable)]
-        blocks = list(self._blocks(range(min(on_gpu, usable), usable), facts_of))
-        found = self.tier.has_many([facts.key for facts in [*blocks, *states]])
-        is_below = dict(zip((facts.key for facts in [*blocks, *states]), found, strict=True))
-        reach = usable
-        for index, facts in enumerate(blocks, start=min(on_gpu, usable)):
-            if not is_below[facts.key] and not self._is_in_host(facts):
-                reach = index
-                break
-        plans: dict[Resumption, _Plan] = {}
-        for index, state in enumerate(states[: max(0, reach - first)], start=first):
-            if is_below[state.key] or self._is_in_host(state):
-                needed = [*blocks[: max(0, index + 1 - on_gpu)], state]
-                wanted = [facts for facts in needed if not self._is_in_host(facts)]
-                kept = [facts for facts in needed if self._is_in_host(facts)]
-                num_bytes = sum(facts.payload_bytes for facts in wanted)
-                if wanted:
-                    resumption = Resumption((index + 1) * self._block_size, num_bytes)
-                    plans[resumption] = _Plan(index + 1, wanted, kept)
-        speed = self._host_planner.rates.tokens_per_second
-        self._planner.rates = self._planner.rates._replace(tokens_per_second=speed)
-        stay = Resumption(match.skip_tokens, 0)
-        return plans.get(self._planner.choose([stay, *plans], match.prompt_tokens))
+    def _ask(self, asked: _Asked) -> bool:
+        """Ask the store what it has of a prefix; False if there is nothing to ask or to gain."""
+        store, match = self.store, asked.match
+        if store is None or not store.is_healthy or store.silence() >= self._patience:
+            return False
+        entries = self._entries_of(match)
+        keys = [asked.key_of(*each) for each in entries]
+        unknown = [key for key, found in zip(keys, self._has_many(keys), strict=True) if not found]
+        # At best all blocks come from there, and one state.
+        num_bytes = self._host.row_bytes(EntryKind.STATE) if unknown else 0
+        num_bytes += sum(self._host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
+        tokens = self._usable_blocks(match) * self._block_size
+        stay = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0)
+        if not unknown or self._seconds(match.prompt_tokens - tokens, 0, num_bytes) >= stay:
+            return False
+        prefetch = asked.prefetch
+        prefetch.begin_asking()
+        if store.ask(unknown, lambda _: prefetch.answer()):
+            return True
+        prefetch.begin(match.skip_tokens, 0, 0)
+        return False
 
-    def _load(self, facts: EntryFacts, prefetch: Prefetch) -> None:
+    def _begin(self, asked: _Asked) -> None:
+        """Begin to bring what is best for a request, if anything is."""
+        prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
+        plan = None if prefetch.is_given_up else self._plan(asked)
+        if plan is None:
+            prefetch.begin(skip_tokens, 0, 0)
+            return
+        planner = self._bring(prefetch, plan.wanted, plan.kept, plan.blocks * self._block_size)
+        self._under_way[asked.hashes.digest(plan.blocks - 1)] = prefetch, planner
+
+    def _plan(self, asked: _Asked) -> _Plan | None:
+        """Choose the boundary to bring; None if it is best to bring nothing."""
+        match = asked.match
+        entries = self._entries_of(match)
+        if not entries:
+            return None
+        keys = [asked.key_of(*each) for each in entries]
+        where = dict(zip(entries, self._places_of(keys), strict=True))
+        first, usable = match.state_matched_blocks, self._usable_blocks(match)
+        on_gpu = min(match.kv_matched_blocks, usable)
+        size = {kind: self._host.row_bytes(kind) for kind in EntryKind}
+        best = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0), -match.skip_tokens
+        chosen = None
+        of_blocks = dict.fromkeys(_Place, 0)  # bytes of the blocks before a boundary
+        for index in range(min(first, on_gpu), usable):
+            if self._has_kv and index >= on_gpu:
+                place = where[EntryKind.KV, index]
+                if place is _Place.NOWHERE:
+                    break
+                of_blocks[place] += size[EntryKind.KV]
+            place = _Place.NOWHERE if index < first else where[EntryKind.STATE, index]
+            if place is _Place.NOWHERE:
+                continue
+            tier_bytes, store_bytes = (
+                of_blocks[each] + (size[EntryKind.STATE] if place is each else 0)
+                for each in (_Place.TIER, _Place.STORE)
+            )
+            if not tier_bytes and not store_bytes:
+                continue
+            tokens = (index + 1) * self._block_size
+            seconds = self._seconds(match.prompt_tokens - tokens, tier_bytes, store_bytes)
+            if (seconds, -tokens) < best:
+                best, chosen = (seconds, -tokens), index
+        if chosen is None:
+            return None
+        needed = [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
+        needed.append((EntryKind.STATE, chosen))
+        return _Plan(
+            chosen + 1,
+            [asked.facts_of(*each) for each in needed if where[each] is not _Place.HOST],
+            [asked.facts_of(*each) for each in needed if where[each] is _Place.HOST],
+        )
+
+    def _usable_blocks(self, match: PrefixMatch) -> int:
+        """Return how many blocks of a prompt can be skipped at most."""
+        return max(0, match.prompt_tokens - self._min_computed) // self._block_size
+
+    def _entries_of(self, match: PrefixMatch) -> list[tuple[EntryKind, int]]:
+        """Return what could let a request skip more: blocks that are not there, and states."""
+        usable = self._usable_blocks(match)
+        first = match.state_matched_blocks
+        if first >= usable or not any(tier.is_healthy for tier in self.tiers):
+            return []
+        on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
+        blocks = [(EntryKind.KV, index) for index in range(on_gpu, usable)]
+        return blocks + [(EntryKind.STATE, index) for index in range(first, usable)]
+
+    def _places_of(self, keys: Sequence[EntryKey]) -> list[_Place]:
+        """Say of each entry where it lies, the highest place first."""
+        places = [
+            _Place.HOST if self._host.has(key.kind, key.digest) else _Place.NOWHERE for key in keys
+        ]
+        for tier, place in ((self.tier, _Place.TIER), (self.store, _Place.STORE)):
+            if tier is not None and tier.is_healthy:
+                for index, is_there in enumerate(tier.has_many(keys)):
+                    if is_there and places[index] is _Place.NOWHERE:
+                        places[index] = place
+        return places
+
+    def _has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether a lower tier is known to have it."""
+        return [place is not _Place.NOWHERE for place in self._places_of(keys)]
+
+    def _seconds(self, num_tokens: int, tier_bytes: int, store_bytes: int) -> float:
+        """Return how long it takes to compute so many tokens and load so many bytes."""
+        seconds = num_tokens / self._host_planner.rates.tokens_per_second
+        for num_bytes, planner in ((tier_bytes, self._planner), (store_bytes, self._store_planner)):
+            if num_bytes:
+                rates = planner.rates
+                seconds += rates.latency_seconds + num_bytes / rates.bytes_per_second
+        return seconds
+
+    def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
         """Begin to bring one entry."""
         flight = self._flights.get(facts.key)
         if flight is not None and flight.join(prefetch):
@@ -400,7 +655,7 @@ class LowerTierLink:
         def done(refusal: Refusal | None) -> None:
             flight.end(refusal, end_row)
 
-        if not self.tier.load(facts, self._host.buffer(lease), done):
+        if not tier.load(facts, self._host.buffer(lease), done):
             del self._flights[facts.key]
             self._host.cancel(lease, Drop.QUEUE_FULL)
             prefetch.end_one(Refusal.ABORTED)
@@ -412,11 +667,3 @@ class LowerTierLink:
             host.end_later(lease, refusal)
 
         return end
-
-    def _blocks(self, indices: range, facts_of: _FactsOf) -> Iterator[EntryFacts]:
-        if self._has_kv:
-            for index in indices:
-                yield facts_of(EntryKind.KV, index)
-
-    def _is_in_host(self, facts: EntryFacts) -> bool:
-        return self._host.has(facts.key.kind, facts.key.digest)

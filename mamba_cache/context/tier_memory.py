@@ -15,6 +15,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.slots.policies import check_policy
 from mamba_cache.states import KVCacheSpec, StateSpec
+from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
     CacheIdentity,
     CudaTransfers,
@@ -24,6 +25,7 @@ from mamba_cache.tiers import (
     LoadPlanner,
     ModelIdentity,
     PlainTransfers,
+    RemoteTier,
     RowFormat,
     RowLayout,
     Transfers,
@@ -86,8 +88,8 @@ def make_tiering(
         identity: What processes that share entries have in common; None: nobody shares.
 
     Raises:
-        InvalidArgumentError: A disk tier has no identity, the embedder keeps keys and values
-            itself, the device is neither a CPU
+        InvalidArgumentError: A disk tier or a store has no identity, the embedder keeps keys and
+            values itself, the device is neither a CPU
             nor a GPU of CUDA, or an argument is of a wrong kind.
         BudgetError: The budget holds no row.
         TierInUseError: Another process uses the disk tier's folder.
@@ -125,14 +127,17 @@ def make_tiering(
     planner = LoadPlanner() if planner is None else planner
     has_kv = bool(tensors[EntryKind.KV])
     lower = None
-    if config.disk_cache_path is not None:
+    if config.disk_cache_path is not None or config.store is not None:
+        store = _open_store(config, identity)
         lower = LowerTierLink(
             host,
-            _open_disk(config, identity, host),
+            None if config.disk_cache_path is None else _open_disk(config, identity, host),
             block_size_tokens=config.block_size_tokens,
             min_computed_tokens=config.min_computed_tokens,
             has_kv=has_kv,
             host_planner=planner,
+            store=store,
+            patience_seconds=config.store_patience_seconds,
         )
     return Tiering(
         config,
@@ -170,6 +175,27 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
         kv_bytes=sizes[EntryKind.KV],
         state_share=config.host_state_share,
         write_on_use=config.disk_write_on_use,
+    )
+
+
+def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTier | None:
+    """Make the tier over a store; None if there is no store.
+
+    Raises:
+        InvalidArgumentError: There is no identity.
+    """
+    store = config.store
+    if store is None:
+        return None
+    if identity is None:
+        raise InvalidArgumentError(
+            "store needs identity (tiers.CacheIdentity.of): other processes use its entries, and "
+            "nothing else says which model and weights they are of"
+        )
+    return RemoteTier(
+        open_store(store) if isinstance(store, str) else store,
+        write_on_use=config.store_write_on_use,
+        owns_store=isinstance(store, str),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from mamba_cache._weak_callback import WeakCallback
@@ -224,12 +225,8 @@ class Tiering:
         """
         if self.lower is None:
             return
-        tenant, hashes = tenant_digest(self._secret, active.request.cache_salt), active.hashes
-
-        def key_of(kind: EntryKind, index: int) -> EntryKey:
-            identity = self._identity
-            return EntryKey(identity.digest, tenant, kind, hashes.digest(index), identity.rank)
-
+        tenant = tenant_digest(self._secret, active.request.cache_salt)
+        key_of = partial(self._key_of, tenant, active.hashes)
         self.lower.offer_used(blocks, key_of, lambda kind, index: self._facts(active, kind, index))
 
     def prefetch(
@@ -258,8 +255,17 @@ class Tiering:
             return self._facts_of(kind, index, tenant, hashes.digest(index), content)
 
         return self.lower.prefetch(
-            prepared.request.request_id, match, hashes, facts_of, timeout_seconds
+            prepared.request.request_id,
+            match,
+            hashes,
+            facts_of,
+            timeout_seconds,
+            key_of=partial(self._key_of, tenant, hashes),
         )
+
+    def _key_of(self, tenant: bytes, hashes: BlockHashes, kind: EntryKind, index: int) -> EntryKey:
+        identity = self._identity
+        return EntryKey(identity.digest, tenant, kind, hashes.digest(index), identity.rank)
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""

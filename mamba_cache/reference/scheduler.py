@@ -195,8 +195,8 @@ class Scheduler:
         return None
 
     def _prefetch(self) -> None:
-        """Have the disk bring what it has of queued requests; the others' steps go on meanwhile."""
-        if self._context.disk_tier is None:
+        """Have disk and store bring what they have of queued requests; steps go on meanwhile."""
+        if self._context.disk_tier is None and self._context.store_tier is None:
             return
         statuses = self._context.statuses()
         for request in self._requests.values():

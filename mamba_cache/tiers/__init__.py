@@ -28,7 +28,8 @@ from mamba_cache.tiers.identity import (
 from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
-from mamba_cache.tiers.protocols import Done, LowerTier
+from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
+from mamba_cache.tiers.remote import RemoteStats, RemoteTier
 from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
 from mamba_cache.tiers.transfers import (
     CopyJob,
@@ -41,6 +42,7 @@ from mamba_cache.tiers.transfers import (
 
 __all__ = [
     "HEADER_BYTES",
+    "AskedTier",
     "CacheFolder",
     "CacheIdentity",
     "CopyJob",
@@ -54,6 +56,7 @@ __all__ = [
     "EntryKey",
     "EntryKind",
     "FolderLock",
+    "Found",
     "HostLease",
     "HostTier",
     "LoadPlanner",
@@ -66,6 +69,8 @@ __all__ = [
     "PlainTransfers",
     "Rates",
     "Refusal",
+    "RemoteStats",
+    "RemoteTier",
     "Resumption",
     "RowFormat",
     "RowLayout",

@@ -7,10 +7,13 @@ from typing import Protocol, TypeAlias
 
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
 
-__all__ = ["Done", "LowerTier"]
+__all__ = ["AskedTier", "Done", "Found", "LowerTier"]
 
 Done: TypeAlias = Callable[[Refusal | None], object]
 """Called once, from any thread, when a put or a load is over: None, or why it failed."""
+
+Found: TypeAlias = Callable[[list[bool]], object]
+"""Called once, from any thread, with whether each key was found."""
 
 
 class LowerTier(Protocol):
@@ -72,3 +75,21 @@ class LowerTier(Protocol):
 
     def close(self) -> None:
         """End its threads; what is queued is given up, and ``done`` called for each."""
+
+
+class AskedTier(LowerTier, Protocol):
+    """A lower tier that must be asked what it has: ``has_many`` says only what is known here."""
+
+    def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
+        """Queue a question which entries it has.
+
+        Args:
+            keys: Of the entries.
+            found: Called with True or False for each; False where that cannot be known.
+
+        Returns:
+            False if it is not taken, as in ``put``.
+        """
+
+    def silence(self) -> float:
+        """Return for how many seconds it has owed an answer to somebody who reads; 0: to nobody."""

@@ -33,3 +33,15 @@ class JumpingClock:
         time.sleep(0)
 
     monotonic = process_time = time = perf_counter
+
+
+class ManualClock:
+    """Stands still until somebody turns it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = process_time = time = perf_counter

@@ -25,6 +25,8 @@ READ_CLOCKS = {
     "tests/conversation_search.py",
     "tests/fault_table.py",
     "tests/interrupt_table.py",
+    "tests/store_kills.py",
+    "tests/support/store_kill_rig.py",
     "tests/support/tier_fault_rig.py",
     "tests/tier_faults.py",
     "tests/mutation/__main__.py",

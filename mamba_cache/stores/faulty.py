@@ -1,0 +1,284 @@
+"""A store that fails in every way that stores were seen to fail: for tests."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mamba_cache._checks import check_choice, check_int, check_kind, check_number
+from mamba_cache.stores.arguments import check_blobs, check_keys
+from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth
+
+__all__ = ["FaultyStore", "Trouble"]
+
+
+class Trouble(str, Enum):
+    """What goes wrong with a call, or with one key of it."""
+
+    FAIL = "fail"
+    """A key gets a ``StoreFault``."""
+
+    DROP = "drop"
+    """A put says stored and stores nothing. A remove says gone and removes nothing."""
+
+    LOSE = "lose"
+    """A blob is removed right after it was stored: evicted, or its holder died."""
+
+    FLIP = "flip"
+    """A bit of what was read is another one."""
+
+    TRUNCATE = "truncate"
+    """Half of the blob comes back, and its size is said to be half."""
+
+    ZERO = "zero"
+    """The second half of what was read is zero, and its size is right."""
+
+    SWAP = "swap"
+    """What was read is the blob of another key that was read before."""
+
+    TEAR = "tear"
+    """Half of the buffer is written, and the answer is ``TRANSFER_FAILED``."""
+
+    DELAY = "delay"
+    """The whole call takes some time more."""
+
+    RAISE = "raise"
+    """The whole call raises ``OSError``, which no store may."""
+
+    HANG = "hang"
+    """The whole call waits for ``release``, and then goes on."""
+
+
+_OF_CALLS = (Trouble.DELAY, Trouble.RAISE, Trouble.HANG)
+_OF_PUTS = (Trouble.FAIL, Trouble.DROP, Trouble.LOSE)
+_OF_GETS = (
+    Trouble.FAIL,
+    Trouble.FLIP,
+    Trouble.TRUNCATE,
+    Trouble.ZERO,
+    Trouble.SWAP,
+    Trouble.TEAR,
+)
+_TROUBLES = {
+    "exists_many": (Trouble.FAIL, *_OF_CALLS),
+    "put_many": (*_OF_PUTS, *_OF_CALLS),
+    "get_many_into": (*_OF_GETS, *_OF_CALLS),
+    "remove": (Trouble.FAIL, Trouble.DROP, *_OF_CALLS),
+    "health": (Trouble.FAIL, *_OF_CALLS),
+}
+
+
+@dataclass(slots=True)
+class _Rule:
+    trouble: Trouble
+    call: str
+    probability: float
+    times: int | None
+    fault: StoreFault
+    seconds: float
+    matches: Callable[[str], bool]
+
+
+class FaultyStore:
+    """A ``BlobStore`` in front of another, with troubles that a test asks for.
+
+    Args:
+        store: The store that it stands for.
+        seed: Of the draws; the same seed and calls draw the same troubles.
+        sleep: Waits for a delay, given seconds; a test may turn a clock of its own instead.
+
+    Attributes:
+        injected: How often each trouble was met, by call and trouble: ``("put_many",
+            Trouble.DROP)``.
+    """
+
+    def __init__(
+        self, store: BlobStore, *, seed: int = 0, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self.name = store.name
+        self.max_blob_bytes = store.max_blob_bytes
+        self.injected: Counter[tuple[str, Trouble]] = Counter()
+        self._store = store
+        self._random = random.Random(seed)
+        self._sleep = sleep
+        self._rules: list[_Rule] = []
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self._last_read = b""
+
+    def inject(
+        self,
+        call: str,
+        trouble: Trouble,
+        *,
+        probability: float = 1.0,
+        times: int | None = None,
+        fault: StoreFault = StoreFault.UNREACHABLE,
+        seconds: float = 0.0,
+        matches: Callable[[str], bool] = lambda key: True,
+    ) -> None:
+        """Let a call meet a trouble from now on. Of several, the first that is drawn happens.
+
+        Args:
+            call: "exists_many", "put_many", "get_many_into", "remove" or "health".
+            trouble: What happens; not every trouble happens to every call.
+            probability: Of each key, or of each call where the whole call is met, 0 to 1.
+            times: How often at most. Default: no limit.
+            fault: The answer of ``Trouble.FAIL``.
+            seconds: The length of ``Trouble.DELAY``.
+            matches: Says of a key whether it is met; for troubles of single keys.
+
+        Raises:
+            InvalidArgumentError: The call is unknown, or never meets that trouble, or an argument
+                is out of range.
+        """
+        check_choice("call", call, _TROUBLES)
+        check_choice(f"trouble of {call}", trouble, _TROUBLES[call])
+        check_number("probability", probability, maximum=1.0)
+        if times is not None:
+            check_int("times", times, minimum=1)
+        check_kind("fault", fault, StoreFault)
+        with self._lock:
+            self._rules.append(
+                _Rule(Trouble(trouble), call, probability, times, fault, seconds, matches)
+            )
+
+    def heal(self) -> None:
+        """Forget all troubles, and release what hangs."""
+        with self._lock:
+            self._rules.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Let calls that hang go on; later ones hang again."""
+        with self._lock:
+            released, self._released = self._released, threading.Event()
+        released.set()
+
+    def register(self, memory: memoryview) -> StoreFault | None:
+        """Pass it on."""
+        return self._store.register(memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """Pass it on."""
+        self._store.unregister(memory)
+
+    def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Pass it on, with what was asked for."""
+        check_keys(keys)
+        self._meet_call("exists_many")
+        rules = self._meet_keys("exists_many", keys)
+        answers = self._store.exists_many(keys)
+        return [rule.fault if rule else one for rule, one in zip(rules, answers, strict=True)]
+
+    def put_many(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[StoreFault | None]:
+        """Pass it on, with what was asked for."""
+        check_blobs(keys, buffers, writable=False)
+        self._meet_call("put_many")
+        rules = self._meet_keys("put_many", keys)
+        stored = [i for i, rule in enumerate(rules) if not rule or rule.trouble is Trouble.LOSE]
+        some = self._store.put_many([keys[i] for i in stored], [buffers[i] for i in stored])
+        answers = dict(zip(stored, some, strict=True))
+        lost = [keys[i] for i in stored if rules[i]]
+        self._store.remove(lost)
+        return [
+            rule.fault if rule and rule.trouble is Trouble.FAIL else answers.get(i)
+            for i, rule in enumerate(rules)
+        ]
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[int | StoreFault]:
+        """Pass it on, with what was asked for."""
+        check_blobs(keys, buffers, writable=True)
+        self._meet_call("get_many_into")
+        rules = self._meet_keys("get_many_into", keys)
+        answers = self._store.get_many_into(keys, buffers)
+        for i, (rule, buffer) in enumerate(zip(rules, buffers, strict=True)):
+            size = answers[i]
+            if isinstance(size, StoreFault):
+                continue
+            view = buffer.cast("B")
+            read = bytes(view[:size])
+            if rule:
+                answers[i] = self._damage(rule, view, size)
+            self._last_read = read
+        return answers
+
+    def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Pass it on, with what was asked for."""
+        check_keys(keys)
+        self._meet_call("remove")
+        rules = self._meet_keys("remove", keys)
+        removed = [i for i, rule in enumerate(rules) if not rule]
+        answers = dict(zip(removed, self._store.remove([keys[i] for i in removed]), strict=True))
+        return [
+            rule.fault if rule and rule.trouble is Trouble.FAIL else answers.get(i)
+            for i, rule in enumerate(rules)
+        ]
+
+    def health(self) -> StoreHealth:
+        """Pass it on, with what was asked for."""
+        self._meet_call("health")
+        rule = self._meet_keys("health", ["health"])[0]
+        return StoreHealth(rule.fault, "injected") if rule else self._store.health()
+
+    def close(self) -> None:
+        """Release what hangs, and pass it on."""
+        self.release()
+        self._store.close()
+
+    def _meet_call(self, call: str) -> None:
+        rule = self._draw(call, None)
+        if rule is None:
+            return
+        if rule.trouble is Trouble.DELAY:
+            self._sleep(rule.seconds)
+        elif rule.trouble is Trouble.HANG:
+            self._released.wait()
+        else:
+            raise OSError(f"{call}: a trouble that was asked for")
+
+    def _meet_keys(self, call: str, keys: Sequence[str]) -> list[_Rule | None]:
+        return [self._draw(call, key) for key in keys]
+
+    def _draw(self, call: str, key: str | None) -> _Rule | None:
+        """Draw the trouble of a key, or of a whole call."""
+        with self._lock:
+            for rule in self._rules:
+                if (
+                    rule.call == call
+                    and (rule.trouble in _OF_CALLS) == (key is None)
+                    and rule.times != 0
+                    and (key is None or rule.matches(key))
+                    and self._random.random() < rule.probability
+                ):
+                    if rule.times is not None:
+                        rule.times -= 1
+                    self.injected[call, rule.trouble] += 1
+                    return rule
+        return None
+
+    def _damage(self, rule: _Rule, view: memoryview, size: int) -> int | StoreFault:
+        half = size // 2
+        if rule.trouble is Trouble.FAIL:
+            return rule.fault
+        if rule.trouble is Trouble.FLIP:
+            with self._lock:
+                bit = self._random.randrange(8 * size)
+            view[bit // 8] ^= 1 << bit % 8
+        elif rule.trouble is Trouble.SWAP:
+            other = self._last_read[:size]
+            view[: len(other)] = other
+        else:
+            view[half:size] = bytes(size - half)
+        if rule.trouble is Trouble.TEAR:
+            return StoreFault.TRANSFER_FAILED
+        return half if rule.trouble is Trouble.TRUNCATE else size

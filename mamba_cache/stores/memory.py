@@ -1,0 +1,110 @@
+"""A store in this process's memory: for tests, and to see what another store costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from mamba_cache._checks import check_int
+from mamba_cache.stores.arguments import MAX_BLOB_BYTES, check_blobs, check_keys
+from mamba_cache.stores.protocols import StoreFault, StoreHealth
+
+__all__ = ["MemoryStore"]
+
+
+class MemoryStore:
+    """A ``BlobStore`` that no other process sees. It keeps what it has: full is ``FULL``.
+
+    Args:
+        max_bytes: Bytes of all blobs together, 1 or more.
+
+    Raises:
+        InvalidArgumentError: ``max_bytes`` is out of range.
+    """
+
+    name = "memory"
+    max_blob_bytes = MAX_BLOB_BYTES
+
+    def __init__(self, max_bytes: int = 2**30) -> None:
+        self._max_bytes = check_int("max_bytes", max_bytes, minimum=1)
+        self._blobs: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def register(self, memory: memoryview) -> StoreFault | None:
+        """Do nothing."""
+
+    def unregister(self, memory: memoryview) -> None:
+        """Do nothing."""
+
+    def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Say of each key whether it is there."""
+        check_keys(keys)
+        with self._lock:
+            return [self._fault_of(key) for key in keys]
+
+    def put_many(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[StoreFault | None]:
+        """Copy blobs."""
+        check_blobs(keys, buffers, writable=False)
+        with self._lock:
+            return [self._put(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[int | StoreFault]:
+        """Copy blobs back."""
+        check_blobs(keys, buffers, writable=True)
+        with self._lock:
+            return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Forget blobs."""
+        check_keys(keys)
+        with self._lock:
+            if self._is_closed:
+                return [StoreFault.CLOSED] * len(keys)
+            for key in keys:
+                self._num_bytes -= len(self._blobs.pop(key, b""))
+            return [None] * len(keys)
+
+    def health(self) -> StoreHealth:
+        """Say how much it holds."""
+        detail = f"{len(self._blobs)} blobs, {self._num_bytes} of {self._max_bytes} bytes"
+        return StoreHealth(StoreFault.CLOSED if self._is_closed else None, detail)
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._is_closed = True
+            self._blobs.clear()
+            self._num_bytes = 0
+
+    def _fault_of(self, key: str) -> StoreFault | None:
+        if self._is_closed:
+            return StoreFault.CLOSED
+        return None if key in self._blobs else StoreFault.MISSING
+
+    def _put(self, key: str, buffer: memoryview) -> StoreFault | None:
+        fault = self._fault_of(key)
+        if fault is not StoreFault.MISSING:
+            return fault
+        if buffer.nbytes > self.max_blob_bytes:
+            return StoreFault.TOO_LARGE
+        if self._num_bytes + buffer.nbytes > self._max_bytes:
+            return StoreFault.FULL
+        self._blobs[key] = bytes(buffer)
+        self._num_bytes += buffer.nbytes
+        return None
+
+    def _get(self, key: str, buffer: memoryview) -> int | StoreFault:
+        fault = self._fault_of(key)
+        if fault is not None:
+            return fault
+        blob = self._blobs[key]
+        if len(blob) > buffer.nbytes:
+            return StoreFault.SHORT
+        buffer.cast("B")[: len(blob)] = blob
+        return len(blob)

@@ -1,0 +1,158 @@
+"""Stores by URL, as settings and command lines name them."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from mamba_cache._checks import check_kind
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.stores.memory import MemoryStore
+from mamba_cache.stores.mooncake import MooncakeStore
+from mamba_cache.stores.protocols import BlobStore
+from mamba_cache.stores.valkey import ValkeyStore
+
+__all__ = ["open_store"]
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def open_store(url: str) -> BlobStore:
+    """Make the store that a URL names.
+
+    ``mooncake://HOST:PORT`` (the master; extra ``mooncake``), with the options ``segment`` (memory
+    that this process gives, such as ``4GiB``), ``protocol`` (``tcp``, ``rdma``), ``device``,
+    ``host``, ``metadata``, ``replicas`` and ``connect`` (seconds).
+
+    ``valkey://[USER[:PASSWORD]@]HOST[:PORT][/DB]``, or ``valkeys://`` with TLS; ``redis://`` and
+    ``rediss://`` are the same. Options: ``password_env`` (the variable of the environment that
+    holds the password, so that no URL does), ``timeout`` and ``ttl`` (seconds), and for TLS the
+    files ``ca``, ``cert`` and ``key``.
+
+    ``memory://`` is in this process, for tests; option ``max``.
+
+    Args:
+        url: As above. Options follow a ``?``, divided by ``&``.
+
+    Raises:
+        InvalidArgumentError: It is no such URL; the message holds no password.
+        MissingExtraError: Mooncake is not installed.
+    """
+    check_kind("store", url, str)
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise InvalidArgumentError(f"a store must be one of {known}, got {parts.scheme!r}")
+    make, allowed = _SCHEMES[parts.scheme]
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options.keys() - allowed:
+        raise InvalidArgumentError(
+            f"{parts.scheme}:// has no option {name!r}; it has {', '.join(allowed)}"
+        )
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise InvalidArgumentError(f"the store's port: {error}") from None
+    return make(parts, port, options)
+
+
+def _memory(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
+    return MemoryStore(_size(options, "max", "1GiB"))
+
+
+def _mooncake(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
+    if not parts.hostname or port is None:
+        raise InvalidArgumentError("a store mooncake:// needs the master's HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return MooncakeStore(
+        f"{host}:{port}",
+        segment_bytes=_size(options, "segment", "0"),
+        protocol=options.get("protocol", "tcp"),
+        device=options.get("device", ""),
+        host=options.get("host"),
+        metadata_server=options.get("metadata", "P2PHANDSHAKE"),
+        num_replicas=int(_number(options, "replicas", "1")),
+        connect_seconds=_number(options, "connect", "1"),
+    )
+
+
+def _valkey(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
+    if not parts.hostname:
+        raise InvalidArgumentError(f"a store {parts.scheme}:// needs a HOST")
+    db = parts.path.strip("/")
+    if db and not db.isdecimal():
+        raise InvalidArgumentError(f"the database must be a number, got {db!r}")
+    return ValkeyStore(
+        parts.hostname,
+        port or 6379,
+        db=int(db or 0),
+        username=unquote(parts.username) if parts.username else None,
+        password=_password(parts, options),
+        tls=_tls(options) if parts.scheme in ("valkeys", "rediss") else None,
+        timeout_seconds=_number(options, "timeout", "5"),
+        ttl_seconds=int(_number(options, "ttl", "0")) if "ttl" in options else None,
+    )
+
+
+def _password(parts: SplitResult, options: dict[str, str]) -> str | None:
+    variable = options.get("password_env")
+    if variable is None:
+        return unquote(parts.password) if parts.password else None
+    if variable not in os.environ:
+        raise InvalidArgumentError(f"the environment has no variable {variable!r} for the password")
+    return os.environ[variable]
+
+
+def _tls(options: dict[str, str]) -> ssl.SSLContext:
+    certificate, key = options.get("cert"), options.get("key")
+    try:
+        context = ssl.create_default_context(cafile=options.get("ca"))
+        if certificate:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:
+        raise InvalidArgumentError(f"the files for TLS: {error}") from error
+    return context
+
+
+def _number(options: dict[str, str], name: str, default: str) -> float:
+    text = options.get(name, default)
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise InvalidArgumentError(f"the store's {name} must be a number, got {text!r}")
+    return float(text)
+
+
+def _size(options: dict[str, str], name: str, default: str) -> int:
+    text = options.get(name, default)
+    found = re.fullmatch(r"(\d+) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
+    if not found:
+        raise InvalidArgumentError(
+            f"the store's {name} must be bytes, such as 512MiB or 4GiB, got {text!r}"
+        )
+    return int(found[1]) * _UNITS[(found[2] or "").upper()]
+
+
+_Maker = Callable[[SplitResult, "int | None", "dict[str, str]"], BlobStore]
+_OF_VALKEY: Final = ("password_env", "timeout", "ttl")
+_OF_TLS: Final = (*_OF_VALKEY, "ca", "cert", "key")
+_OF_MOONCAKE: Final = (
+    "segment",
+    "protocol",
+    "device",
+    "host",
+    "metadata",
+    "replicas",
+    "connect",
+)
+_SCHEMES: Final[dict[str, tuple[_Maker, tuple[str, ...]]]] = {
+    "mooncake": (_mooncake, _OF_MOONCAKE),
+    "valkey": (_valkey, _OF_VALKEY),
+    "valkeys": (_valkey, _OF_TLS),
+    "redis": (_valkey, _OF_VALKEY),
+    "rediss": (_valkey, _OF_TLS),
+    "memory": (_memory, ("max",)),
+}
+"""What makes the store of a scheme, and the options that it knows."""

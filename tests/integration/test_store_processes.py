@@ -1,0 +1,176 @@
+"""What one process has computed another one skips, over real stores (tests/engines/stores.sh)."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import restart_rig
+from clocks import ManualClock
+from engine_rig import MODEL, cache_config
+from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts
+from store_rig import (
+    LOOPBACK,
+    find_mooncake_master,
+    find_valkey,
+    mooncake_master,
+    valkey_server,
+)
+
+from mamba_cache.context import prefetch
+from mamba_cache.reference import Engine, SamplingParams
+from mamba_cache.stores import open_store
+from mamba_cache.tiers import remote
+
+SERVERS = {
+    "valkey": (valkey_server, ""),
+    "mooncake": (mooncake_master, "?segment=64MiB"),
+}
+REAL = [
+    pytest.param(
+        "valkey",
+        marks=pytest.mark.skipif(find_valkey() is None, reason="needs a Valkey server"),
+    ),
+    pytest.param(
+        "mooncake",
+        marks=pytest.mark.skipif(find_mooncake_master() is None, reason="needs extra mooncake"),
+    ),
+]
+
+
+@pytest.fixture
+def store(request):
+    """The URL of a store whose server runs."""
+    make, options = SERVERS[request.param]
+    with make() as server:
+        yield f"{request.param}://{LOOPBACK}:{server.port}{options}"
+
+
+class Process:
+    """A process with an engine over a store."""
+
+    def __init__(self, url, *seeds):
+        command = [sys.executable, restart_rig.__file__, url, *map(str, seeds)]
+        paths = os.pathsep.join(each for each in sys.path if each)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+            text=True,
+        )
+
+    def results(self):
+        """Answers and skipped tokens, by seed."""
+        return json.loads(self._process.stdout.readline())
+
+    def end(self):
+        """End it; what its store tier did."""
+        said, _ = self._process.communicate()
+        assert self._process.returncode == 0
+        return json.loads(said)
+
+    def kill(self):
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+@contextmanager
+def process(url, *seeds):
+    running = Process(url, *seeds)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+def uncached(seed):
+    settings = {"num_kv_blocks": 400, "max_sequence_length": 256, "max_tokens": 400}
+    engine = Engine(MODEL, cache_config(enable_prefix_caching=False, **settings))
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
+    return [list(each.tokens) for each in engine.generate(prompts(seed), sampling)]
+
+
+@pytest.mark.parametrize("store", REAL, indirect=True)
+def test_a_prefix_computed_in_one_process_is_resumed_in_another(store) -> None:
+    """Equal tokens, and at least 95% of the prompts' tokens skipped."""
+    with process(store, 1) as first:
+        [(answers, skipped)] = first.results()
+        assert answers == uncached(1)
+        assert set(skipped) == {0}
+        with process(store, 1, 2) as second:
+            [(again, skipped), (others, not_skipped)] = second.results()
+            stats = second.end()
+        assert again == answers
+        assert others == uncached(2)
+        assert sum(skipped) >= 0.95 * PROMPT_TOKENS * len(skipped)
+        assert set(not_skipped) == {0}
+        assert stats["hits"] == stats["loads"] > 0
+        first.end()
+
+
+class Remembering:
+    """A store, and the names of what was put into it."""
+
+    def __init__(self, store):
+        self._store, self.names = store, set()
+
+    def put_many(self, keys, buffers):
+        self.names.update(keys)
+        return self._store.put_many(keys, buffers)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def damage(self):
+        """Turn the bits of every chunk; manifests stay as they are."""
+        for name in self.names:
+            if name.count("/") == 6:
+                buffer = bytearray(2**21)
+                [size] = self._store.get_many_into([name], [memoryview(buffer)])
+                turned = bytes(255 - byte for byte in buffer[:size])
+                assert self._store.remove([name]) == [None]
+                assert self._store.put_many([name], [memoryview(turned)]) == [None]
+
+
+@pytest.mark.parametrize("store", REAL[:1], indirect=True)
+def test_damage_is_a_counted_miss_and_a_wrong_answer_where_it_is_believed(
+    store, monkeypatch
+) -> None:
+    """The control of the test above: what it compares does differ without verifying."""
+    for module in (remote, prefetch):
+        monkeypatch.setattr(module, "time", ManualClock())
+    client = Remembering(open_store(store))
+    first = restart_rig.make_engine(store, store=client)
+    answers, _ = restart_rig.run(first, 1)
+    first.context.close()
+    client.damage()
+    for verifies in (False, True):
+        engine = restart_rig.make_engine(store)
+        engine.context.wait_for_tiers()
+        engine.context.store_tier._verifies = verifies
+        if not verifies:
+            believe_host_rows(engine.context)
+        again, skipped = restart_rig.run(engine, 1)
+        assert (again == answers) is verifies
+        assert any(skipped) is not verifies
+        if verifies:
+            assert set(engine.context.store_tier.stats().refused) == {"payload_digest"}
+        engine.context.close()
+    client.close()
+
+
+def believe_host_rows(context):
+    """What came from the store brings its own checksums, wrong likewise: let no one look."""
+    transfers = context._tiering.transfers
+    load = transfers.load
+
+    def believing(jobs):
+        ticket = load(jobs)
+        ticket._damaged = []
+        return ticket
+
+    transfers.load = believing

@@ -1,0 +1,196 @@
+"""A store that fails in every way at any moment: what comes back is right, or a counted miss."""
+
+import pytest
+from disk_rig import Answer, buffer_for, facts_of, payload_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from remote_rig import Bench, wait_until
+
+from mamba_cache.stores import StoreFault
+from mamba_cache.stores.faulty import _TROUBLES
+from mamba_cache.tiers import EntryKind, Refusal
+
+EVERY = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
+NUM_ENTRIES = 4
+
+entries = st.tuples(st.integers(0, NUM_ENTRIES - 1), st.sampled_from(list(EntryKind)))
+troubles = st.tuples(
+    st.sampled_from(EVERY),
+    st.sampled_from([0.1, 0.5, 1.0]),
+    st.sampled_from(list(StoreFault)),
+    st.integers(1, 4),
+)
+actions = st.one_of(
+    st.tuples(st.just("put"), entries),
+    st.tuples(st.just("load"), entries),
+    st.tuples(st.just("load"), entries),
+    st.tuples(st.just("ask"), entries),
+    st.tuples(st.just("trouble"), troubles),
+    st.tuples(st.just("heal"), st.none()),
+    st.tuples(st.just("turn"), st.sampled_from([0.5, 2.1, 5.1, 61.0])),
+    st.tuples(st.just("wait"), st.none()),
+)
+
+
+class Run:
+    """Calls of two tiers over one store, as of two processes, and what became of each."""
+
+    def __init__(self, monkeypatch, seed):
+        self.bench = Bench(monkeypatch, num_threads=2)
+        self.bench.faulty._random.seed(seed)
+        self.bench.faulty._sleep = lambda seconds: None
+        self.other = Bench(store=self.bench.faulty, num_threads=2)
+        self.other.clock = self.bench.clock
+        self.benches = [self.bench, self.other]
+        self.open = []
+
+    def act(self, name, value, which):
+        bench = self.benches[which]
+        if name == "put":
+            answer = Answer()
+            if bench.tier.put(facts_of(*value), payload_of(*value), answer):
+                self.open.append((answer, None, None))
+        elif name == "load":
+            answer, into = Answer(), buffer_for(facts_of(*value))
+            if bench.tier.load(facts_of(*value), into, answer):
+                self.open.append((answer, into, value))
+        elif name == "ask":
+            answer = Answer()
+            if bench.tier.ask([facts_of(*value).key], answer):
+                self.open.append((answer, None, None))
+        elif name == "trouble":
+            (call, trouble), probability, fault, times = value
+            self.bench.faulty.inject(
+                call, trouble, probability=probability, times=times, fault=fault
+            )
+        elif name == "heal":
+            self.bench.faulty.heal()
+        elif name == "turn":
+            for each in self.benches:
+                each.turn(0)
+            self.bench.turn(value)
+            self.other.turn(0)
+        else:
+            self.wait()
+
+    def wait(self):
+        """What is under way ends, with the clock turned as far as it takes."""
+        for each in self.benches:
+            while not each.tier.flush(0.02):
+                self.bench.turn(2.1)
+                self.other.turn(0)
+        self.look()
+
+    def look(self):
+        """Every answer so far is right."""
+        for answer, into, wanted in self.open:
+            if answer.calls:
+                assert len(answer.calls) == 1
+            if wanted is None or not answer.calls:
+                continue
+            if answer.calls[0] is None:
+                assert bytes(into) == bytes(payload_of(*wanted)), "a wrong entry was restored"
+            else:
+                assert isinstance(answer.calls[0], Refusal)
+
+    def end(self):
+        self.wait()
+        assert all(len(answer.calls) == 1 for answer, _, _ in self.open)
+        self.bench.faulty.heal()
+        for each in self.benches:
+            wait_until(lambda each=each: not each.tier._hung)
+            each.check()
+            stats = each.tier.stats()
+            if sum(stats.refused.values()) + sum(stats.not_written.values()) == 0:
+                assert stats.hits == stats.loads
+        # A store that is well again is used again, whatever it did.
+        self.bench.turn(5.1)
+        self.other.turn(61)
+        for each in self.benches:
+            wait_until(lambda each=each: each.tier.is_healthy)
+        for number in range(NUM_ENTRIES):
+            self.bench.put(number)
+            found = self.other.load(number)
+            if not isinstance(found, bytes):  # it was bad, and has been removed
+                self.other.end()
+                self.other.put(number)
+                self.bench.turn(61)
+                self.bench.put(number)
+                found = self.bench.load(number)
+            assert found == bytes(payload_of(number))
+
+    def close(self):
+        self.bench.faulty.heal()
+        for each in self.benches:
+            each.tier.close()
+
+
+@given(
+    plan=st.lists(st.tuples(actions, st.integers(0, 1)), max_size=40),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=2 * settings.default.max_examples)
+def test_no_fault_of_a_store_restores_a_wrong_byte_nor_leaks_nor_hangs(plan, seed) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("threading.excepthook", lambda args: None)
+        run = Run(patch, seed)
+        try:
+            for (name, value), which in plan:
+                run.act(name, value, which)
+                run.look()
+            run.end()
+        finally:
+            run.close()
+
+
+def store_and_fetch(run, number, kind, *, is_damaged):
+    """One process stores an entry, the other asks for it and loads it."""
+    run.act("put", (number, kind), number % 2)
+    run.wait()
+    if is_damaged:
+        blobs = run.bench.memory._blobs
+        run.bench.memory._blobs = {name: blob[:-1] for name, blob in blobs.items()}
+    run.act("ask", (number, kind), 1 - number % 2)
+    run.act("load", (number, kind), 1 - number % 2)
+    run.wait()
+
+
+def have_it_probed(run):
+    """Both leave the store alone, until they have asked whether it is back."""
+    for each in run.benches:
+        wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._hung)
+    before = sum(run.bench.faulty.injected.values())
+    for each in run.benches:
+        with each.tier._lock:
+            each.tier._failures, each.tier._probes_at = 2, 0.0
+        each.turn(0)
+    wait_until(
+        lambda: (
+            sum(run.bench.faulty.injected.values()) > before
+            or all(each.tier.is_healthy for each in run.benches)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "trouble"), EVERY, ids=lambda each: str(getattr(each, "value", each))
+)
+def test_every_trouble_of_every_call_is_survived_and_counted(call, trouble, seed) -> None:
+    """Each is met, and after each every entry is right or missed for a reason that is counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("threading.excepthook", lambda args: None)
+        run = Run(patch, seed)
+        try:
+            for is_bad in (False, True):
+                if is_bad:
+                    run.bench.faulty.inject(call, trouble, probability=0.5)
+                for number in range(100 * is_bad, 100 * is_bad + 2 * NUM_ENTRIES):
+                    for kind in EntryKind:
+                        store_and_fetch(run, number, kind, is_damaged=call == "remove")
+                    if call == "health" and is_bad:
+                        have_it_probed(run)
+            assert run.bench.faulty.injected[call, trouble]
+            run.bench.faulty.heal()
+            run.end()
+        finally:
+            run.close()

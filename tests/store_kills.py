@@ -1,0 +1,102 @@
+"""Kills processes that share a store, at random moments, and prints what came of it.
+
+Run ``python tests/store_kills.py --count 200 > table.md`` where Valkey's server and Mooncake are
+(tests/engines/stores.sh). The exit code is 1 if a wrong byte was read, anything hung, or a process
+ended that nobody killed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+import numpy as np
+import torch
+from store_kill_rig import PATIENCE, Counts, Rig
+from store_rig import find_mooncake_master, find_valkey
+
+COLUMNS = (
+    "store",
+    "killed",
+    "kills",
+    "loads: right",
+    "others, by reason",
+    "puts: stored",
+    "others, by reason",
+    "faults that the store told",
+    "wrong",
+    "hung",
+    "ended by itself",
+    "waited in vain: p50 / p99 / max ms",
+    f"a wait of {1e3 * PATIENCE:.0f} ms with no store: p50 / p99 / max",
+    "in the caller's thread: p99 / max ms",
+    "entries again after: p50 / max s",
+)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200, help="kills of each kind of process")
+    parser.add_argument("--only", nargs="*", default=[], help="stores or roles")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flips", type=float, default=0.0, help="part of reads with a wrong bit")
+    parser.add_argument("--believe", action="store_true", help="do not verify: it must go wrong")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {"valkey": find_valkey(), "mooncake": find_mooncake_master()}
+    stores = [kind for kind in found if not set(options.only) & set(found) or kind in options.only]
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    is_right = True
+    for kind in stores:
+        if found[kind] is None:
+            print(f"{kind}: not installed", file=sys.stderr)
+            continue
+        started = time.perf_counter()
+        rig = Rig(kind, seed=options.seed, flips=options.flips, verifies=not options.believe)
+        for role in rig.roles():
+            if set(options.only) & set(rig.roles()) and role not in options.only:
+                continue
+            counts = Counts()
+            for _ in range(options.count):
+                rig.kill(role, counts)
+            print(row(kind, role, counts), flush=True)
+            is_right &= not (counts.wrong or counts.hung or counts.crashed)
+            print(f"{kind} {role}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        rig.close()
+    return 0 if is_right else 1
+
+
+def quantiles(seconds):
+    ms = 1e3 * np.array(seconds or [0.0])
+    return f"{np.median(ms):.1f} / {np.percentile(ms, 99):.1f} / {ms.max():.1f}"
+
+
+def row(kind, role, counts):
+    def rest(outcomes, name):
+        return ", ".join(f"{k} {n:,}" for k, n in outcomes.most_common() if k != name) or "none"
+
+    in_calls = 1e3 * np.array(counts.in_calls)
+    cells = (
+        kind,
+        role,
+        counts.kills,
+        f"{counts.loads['right']:,}",
+        rest(counts.loads, "right"),
+        f"{counts.puts['stored']:,}",
+        rest(counts.puts, "stored"),
+        rest(counts.gained, None),
+        counts.wrong,
+        counts.hung,
+        counts.crashed,
+        quantiles(counts.added),
+        quantiles(counts.alone),
+        f"{np.percentile(in_calls, 99):.2f} / {in_calls.max():.1f}",
+        f"{np.median(counts.recoveries):.1f} / {max(counts.recoveries):.1f}",
+    )
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A store tier of small chunks over a store in memory, with a clock that the test turns."""
+
+import itertools
+import time
+
+from clocks import ManualClock
+from disk_rig import Answer, buffer_for, facts_of, payload_of
+
+from mamba_cache.stores import FaultyStore, MemoryStore
+from mamba_cache.tiers import EntryKind, RemoteTier
+from mamba_cache.tiers import remote as remote_module
+
+CHUNK_BYTES = 2048
+"""A state of the disk rig has five chunks, the last one shorter; a KV block two."""
+
+PATIENCE = 60.0
+"""Seconds after which something counts as hung."""
+
+
+class Bench:
+    """A tier, what it stands on, and calls that wait for their end."""
+
+    def __init__(self, monkeypatch=None, *, store=None, **options):
+        self.clock = ManualClock()
+        if monkeypatch is not None:
+            monkeypatch.setattr(remote_module, "time", self.clock)
+        self.memory = MemoryStore() if store is None else store
+        self.faulty = FaultyStore(self.memory)
+        self.options = {"write_on_use": 1, "chunk_bytes": CHUNK_BYTES} | options
+        self.tier = RemoteTier(self.faulty, **self.options)
+        self.end()
+
+    def put(self, number, kind=EntryKind.STATE, **changes):
+        """Offer an entry and wait for the answer; False if it was not taken."""
+        answer = Answer()
+        facts = facts_of(number, kind, **changes)
+        taken = self.tier.put(facts, payload_of(number, kind), answer)
+        return answer.get() if taken else False
+
+    def load(self, number, kind=EntryKind.STATE, **changes):
+        """Load an entry; its bytes, why it is refused, or False if the call was not taken."""
+        expected, answer = facts_of(number, kind, **changes), Answer()
+        into = buffer_for(expected)
+        if not self.tier.load(expected, into, answer):
+            return False
+        refusal = answer.get()
+        return bytes(into) if refusal is None else refusal
+
+    def ask(self, *numbers, kind=EntryKind.STATE):
+        """Whether the store has entries; None if the question was not taken."""
+        answer = Answer()
+        if not self.tier.ask([facts_of(number, kind).key for number in numbers], answer):
+            return None
+        return answer.get()
+
+    def end(self):
+        assert self.tier.flush(PATIENCE), "the tier did not end what it was given"
+
+    def turn(self, seconds):
+        """Turn the clock, and let the tier see it."""
+        self.clock.now += seconds
+        with self.tier._lock:
+            self.tier._call_began.notify_all()
+
+    def names(self):
+        """What the store has, in order."""
+        return list(self.memory._blobs)
+
+    def check(self):
+        """Nothing is leaked and nothing hangs."""
+        self.end()
+        self.tier.check_invariants()
+        stats = self.tier.stats()
+        assert stats.loads == stats.hits + sum(stats.refused.values())
+        assert not self.tier._num_reads
+        assert not self.tier._pending
+
+
+def wait_until(condition):
+    """Wait for what another thread does."""
+    for _ in itertools.takewhile(lambda _: not condition(), range(int(PATIENCE / 0.002))):
+        time.sleep(0.002)
+    assert condition()

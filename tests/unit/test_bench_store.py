@@ -1,0 +1,47 @@
+"""The benchmark of stores, where there is no server."""
+
+import json
+import multiprocessing
+
+import pytest
+from clocks import ManualClock
+
+from mamba_cache.bench import store as bench
+from mamba_cache.bench.command import main
+from mamba_cache.errors import MambaCacheError
+from mamba_cache.tiers import remote
+
+
+def test_it_moves_entries_through_a_store_in_memory(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(remote, "time", ManualClock())
+    assert main(["store", "--small", "--device", "cpu", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    names = [one["name"] for one in result["measurements"]]
+    assert len(set(names)) == 3
+    assert all(name.startswith("memory: ") for name in names)
+
+
+def test_no_time_is_taken_of_what_is_wrong(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(remote, "time", ManualClock())
+    monkeypatch.setattr(bench.np, "array_equal", lambda *_: False)
+    assert main(["store", "--small", "--device", "cpu"]) == 1
+    assert "brought other bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "nowhere"], "device must be one that PyTorch finds"),
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--store", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_it_refuses(arguments, message, capsys) -> None:
+    assert main(["store", "--small", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_that_ended_is_not_waited_for() -> None:
+    with bench._Child(print) as child, pytest.raises(MambaCacheError, match="has ended early"):
+        child.hear()
+    assert not multiprocessing.active_children()

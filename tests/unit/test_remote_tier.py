@@ -1,0 +1,602 @@
+"""The store tier: what it says is stored is stored, what it brings is what was put."""
+
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+from disk_rig import Answer, buffer_for, facts_of, payload_of
+from remote_rig import Bench, wait_until
+
+from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.stores import MemoryStore, StoreFault, Trouble
+from mamba_cache.tiers import EntryKind, Refusal, RemoteTier
+
+KV, STATE = EntryKind.KV, EntryKind.STATE
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    made = Bench(monkeypatch)
+    yield made
+    made.faulty.heal()
+    made.check()
+    made.tier.close()
+
+
+def calls_of(bench):
+    """The calls of the store from now on, with their keys."""
+    calls = []
+    for name in ("exists_many", "put_many", "get_many_into", "remove"):
+        original = getattr(bench.memory, name)
+
+        def call(keys, *rest, name=name, original=original):
+            if keys:
+                calls.append((name, list(keys)))
+            return original(keys, *rest)
+
+        setattr(bench.memory, name, call)
+    return calls
+
+
+def test_what_was_put_comes_back_in_another_process(bench, monkeypatch) -> None:
+    for kind in EntryKind:
+        assert bench.put(1, kind) is None
+        assert bench.load(1, kind) == bytes(payload_of(1, kind))
+    other = Bench(store=bench.memory)
+    assert other.ask(1, 2) == [True, False]
+    assert other.load(1) == bytes(payload_of(1))
+    assert other.load(2) is Refusal.MISSING
+    stats = other.tier.stats()
+    assert (stats.loads, stats.hits, dict(stats.refused)) == (2, 1, {"missing": 1})
+    assert stats.read_bytes == len(payload_of(1))
+    other.tier.close()
+
+
+def test_an_entry_is_stored_in_this_order(bench) -> None:
+    """Chunks, whether they exist, the manifest, whether it exists; and only then it is stored."""
+    calls, key = calls_of(bench), str(facts_of(1).key)
+    chunks = [f"{key}/{index}" for index in range(5)]
+    assert bench.put(1) is None
+    assert calls == [
+        ("exists_many", [key]),
+        ("put_many", chunks),
+        ("exists_many", chunks),
+        ("put_many", [key]),
+        ("exists_many", [key]),
+    ]
+    assert [len(bench.memory._blobs[chunk]) for chunk in chunks] == [2048] * 4 + [9000 - 4 * 2048]
+    del calls[:]
+    assert bench.load(1) == bytes(payload_of(1))
+    assert calls == [("get_many_into", [key]), ("get_many_into", chunks)]
+    assert bench.tier.has_many([facts_of(1).key, facts_of(2).key]) == [True, False]
+
+
+def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
+    """Neither by this process, which knows, nor by another, which asks; a minute later it asks."""
+    assert bench.put(1) is None
+    calls = calls_of(bench)
+    assert bench.put(1) is None
+    assert calls == []
+    bench.turn(61)
+    assert bench.tier.has_many([facts_of(1).key]) == [False]
+    assert bench.put(1) is None
+    other = Bench(store=bench.memory)
+    assert other.put(1) is None
+    assert calls == [("exists_many", [str(facts_of(1).key)])] * 2
+    assert (other.tier.stats().found_stored, other.tier.stats().written) == (1, 0)
+    other.tier.close()
+
+
+def test_the_second_use_is_written(monkeypatch) -> None:
+    bench = Bench(monkeypatch, write_on_use=2)
+    assert bench.put(1) is False
+    assert bench.names() == []
+    assert bench.put(1) is None
+    assert bench.ask(1) == [True]
+    assert bench.tier.stats().not_written == {"first_use": 1}
+    bench.tier.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"tenant": b"o" * 16}, Refusal.TENANT),
+        ({"identity": b"i" * 32}, Refusal.IDENTITY),
+        ({"rank": 3}, Refusal.RANK),
+        ({"digest": b"d" * 16}, Refusal.DIGEST),
+        ({"prefix_tokens": 7}, Refusal.PREFIX_TOKENS),
+        ({"block_digest": b"b" * 16}, Refusal.BLOCK_DIGEST),
+    ],
+    ids=lambda each: each.value if isinstance(each, Refusal) else "",
+)
+def test_every_field_is_compared_with_what_the_request_derived(bench, changes, refusal) -> None:
+    """The blobs of one entry lie under the keys of another."""
+    bench.put(1)
+    facts = facts_of(1)
+    own = {name: value for name, value in changes.items() if hasattr(facts.key, name)}
+    wanted = replace(facts, key=replace(facts.key, **own), **{
+        name: value for name, value in changes.items() if name not in own
+    })  # fmt: skip
+    bench.memory._blobs = {
+        name.replace(str(facts.key), str(wanted.key)): blob
+        for name, blob in bench.memory._blobs.items()
+    }
+    answer = Answer()
+    into = buffer_for(wanted)
+    assert bench.tier.load(wanted, into, answer)
+    assert answer.get() is refusal
+    bench.end()
+    assert bench.names() == []  # it is removed: nobody finds it again
+    assert bytes(into) == b"\xff" * len(into)
+
+
+def test_a_kind_in_the_place_of_the_other_is_refused(bench) -> None:
+    bench.put(1, KV)
+    state, kv = facts_of(1).key, facts_of(1, KV).key
+    bench.memory._blobs = {
+        name.replace(str(kv), str(state)): blob for name, blob in bench.memory._blobs.items()
+    }
+    assert bench.load(1) is Refusal.KIND
+
+
+def damaged(blob, what):
+    return {
+        "bit": blob[:300] + bytes([blob[300] ^ 1]) + blob[301:],
+        "shorter": blob[:-1],
+        "longer": blob + b"x",
+        "zero": bytes(len(blob)),
+        "empty": b"x",
+    }[what]
+
+
+@pytest.mark.parametrize("what", ["bit", "shorter", "longer", "zero", "empty"])
+@pytest.mark.parametrize("chunk", [None, 0, 4])
+def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
+    """It is refused by reason, not asked for again, removed, and can be written anew."""
+    bench.put(1)
+    name = str(replace(facts_of(1).key, chunk=chunk))
+    bench.memory._blobs[name] = damaged(bench.memory._blobs[name], what)
+    refusal = bench.load(1)
+    bench.end()
+    assert refusal in set(Refusal) - {Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT}
+    assert bench.names() == []
+    assert bench.tier.stats().refused == {refusal.value: 1}
+    assert bench.load(1) is Refusal.MISSING  # it is known to be bad, so nobody asks
+    assert bench.ask(1) == [False]
+    assert bench.put(1) is None
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_without_verifying_damage_comes_through(bench) -> None:
+    """What the digests are for: the same damage, and a tier that believes what it gets."""
+    bench.put(1)
+    believing = Bench(store=bench.memory, verifies=False)
+    name = str(replace(facts_of(1).key, chunk=2))
+    bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
+    wrong = believing.load(1)
+    assert wrong != bytes(payload_of(1))
+    assert len(wrong) == len(payload_of(1))
+    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    believing.tier.close()
+
+
+def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -> None:
+    """A store keeps the first bytes of a key, so putting it again would publish the bad ones."""
+    bench.put(1)
+    bench.faulty.inject("remove", Trouble.FAIL, fault=StoreFault.LEASED)
+    name = str(replace(facts_of(1).key, chunk=2))
+    bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
+    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    assert bench.ask(1) == [False]
+    assert bench.put(1) is Refusal.IO_ERROR
+    assert bench.tier.stats().not_written == {"not_removed": 1}
+    bench.faulty.heal()
+    assert bench.put(1) is None
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
+    bench.put(1)
+    del bench.memory._blobs[str(replace(facts_of(1).key, chunk=3))]
+    assert bench.load(1) is Refusal.MISSING
+    bench.end()
+    assert bench.names() == []
+    assert bench.put(1) is None
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_manifests_of_chunks_of_another_size_are_refused(bench) -> None:
+    other = Bench(store=bench.memory, chunk_bytes=1800)  # as many chunks, cut elsewhere
+    assert other.put(1) is None
+    other.tier.close()
+    assert bench.load(1) is Refusal.CHUNK
+
+
+@pytest.mark.parametrize("lost", [None, 0])
+@pytest.mark.parametrize("trouble", [Trouble.DROP, Trouble.LOSE])
+def test_what_a_store_says_is_stored_is_not_believed(bench, lost, trouble) -> None:
+    """A chunk is not there though the put returned 0, or the manifest is not."""
+    name = str(replace(facts_of(1).key, chunk=lost))
+    bench.faulty.inject("put_many", trouble, matches=lambda key: key == name)
+    assert bench.put(1) is Refusal.MISSING
+    assert bench.tier.stats().not_written == {"unconfirmed": 1}
+    assert name not in bench.names()
+    assert str(facts_of(1).key) not in bench.names()
+    assert bench.ask(1) == [False]
+    bench.faulty.heal()
+    assert bench.put(1) is None
+
+
+@pytest.mark.parametrize("fault", set(StoreFault) - {StoreFault.MISSING}, ids=str)
+def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
+    bench.put(1)
+    bench.faulty.inject("put_many", Trouble.FAIL, fault=fault, times=1)
+    assert bench.put(2) is not None
+    bench.faulty.heal()
+    bench.faulty.inject("get_many_into", Trouble.FAIL, fault=fault, times=1)
+    assert isinstance(bench.load(1), Refusal)
+    bench.faulty.heal()
+    stats = bench.tier.stats()
+    assert stats.not_written == {fault.value: 1}
+    assert stats.faults[fault.value] == 2
+    assert sum(stats.refused.values()) == 1
+
+
+def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> None:
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.FAIL)
+    bench.faulty.inject("health", Trouble.FAIL)
+    assert bench.load(1) is Refusal.IO_ERROR
+    assert bench.tier.is_healthy
+    assert bench.load(1) is Refusal.IO_ERROR
+    assert not bench.tier.is_healthy
+    calls = calls_of(bench)
+    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
+    assert bench.tier.has_many([facts_of(1).key]) == [False]
+    assert calls == []
+    bench.turn(4.9)
+    assert bench.faulty.injected["health", Trouble.FAIL] == 0
+    bench.turn(0.2)
+    wait_until(lambda: bench.faulty.injected["health", Trouble.FAIL] == 1)
+    wait_until(lambda: bench.tier._probes_at is not None)
+    assert not bench.tier.is_healthy
+    bench.faulty.heal()
+    bench.turn(5)
+    wait_until(lambda: bench.tier.is_healthy)
+    assert bench.load(1) == bytes(payload_of(1))
+    stats = bench.tier.stats()
+    assert (stats.opened, stats.not_written) == (1, {"unhealthy": 1})
+
+
+def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
+    """And nobody waits for the calls that are under way."""
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.HANG, times=2)
+    answers = [Answer() for _ in range(5)]
+    hanging = [(facts_of(1), buffer_for(facts_of(1))) for _ in range(2)]
+    for (facts, into), answer in zip(hanging, answers, strict=False):
+        assert bench.tier.load(facts, into, answer)
+        count = answers.index(answer) + 1
+        wait_until(lambda count=count: bench.faulty.injected[HANGS] == count)
+    bench.faulty.inject("exists_many", Trouble.HANG)
+    for answer in answers[2:]:
+        assert bench.tier.ask([facts_of(1).key], answer)
+    wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 2)
+    bench.turn(2.1)
+    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 2 + [[False]] * 3
+    assert not bench.tier.is_healthy
+    assert bench.tier.stats().given_up == 4
+
+
+HANGS = ("get_many_into", Trouble.HANG)
+
+
+def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_returns(
+    bench,
+) -> None:
+    bench.put(1)
+    bench.put(2)
+    bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
+    answer, into = Answer(), buffer_for(facts_of(1))
+    assert bench.tier.load(facts_of(1), into, answer)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 1)
+    bench.turn(1.9)
+    assert not answer.calls
+    assert bench.tier.silence() == pytest.approx(1.9)
+    bench.turn(0.2)
+    assert answer.get() is Refusal.TIMEOUT
+    assert bench.tier.silence() == 0
+    [hung] = bench.tier._hung
+    memory = hung.memory
+    bench.tier.check_invariants()
+    for number in (1, 2, 1):  # others go on, with other memory
+        assert bench.load(number) == bytes(payload_of(number))
+    others = [worker.memory for worker in bench.tier._workers]
+    assert all(memory is not other for other in others)
+    memory[:] = 0xDD
+    before = bytes(memory.data)
+    into[:] = b"\xee" * len(into)  # the row is another entry's by now
+    bench.faulty.release()
+    wait_until(lambda: not bench.tier._hung)
+    bench.check()
+    assert bytes(memory.data) != before  # the call did write, long after
+    assert bytes(into) == b"\xee" * len(into)
+    assert answer.calls == [Refusal.TIMEOUT]
+    stats = bench.tier.stats()
+    assert (stats.given_up, stats.hung, dict(stats.refused)) == (1, 0, {"timeout": 1})
+
+
+def test_a_put_that_hangs_is_given_up(bench) -> None:
+    bench.faulty.inject("put_many", Trouble.HANG, times=1)
+    answer, payload = Answer(), memoryview(bytearray(payload_of(1)))
+    assert bench.tier.put(facts_of(1), payload, answer)
+    wait_until(lambda: bench.faulty.injected["put_many", Trouble.HANG] == 1)
+    assert bench.put(1) is False
+    bench.turn(2.1)
+    assert answer.get() is Refusal.TIMEOUT
+    payload[:] = bytes(len(payload))  # the row is another entry's by now
+    assert bench.put(1) is None
+    bench.faulty.release()
+    wait_until(lambda: not bench.tier._hung)
+    assert bench.load(1) == bytes(payload_of(1))
+    assert bench.tier.stats().not_written == {"in_flight": 1, "timed_out": 1}
+
+
+def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
+    """They keep their memory. When they return they are used again, or end."""
+    bench.put(1)
+    bench.faulty.inject("health", Trouble.HANG)
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    answers = [Answer() for _ in range(4)]
+    for answer in answers:
+        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 4)
+    bench.turn(2.1)
+    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 4
+    for count in range(1, 5):
+        assert len(bench.tier._workers) == 5 - count
+        bench.turn(5.1)
+        wait_until(lambda count=count: bench.faulty.injected["health", Trouble.HANG] == count)
+        bench.turn(2.1)
+        wait_until(lambda count=count: bench.tier.stats().hung == 4 + count)
+    bench.turn(5.1)
+    assert bench.tier._workers == set()
+    assert not bench.tier.is_healthy
+    bench.tier.check_invariants()
+    bench.faulty.heal()
+    wait_until(lambda: not bench.tier._hung)
+    bench.turn(5.1)
+    wait_until(lambda: bench.tier.is_healthy)
+    assert len(bench.tier._workers) == 4
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_what_is_queued_is_ended_when_the_last_thread_hangs(monkeypatch) -> None:
+    """Though the store answers others in between, so that it never fails twice in a row."""
+    bench = Bench(monkeypatch, num_threads=2)
+    bench.put(1)
+    for count in range(1, 4):
+        assert bench.ask(1) == [True]
+        bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
+        answer, last = Answer(), Answer()
+        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+        wait_until(lambda count=count: bench.faulty.injected[HANGS] == count)
+        bench.turn(2.1)
+        assert answer.get() is Refusal.TIMEOUT
+    assert bench.ask(1) == [True]
+    bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), Answer())
+    wait_until(lambda: bench.faulty.injected[HANGS] == 4)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), last)
+    bench.turn(2.1)
+    assert last.get() is Refusal.IO_ERROR
+    assert (bench.tier._workers, bench.tier.stats().opened) == (set(), 0)
+    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
+    bench.faulty.heal()
+    wait_until(lambda: not bench.tier._hung)
+    assert bench.load(1) == bytes(payload_of(1))
+    bench.tier.close()
+
+
+def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
+    bench.put(1)
+    for call, refused in (
+        ("get_many_into", lambda: bench.load(1) is Refusal.IO_ERROR),
+        ("exists_many", lambda: bench.ask(1) == [False]),
+        ("put_many", lambda: bench.put(2) is Refusal.IO_ERROR),
+        ("health", lambda: True),
+    ):
+        bench.faulty.inject(call, Trouble.RAISE, times=1)
+        assert refused()
+        bench.faulty.heal()
+        assert bench.load(1) == bytes(payload_of(1))
+    assert bench.tier.stats().faults["error"] == len(errors) == 3
+    assert bench.tier.stats().not_written == {"error": 1}
+    # Two errors in a row are two failures, like any.
+    bench.faulty.inject("get_many_into", Trouble.RAISE, times=2)
+    assert [bench.load(1), bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2 + [False]
+
+
+def test_callers_that_raise_end_no_thread(bench, monkeypatch) -> None:
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
+
+    def fail(_):
+        raise ValueError("of the caller")
+
+    assert bench.tier.put(facts_of(1), payload_of(1), fail)
+    bench.end()
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), fail)
+    assert bench.tier.ask([facts_of(1).key], fail)
+    bench.end()
+    assert len(errors) == 3
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_queues_are_bounded(monkeypatch) -> None:
+    bench = Bench(monkeypatch, num_threads=2, max_queued=2)
+    bench.put(1)
+    for call in ("exists_many", "get_many_into"):
+        bench.faulty.inject(call, Trouble.HANG)
+    answers = []
+
+    def take(count, offer):
+        taken = []
+        for _ in range(count):
+            answers.append(Answer())
+            taken.append(offer(answers[-1]))
+        return taken
+
+    take(1, lambda answer: bench.tier.ask([facts_of(1).key], answer))
+    take(1, lambda answer: bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer))
+    wait_until(lambda: sum(bench.faulty.injected.values()) == 2)
+    numbers = iter(range(2, 9))
+    assert take(3, lambda answer: bench.tier.ask([facts_of(1).key], answer)) == [True, True, False]
+    assert take(
+        3, lambda answer: bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    ) == [True, True, False]
+    number_and_put = lambda number, answer: bench.tier.put(  # noqa: E731
+        facts_of(number), payload_of(number), answer
+    )
+    assert take(3, lambda answer: number_and_put(next(numbers), answer)) == [True, True, False]
+    assert bench.tier.stats().not_written == {"queue_full": 1}
+    bench.faulty.heal()
+    bench.check()
+    assert sum(len(answer.calls) for answer in answers) == len(answers) - 3
+    bench.tier.close()
+
+
+def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
+    """A call of the store names each key once; after a reset nobody knows of the first flight."""
+    bench.put(1)
+    gate, exists = threading.Event(), bench.memory.exists_many
+    bench.memory.exists_many = lambda keys: gate.wait(60) and exists(keys)
+    for _ in range(4):  # all threads are busy
+        assert bench.tier.ask([facts_of(1).key], lambda _: None)
+    answers, buffers = [Answer() for _ in range(9)], [buffer_for(facts_of(1)) for _ in range(9)]
+    for answer, into in zip(answers, buffers, strict=True):
+        assert bench.tier.load(facts_of(1), into, answer)
+    gate.set()
+    assert [answer.get() for answer in answers] == [None] * 9
+    assert {bytes(into) for into in buffers} == {bytes(payload_of(1))}
+
+
+def test_loads_do_not_wait_for_puts(monkeypatch) -> None:
+    """One thread never writes."""
+    bench = Bench(monkeypatch, num_threads=2)
+    bench.put(1)
+    bench.faulty.inject("put_many", Trouble.HANG)
+    for number in range(2, 40):
+        assert bench.tier.put(facts_of(number), payload_of(number), lambda _: None)
+    wait_until(lambda: bench.faulty.injected["put_many", Trouble.HANG] == 1)
+    assert bench.load(1) == bytes(payload_of(1))
+    bench.faulty.heal()
+    bench.end()
+    assert bench.tier.stats().written == 39
+    bench.tier.close()
+
+
+def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> None:
+    bench = Bench(monkeypatch, num_threads=2, call_seconds=0.05, owns_store=True)
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    answers = [Answer() for _ in range(4)]
+    for answer in answers:
+        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    put = Answer()
+    assert bench.tier.put(facts_of(2), payload_of(2), put) or True
+    wait_until(lambda: bench.faulty.injected[HANGS] == 2)
+    bench.tier.close()
+    bench.tier.close()
+    assert {answer.get() for answer in answers} == {Refusal.ABORTED}
+    assert put.get() is Refusal.ABORTED
+    assert bench.memory._is_closed
+    assert not bench.tier.is_healthy
+    assert (bench.load(1), bench.put(1), bench.ask(1)) == (False, False, None)
+    bench.faulty.heal()
+    wait_until(lambda: not bench.tier._hung)
+
+
+def test_a_store_that_was_given_is_not_closed(bench) -> None:
+    other = Bench(store=bench.memory)
+    other.tier.close()
+    assert not bench.memory._is_closed
+
+
+def test_silence_is_what_the_store_owes_to_readers(bench) -> None:
+    bench.put(1)
+    bench.turn(100)
+    assert bench.tier.silence() == 0
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    answer = Answer()
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    assert bench.tier.silence() == 0
+    bench.turn(0.03)
+    assert bench.tier.silence() == pytest.approx(0.03)
+    assert bench.ask(1) == [True]  # any answer is a sign of life
+    assert bench.tier.silence() == 0
+    bench.faulty.heal()
+    answer.get()
+    bench.end()
+    bench.turn(1)
+    assert bench.tier.silence() == 0
+
+
+def test_a_forked_process_uses_nothing_of_it(bench) -> None:
+    bench.put(1)
+    child = os.fork()
+    if not child:
+        is_refused = not bench.tier.is_healthy and bench.load(1) is False and bench.ask(1) is None
+        bench.tier.close()
+        os._exit(0 if is_refused and bench.tier.has_many([facts_of(1).key]) == [False] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_stats_are_those_of_all_tiers(bench) -> None:
+    bench.put(1)
+    bench.load(1)
+    bench.load(2)
+    stats = bench.tier.tier_stats()
+    assert (stats.name, stats.stored, stats.restored) == ("store", 1, 1)
+    assert (stats.refused, stats.dropped, stats.evicted) == ({"missing": 1}, {}, 0)
+    assert bench.tier.num_queued == 0
+
+
+def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None:
+    """What RDMA needs: a call's buffers lie in registered memory."""
+    registered = []
+
+    class Registering(MemoryStore):
+        def register(self, memory):
+            registered.append(memory)
+
+        def unregister(self, memory):
+            registered.remove(memory)
+
+    bench = Bench(monkeypatch, store=Registering(), num_threads=2)
+    bench.put(1)
+    bench.load(1)
+    assert registered
+    bench.tier.close()
+    assert registered == []
+
+
+def test_arguments_are_checked(bench) -> None:
+    with pytest.raises(InvalidArgumentError, match="num_threads must be an int"):
+        RemoteTier(bench.memory, num_threads=1)
+    with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
+        RemoteTier(bench.memory, chunk_bytes=bench.memory.max_blob_bytes + 1)
+    for call in (bench.tier.put, bench.tier.load):
+        with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
+            call(facts_of(1), memoryview(bytearray(8999)), lambda _: None)
+
+
+def test_invariants_are_checked(bench) -> None:
+    bench.tier._num_reads += 1
+    with pytest.raises(InvariantError, match="reads are counted right"):
+        bench.tier.check_invariants()
+    bench.tier._num_reads -= 1

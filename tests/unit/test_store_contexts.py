@@ -1,0 +1,549 @@
+"""Contexts and engines over one store: what one has computed, the others skip."""
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+import engine_rig
+import pytest
+import torch
+from clocks import ManualClock
+from context_rig import MODEL, assert_same_run, generate, make_config, make_context
+from remote_rig import PATIENCE, wait_until
+from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
+
+from mamba_cache import InvalidArgumentError, Request
+from mamba_cache.context import PrefetchState
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.tiers import (
+    EntryKind,
+    LoadPlanner,
+    ModelIdentity,
+    ParallelRank,
+    Rates,
+    Refusal,
+    tenant_digest,
+)
+from mamba_cache.tiers import remote as remote_module
+
+IDENTITY = ModelIdentity(name="model", weights="w")
+PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
+OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The clock of store tiers and prefetches: it stands still until a test turns it."""
+    clock = ManualClock()
+    monkeypatch.setattr(remote_module, "time", clock)
+    monkeypatch.setattr(prefetching, "time", clock)
+    return clock
+
+
+def make(store, *, planner=None, identity=IDENTITY, **changes):
+    settings = {
+        "num_host_blocks": 40,
+        "num_host_states": 20,
+        "store": store,
+        "store_write_on_use": 1,
+        "hash_secret": b"secret",
+    }
+    return make_context(
+        make_config(**(settings | changes)),
+        identity=identity,
+        load_planner=planner or slow_prefill(),
+        placement=EveryNthBlock(1),
+    )
+
+
+def filled(store, prompt=PROMPT, **changes):
+    """A store in which a context has left a prompt, and the context, closed."""
+    context = make(store, **changes)
+    generate(context, prompt, 2)
+    context.wait_for_tiers()
+    context.close()
+    return context
+
+
+def ask(context, prompt=PROMPT, **options):
+    return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
+
+
+def skipped(context, prompt=PROMPT):
+    return context.match(Request(request_id="one", prompt_tokens=prompt)).skip_tokens
+
+
+@pytest.fixture
+def store():
+    """A store that has the prompt's entries, with troubles to be asked for."""
+    memory = MemoryStore()
+    filled(memory)
+    faulty = FaultyStore(memory)
+    yield faulty
+    faulty.heal()
+
+
+def test_what_one_has_computed_the_other_skips(store) -> None:
+    context = make(store)
+    assert skipped(context) == 0
+    prefetch = ask(context)
+    assert prefetch.wait() is PrefetchState.READY
+    assert (prefetch.skip_tokens, prefetch.num_entries, prefetch.num_arrived) == (56, 8, 8)
+    run = generate(context, PROMPT, 4)
+    assert run[2].skip_tokens == 56
+    assert_same_run(run, PROMPT)
+    host, tier = context.tier_stats()
+    assert (host.name, tier.name, tier.restored) == ("host", "store", 8)
+    assert context.store_tier.store is store
+    context.check_invariants()
+    context.close()
+
+
+def test_a_question_is_answered_while_steps_go_on(store) -> None:
+    """Nobody waits: the next call of the context goes on where the store has answered."""
+    context = make(store)
+    asked = len(threading.enumerate())
+    prefetch = ask(context)
+    assert (prefetch.state, prefetch.num_entries) == (PrefetchState.PENDING, 0)
+    context.store_tier.flush(PATIENCE)
+    assert prefetch.state is PrefetchState.PENDING
+    run = generate(context, OTHER, 3)
+    assert_same_run(run, OTHER)
+    context.store_tier.flush(PATIENCE)
+    assert prefetch.state is PrefetchState.READY
+    assert skipped(context) == 56
+    assert len(threading.enumerate()) == asked
+    context.close()
+
+
+def test_another_thread_waits_until_the_context_has_gone_on(store) -> None:
+    context = make(store)
+    prefetch = ask(context)
+    states = []
+    waiting = threading.Thread(target=lambda: states.append(prefetch.wait()))
+    waiting.start()
+    context.store_tier.flush(PATIENCE)
+    assert states == []
+    context.poll_tiers()
+    waiting.join()
+    assert states == [PrefetchState.READY]
+    context.close()
+
+
+def test_of_prompts_that_the_store_does_not_have_nothing_is_brought(store) -> None:
+    context = make(store)
+    prefetch = ask(context, OTHER)
+    assert prefetch.wait() is PrefetchState.NOTHING
+    assert ask(context, PROMPT[:8]).state is PrefetchState.NOTHING  # nothing would be left
+    assert context.store_tier.stats().loads == 0
+    context.close()
+
+
+def test_salts_secrets_ranks_weights_keep_entries_apart(store) -> None:
+    others = [
+        make(store, hash_secret=b"another"),
+        make(store, identity=ModelIdentity(name="model", weights="others")),
+        make(
+            store,
+            identity=ModelIdentity(
+                name="model", weights="w", rank=ParallelRank(tensor=1, tensor_size=2)
+            ),
+        ),
+    ]
+    for context in others:
+        assert ask(context).wait() is PrefetchState.NOTHING
+        context.close()
+    context = make(store)
+    salted = Request(request_id="one", prompt_tokens=PROMPT, cache_salt="other")
+    assert context.prefetch(salted).wait() is PrefetchState.NOTHING
+    context.close()
+
+
+def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(store) -> None:
+    """The state at the end is damaged. It is refused once; then the one before it counts."""
+    context = make(store)
+    ask(context).wait()
+    [last] = [
+        name
+        for name in store._store._blobs
+        if name.startswith(str(key_of(context, PROMPT, 6))) and name.count("/") == 6
+    ]
+    blob = store._store._blobs[last]
+    store._store._blobs[last] = blob[:40] + bytes([blob[40] ^ 1]) + blob[41:]
+    context.close()
+    context = make(store)
+    prefetch = ask(context)
+    assert prefetch.wait() is PrefetchState.INCOMPLETE
+    assert prefetch.refusals == (Refusal.PAYLOAD_DIGEST,)
+    assert context.store_tier.stats().refused == {"payload_digest": 1}
+    prefetch = ask(context)
+    assert prefetch.wait() is PrefetchState.READY
+    assert (prefetch.skip_tokens, prefetch.num_entries) == (48, 1)  # the blocks have come
+    run = generate(context, PROMPT, 4)
+    assert run[2].skip_tokens == 48
+    assert_same_run(run, PROMPT)
+    context.check_invariants()
+    context.close()
+
+
+def key_of(context, prompt, index):
+    """The key of the state at the end of a block."""
+    prepared = context.prepare(Request(request_id="x", prompt_tokens=prompt))
+    tiering = context._tiering
+    tenant = tenant_digest(tiering._secret, None)
+    return tiering._key_of(tenant, prepared.hashes, EntryKind.STATE, index)
+
+
+def test_an_engine_skips_what_another_one_computed(monkeypatch) -> None:
+    """At least 95% of the prompts' tokens; the answers are those without a cache."""
+    store = MemoryStore()
+    make_engine = partial(engine_over, store)
+    first = make_engine()
+    answers, skips = run(first)
+    assert set(skips) == {0}
+    first.context.close()
+    second = make_engine()
+    again, skips = run(second)
+    assert again == answers == uncached()
+    assert sum(skips) >= 0.95 * PROMPT_TOKENS * len(skips)
+    second.context.check_invariants()
+    second.context.close()
+
+
+def test_without_verifying_a_damaged_store_gives_wrong_answers() -> None:
+    """The control: the same comparison fails where what comes from the store is believed."""
+    store = MemoryStore()
+    first = engine_over(store)
+    run(first)
+    first.context.close()
+    store._blobs = {
+        name: bytes(255 - byte for byte in blob) if name.count("/") == 6 else blob
+        for name, blob in store._blobs.items()
+    }
+    for verifies in (False, True):
+        engine = engine_over(store)
+        engine.context.store_tier._verifies = verifies
+        # What the host tier verifies came from the store with its checksums, wrong likewise.
+        if not verifies:
+            believe_host_rows(engine.context)
+        answers, skips = run(engine)
+        assert (answers == uncached()) is verifies
+        assert any(skips) is not verifies
+        engine.context.close()
+
+
+def believe_host_rows(context):
+    transfers = context._tiering.transfers
+    load = transfers.load
+
+    def believing(jobs):
+        ticket = load(jobs)
+        ticket._damaged = []
+        return ticket
+
+    transfers.load = believing
+
+
+def engine_over(store, **changes):
+    settings = {
+        "num_kv_blocks": 400,
+        "max_slots": 60,
+        "max_tokens": 400,
+        "max_sequence_length": 256,
+        "num_host_blocks": 300,
+        "num_host_states": 60,
+        "store": store,
+        "store_write_on_use": 1,
+        "hash_secret": b"of this test",
+    }
+    return Engine(
+        engine_rig.MODEL,
+        engine_rig.cache_config(**(settings | changes)),
+        identity=IDENTITY,
+        load_planner=slow_prefill(),
+        prefetch_seconds=1e9,
+    )
+
+
+def run(engine, seed=1):
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
+    completions = engine.generate(prompts(seed), sampling)
+    return [each.tokens for each in completions], [each.skipped_tokens for each in completions]
+
+
+def uncached(seed=1):
+    engine = Engine(
+        engine_rig.MODEL,
+        engine_rig.cache_config(
+            num_kv_blocks=400, enable_prefix_caching=False, max_sequence_length=256, max_tokens=400
+        ),
+    )
+    return run(engine, seed)[0]
+
+
+# What a store that is dead or slow adds to a request.
+
+
+def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) -> None:
+    """50 ms by default, from the moment on at which the store owes an answer; then nobody does."""
+    context = make(store)
+    store.inject("exists_many", Trouble.HANG)
+    prefetch = ask(context)
+    clock.now += 0.049
+    assert prefetch.state is PrefetchState.PENDING
+    clock.now += 0.002
+    assert prefetch.state is prefetch.wait() is PrefetchState.TIMED_OUT
+    assert ask(context).state is PrefetchState.NOTHING  # it is silent: who comes later waits not
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    store.heal()
+    context.store_tier.flush(PATIENCE)
+    assert prefetch.state is PrefetchState.TIMED_OUT
+    context.check_invariants()
+    context.close()
+
+
+def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> None:
+    context = make(store)
+    store.inject("get_many_into", Trouble.HANG)
+    prefetch = ask(context)
+    wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
+    clock.now += 0.051
+    assert prefetch.wait() is PrefetchState.TIMED_OUT
+    run = generate(context, PROMPT, 3)
+    assert run[2].skip_tokens == 0
+    assert_same_run(run, PROMPT)
+    store.heal()
+    context.wait_for_tiers()  # what comes late is verified and kept
+    assert not any(context.host_tier.leases.values())
+    context.check_invariants()
+    context.close()
+
+
+def test_a_store_that_moves_is_waited_for(store, clock) -> None:
+    """Each answer is a sign of life: only the deadline ends it."""
+    context = make(store)
+    reads = context.store_tier._get
+
+    def slow(*arguments):
+        clock.now += 0.04
+        return reads(*arguments)
+
+    context.store_tier._get = slow
+    assert ask(context).wait() is PrefetchState.READY
+    assert skipped(context) == 56
+    context.close()
+
+
+def test_nobody_waits_for_a_store_that_is_left_alone(store, clock) -> None:
+    context = make(store)
+    store.inject("exists_many", Trouble.FAIL)
+    for _ in range(2):
+        assert ask(context).wait() is PrefetchState.NOTHING
+    assert not context.store_tier.is_healthy
+    asks = store.injected["exists_many", Trouble.FAIL]
+    assert ask(context).state is PrefetchState.NOTHING
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    assert store.injected["exists_many", Trouble.FAIL] == asks
+    store.heal()
+    clock.now += 5
+    with context.store_tier._lock:
+        context.store_tier._call_began.notify_all()
+    wait_until(lambda: context.store_tier.is_healthy)
+    context.host_tier.clear()
+    context.reset()
+    assert ask(context).wait() is PrefetchState.READY
+    context.close()
+
+
+def test_without_patience_nobody_waits(store) -> None:
+    context = make(store, store_patience_seconds=0)
+    assert ask(context).state is PrefetchState.NOTHING
+    assert store.injected == {}
+    context.close()
+
+
+def test_a_deadline_counts_from_the_request_on(store, clock) -> None:
+    context = make(store, store_patience_seconds=1e6)
+    store.inject("exists_many", Trouble.HANG)
+    prefetch = ask(context, timeout_seconds=0.5)
+    clock.now += 0.6
+    assert prefetch.wait() is PrefetchState.TIMED_OUT
+    store.heal()
+    context.store_tier.flush(PATIENCE)
+    context.poll_tiers()
+    assert context.store_tier.stats().loads == 0
+    context.close()
+
+
+def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(store) -> None:
+    context = make(store)
+    for end in (lambda prefetch: prefetch.cancel(), lambda _: context.reset()):
+        context.store_tier._stored.clear()
+        store.inject("exists_many", Trouble.HANG)
+        prefetch = ask(context)
+        end(prefetch)
+        assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
+        store.heal()
+        context.store_tier.flush(PATIENCE)
+        context.poll_tiers()
+        assert context.store_tier.stats().loads == 0
+    assert ask(context).wait() is PrefetchState.READY
+    context.close()
+
+
+def test_a_full_queue_of_questions_lets_requests_go_on(store) -> None:
+    context = make(store)
+    context.store_tier._max_queued = 0
+    assert ask(context).state is PrefetchState.NOTHING
+    context.close()
+
+
+def test_a_store_that_is_slower_than_computing_is_not_asked(store) -> None:
+    """Where B <= k P nothing is gained, however long the prefix."""
+    fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
+    context = make(store, planner=fast)
+    assert ask(context).state is PrefetchState.NOTHING
+    assert context.store_tier.stats().asks == 0
+    context.close()
+
+
+def test_the_speed_of_the_store_is_measured(store, clock) -> None:
+    context = make(store)
+    link = context._tiering.lower
+    reads = context.store_tier._get
+
+    def slow(*arguments):
+        with context.store_tier._lock:
+            clock.now += 10.0
+        return reads(*arguments)
+
+    context.store_tier._get = slow
+    context._tiering.lower._patience = 1e9
+    before = link._store_planner.rates
+    assert ask(context).wait() is PrefetchState.READY
+    context.poll_tiers()
+    assert link._store_planner.rates.bytes_per_second < before.bytes_per_second / 100
+    assert link._planner.rates == prefetching._ASSUMED  # the disk's are its own
+    context.close()
+
+
+def test_disk_and_store_together(store, tmp_path) -> None:
+    """What the disk has comes from there, and the rest from the store; both are offered all."""
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    empty = MemoryStore()
+    first = make(empty, **on_disk)
+    generate(first, PROMPT[:50], 2)
+    first.wait_for_tiers()
+    assert len({name.rpartition("/")[0] for name in empty._blobs}) > 12
+    first.close()
+    context = make(store, **on_disk)
+    prefetch = ask(context)
+    assert prefetch.wait() is PrefetchState.READY
+    assert prefetch.skip_tokens == 56
+    assert context.disk_tier.stats().hits == 6
+    assert context.store_tier.stats().hits == 2
+    assert [stats.name for stats in context.tier_stats()] == ["host", "disk", "store"]
+    run = generate(context, PROMPT, 4)
+    assert run[2].skip_tokens == 56
+    assert_same_run(run, PROMPT)
+    context.check_invariants()
+    context.close()
+
+
+def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> None:
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    filled(MemoryStore(), **on_disk)
+    context = make(store, **on_disk)
+    assert ask(context).wait() is PrefetchState.READY
+    assert skipped(context) == 56
+    assert context.store_tier.stats().asks == 0
+    context.close()
+
+
+def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
+    """By default an entry is written when it is used for the second time."""
+    store = MemoryStore()
+    context = make(store, store_write_on_use=2)
+    generate(context, PROMPT, 2)
+    context.wait_for_tiers()
+    assert store._blobs == {}
+    assert generate(context, PROMPT, 2)[2].skip_tokens == 56
+    context.wait_for_tiers()
+    assert context.store_tier.stats().written == 8
+    # What another process removes or the store evicts is offered again, after a while.
+    store._blobs.clear()
+    clock.now += 61
+    generate(context, PROMPT, 2)
+    generate(context, PROMPT, 2)
+    context.wait_for_tiers()
+    assert context.store_tier.stats().written == 16
+    context.close()
+
+
+def test_models_without_attention_share_states_alone(store) -> None:
+    shape = {name: getattr(MODEL.config, name) for name in MODEL.config.__dataclass_fields__}
+    model = HybridModel(HybridModelConfig(**(shape | {"layer_pattern": "MM"})), dtype=torch.float64)
+    contexts = [
+        make_context(
+            make_config(
+                num_host_states=9, num_host_blocks=0, store=store, store_write_on_use=1,
+                hash_secret=b"s",
+            ),
+            model=model, identity=IDENTITY, load_planner=slow_prefill(),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    first, second = contexts
+    tokens = generate(first, PROMPT, 4, model=model)[0]
+    first.wait_for_tiers()
+    prefetch = ask(second)
+    assert prefetch.wait() is PrefetchState.READY
+    assert (prefetch.num_entries, prefetch.skip_tokens) == (1, 56)
+    again = generate(second, PROMPT, 4, model=model)
+    assert (again[0], again[2].skip_tokens) == (tokens, 56)
+    for context in contexts:
+        context.close()
+
+
+def test_a_store_by_its_url_is_opened_and_closed() -> None:
+    context = make("memory://")
+    generate(context, PROMPT, 2)
+    context.wait_for_tiers()
+    store = context.store_tier.store
+    assert len(store._blobs) > 14
+    context.close()
+    assert store._is_closed
+
+
+def test_settings_are_checked() -> None:
+    store = MemoryStore()
+    on_host = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
+    with pytest.raises(InvalidArgumentError, match="a store needs a host tier"):
+        make_config(store=store)
+    with pytest.raises(InvalidArgumentError, match=r"store must be a stores.BlobStore or the URL"):
+        make_config(store=7, **on_host)
+    with pytest.raises(InvalidArgumentError, match="store_write_on_use must be an int"):
+        make_config(store_write_on_use=3)
+    with pytest.raises(InvalidArgumentError, match="store_patience_seconds must be a number"):
+        make_config(store_patience_seconds=-1)
+    with pytest.raises(InvalidArgumentError, match="store needs identity"):
+        make_context(make_config(store=store, **on_host))
+
+
+def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
+    context = make(store)
+    threads = [worker.thread for worker in context.store_tier._workers]
+    watched = weakref.ref(context)
+    prefetch = ask(context)
+    context.store_tier.flush(PATIENCE)
+    del context
+    gc.collect()
+    assert watched() is None
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    del prefetch
