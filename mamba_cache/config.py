@@ -99,6 +99,9 @@ class CacheConfig:
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.
+        max_salt_share: Of slots, how much the states of requests of one ``cache_salt`` may hold by
+            evicting those of others, from 0 to 1; those without a salt count together. Free slots
+            anybody may have. KV blocks know no such limit.
         max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
             0 to 1.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
@@ -141,6 +144,7 @@ class CacheConfig:
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
     disk_write_on_use: int = 2
+    max_salt_share: float = 1.0
     max_pinned_share: float = 0.25
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
@@ -154,8 +158,9 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
-        share = check_number("max_pinned_share", self.max_pinned_share, maximum=1)
-        object.__setattr__(self, "max_pinned_share", share)
+        for name in ("max_salt_share", "max_pinned_share"):
+            share = check_number(name, getattr(self, name), maximum=1)
+            object.__setattr__(self, name, share)
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()

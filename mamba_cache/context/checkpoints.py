@@ -324,7 +324,8 @@ class Checkpoints:
         if active.prompt_seen is not None:
             proposals = [propose(active, position) for position in positions]
         blocks = [active.block_before(p) for p in positions]
-        slots = self._slots.reserve_slots(blocks, proposals)
+        owner = active.request.cache_salt
+        slots = self._slots.reserve_slots(blocks, proposals, owner=owner)
         epoch = self._slots.epoch
         return [
             Checkpoint(p, slot, epoch)
