@@ -352,7 +352,8 @@ class Checkpoints:
                     for each, is_wanted in zip(proposals, wanted, strict=True)
                 ]
         blocks = [active.block_before(p) for p in positions]
-        slots = self._slots.reserve_slots(blocks, proposals)
+        owner = active.request.cache_salt
+        slots = self._slots.reserve_slots(blocks, proposals, owner=owner)
         epoch = self._slots.epoch
         return [
             Checkpoint(p, slot, epoch)

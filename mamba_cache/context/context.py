@@ -289,6 +289,9 @@ class DynamicInferenceContext:
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        if config.max_salt_share < 1:
+            most = int(config.max_salt_share * self.slot_allocator.max_slots)
+            self.slot_allocator.max_owned = most
         slots = ref(self.slot_allocator)
         self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -103,6 +103,8 @@ class SlotPool:
             adds those that did not fit into a step.
         pin_references: [num_blocks] how many of the references to each block are there to keep its
             keys and values alone, so that its slot may be evicted in spite of them; None: none are.
+        max_owned: Slots that one owner, as ``reserve_slots`` names them, may hold by evicting those
+            of others; None: as many as there are.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
             refuse by raising; or None.
 
@@ -127,6 +129,8 @@ class SlotPool:
         self._prefix_policy = _as_prefix_policy(self.policy)
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
+        self.max_owned: int | None = None
+        self._owner_of: dict[int, Hashable] = {}  # of slots taken while ``max_owned`` was set
         self._evicts_held = evicts_held
         self._guard = CallGuard(self.check_invariants, proves_changes=False)
         self._free_slots = np.empty(self.max_slots, np.int32)
@@ -164,7 +168,7 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        for entries in (self.reserved, self._awaited, self._copies):
+        for entries in (self.reserved, self._awaited, self._copies, self._owner_of):
             entries.clear()
         self.hash_to_block_id.clear()
         self._hash_of.clear()
@@ -324,6 +328,8 @@ class SlotPool:
         self,
         block_ids: Iterable[int],
         proposals: Sequence[StateProposal] | None = None,
+        *,
+        owner: Hashable = None,
     ) -> list[int | None]:
         """Reserve a slot for each block, to be written and then committed or cancelled.
 
@@ -335,6 +341,8 @@ class SlotPool:
             proposals: What the state of each is, for a policy that knows prompts: it may refuse
                 some, which are counted in ``refused_states_total``. None, or with another policy:
                 none is refused.
+            owner: Whose states they are, such as a salt. Who has ``max_owned`` slots gets free
+                ones, or evicts their own.
 
         Returns:
             For each block its reserved slot, or None: it has a slot or a reservation already, or
@@ -354,12 +362,13 @@ class SlotPool:
         if not new:
             return [None] * len(ids)
         policy = self._prefix_policy if proposals is not None else None
+        protected = [*ids, *self._others_blocks(owner, len(new))]
         if policy is None:
-            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+            victims = self._choose_victims(len(new) - self.free_count, protected=protected)
         else:
             assert proposals is not None
             of_block = dict(zip(ids, proposals, strict=True))
-            new, victims = self._admit(policy, new, [of_block[b] for b in new], ids)
+            new, victims = self._admit(policy, new, [of_block[b] for b in new], protected)
         kept = new[: self.free_count + len(victims)]
         try:
             taken = self._take(len(kept), victims)
@@ -371,6 +380,8 @@ class SlotPool:
         slots = dict(zip(kept, taken, strict=True))
         self._awaited.update(kept)
         self.reserved.update(zip(taken, kept, strict=True))
+        if self.max_owned is not None:
+            self._owner_of.update(dict.fromkeys(taken, owner))
         if policy is not None:
             policy.on_reserved([slots.get(block_id) for block_id in new])
         return [slots.pop(block_id, None) for block_id in ids]
@@ -455,7 +466,7 @@ class SlotPool:
         for slot in taken:
             self._awaited.discard(self.reserved.pop(slot))
         self._push(taken)
-        self._release_from_policy(taken)
+        self._release(taken)
 
     @guarded(nests=True)
     def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
@@ -603,8 +614,24 @@ class SlotPool:
             self._awaited.difference_update(copy.block_ids)
             self._push(self._copies.end(copy))
 
-    def _release_from_policy(self, slots: Sequence[int]) -> None:
-        """Tell a policy that knows prompts of slots that hold or await no state any more."""
+    def _others_blocks(self, owner: Hashable, num_new: int) -> list[int]:
+        """Return the blocks whose slots an owner may not evict for some new ones."""
+        if self.max_owned is None:
+            return []
+        owned = {slot for slot, name in self._owner_of.items() if name == owner}
+        if len(owned) + num_new <= self.max_owned:
+            return []
+        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
+        return [self._slot_to_block.item(slot) for slot in cached if slot not in owned]
+
+    def _release(self, slots: Sequence[int]) -> None:
+        """Forget whose slots these are that hold or await no state any more, and tell the policy.
+
+        The policy is told if it is one that knows prompts.
+        """
+        if self._owner_of:
+            for slot in slots:
+                self._owner_of.pop(slot, None)
         if self._prefix_policy is not None:
             self._prefix_policy.on_removed(slots)
 
@@ -813,6 +840,7 @@ class SlotPool:
             self.pin_counts[cached],
             self._free_slots[: self.free_count],
             _by_key(self.reserved),
+            _first_of_each(self._owner_of),
             _by_key(self._copies.block_of_slot()),
             self._copies.ids("leaving"),
             _by_key(self.hash_to_block_id),
@@ -839,10 +867,12 @@ class SlotPool:
         self._check_conservation()
         self._check_ties()
         self._check_hashes()
+        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
+        strays = self._owner_of.keys() - {*cached, *self.reserved}
+        _require(not strays, f"slots {sorted(strays)} have an owner, but no state")
         if self._unsent:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
         if self._prefix_policy is not None:
-            cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
             self._prefix_policy.check_invariants([*cached, *self.reserved])
 
     def _check_conservation(self) -> None:
@@ -996,7 +1026,7 @@ class SlotPool:
             self.pin_counts[slot] = 0
             self._last_generation += 1
             self.generations[slot] = self._last_generation
-        self._release_from_policy(slots)
+        self._release(slots)
 
     def _free_blocks(self, block_ids: Iterable[int]) -> None:
         """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
@@ -1020,7 +1050,7 @@ class SlotPool:
         ):
             if self._block_to_slot[block_id] >= 0:
                 self._push([slot])
-                self._release_from_policy([slot])
+                self._release([slot])
             else:
                 self._assign(slot, block_id)
                 stored[slot], hash_of[slot] = tokens, hash_id
@@ -1139,6 +1169,12 @@ def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
     # unnoticed: numbers that small are the same in the other dtype
     pairs = np.array([list(table.keys()), list(table.values())], np.int64)
     return pairs[:, pairs[0].argsort()]
+
+
+def _first_of_each(owners: Mapping[int, Hashable]) -> list[tuple[int, int]]:
+    """Return each owned slot with the first of the same owner: no names, so that ranks agree."""
+    first: dict[Hashable, int] = {}
+    return [(slot, first.setdefault(owners[slot], slot)) for slot in sorted(owners)]
 
 
 def _require(holds: bool, message: str) -> None:

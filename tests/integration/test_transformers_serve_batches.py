@@ -20,6 +20,7 @@ from serve_rig import (  # noqa: E402
 )
 from transformers_rig import make_model  # noqa: E402
 
+from mamba_cache.context import DynamicInferenceContext  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
 
@@ -109,6 +110,25 @@ def test_concurrent_clients_are_answered_as_alone(server, folders, found, plain)
     counts = cache.batch_stats().counts
     assert counts.decoded_tokens > counts.decode_steps  # several at once
     cache.check_invariants()
+
+
+def test_the_slots_policy_is_told_whether_a_chat_goes_on(server, folders, monkeypatch):
+    told, prepare = [], DynamicInferenceContext.prepare
+
+    def watched(self, request):
+        told.append((request.will_continue, request.source))
+        return prepare(self, request)
+
+    server.chat(folders["main"], "Get ready.")
+    monkeypatch.setattr(DynamicInferenceContext, "prepare", watched)
+    first = [{"role": "user", "content": "A question."}]
+    server.chat(folders["main"], first)
+    answer = {"role": "assistant", "content": "An answer."}
+    server.chat(folders["main"], [*first, answer, {"role": "user", "content": "Another."}])
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    server.chat(folders["main"], first, tools=[tool])
+    assert [hint for hint, _ in told] == [False, True, True]
+    assert {source for _, source in told} == {"transformers server"}
 
 
 def test_users_share_nothing(server, folders):

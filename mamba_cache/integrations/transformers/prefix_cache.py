@@ -93,7 +93,10 @@ class PrefixCache:
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
             from then on once a forward has run out of memory, after which it is tried again.
-        eviction: Which saved states are given up first. Default: the longest unused.
+        eviction: Which saved states are given up first. Default: the longest unused. The policy
+            that is a context's default, ``AdaptiveSlotPolicy``, is none here: states lie where
+            prompts and answers end, most often inside a block, and it knows block boundaries
+            alone, so it would not see that they are asked for again.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).

@@ -262,6 +262,8 @@ class Batcher:
         seed: int,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[int] = (),
+        will_continue: bool | None = None,
+        source: Hashable = None,
         tell: Callable[[str, int], None] | None = None,
     ) -> list[BatchRequest]:
         """Lets a prompt wait for its turn.
@@ -273,6 +275,8 @@ class Batcher:
             seed: Of the draws of the first answer; those of the others follow from it.
             cache_salt: Prompts of different salts never share anything.
             checkpoints: Positions at which others branch off.
+            will_continue: As in ``Request``, like the next: hints for a policy that takes them.
+            source: See there.
             tell: Called with the name of each answer and each token of it.
 
         Returns:
@@ -289,6 +293,8 @@ class Batcher:
             cache_salt=cast("str | bytes | None", cache_salt),  # ints are hashed as well
             lora_id=self._runner.fingerprint.key,
             checkpoint_positions=checkpoints,
+            will_continue=will_continue,
+            source=source,
         )
         prepared = self.context.prepare(request)
         size, least = self.context.block_size_tokens, self._settings.fewest_tokens

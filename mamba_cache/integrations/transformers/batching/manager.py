@@ -20,6 +20,10 @@ from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 __all__ = ["ArrivalDetails", "BatchManager", "BatchRunner"]
 
 
+_SERVER = "transformers server"
+"""Whose hints they are: each source is trusted as far as its hints come true."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArrivalDetails:
     """What the server knows of a request beside its prompt.
@@ -30,6 +34,7 @@ class ArrivalDetails:
         cache_salt: Prompts of different salts never share anything.
         checkpoints: Positions at which others will branch off.
         tell_cached: Called with the tokens of the prompt that were not computed.
+        will_continue: Whether a longer prompt is to follow; None: nobody knows.
     """
 
     config: Any
@@ -37,6 +42,7 @@ class ArrivalDetails:
     cache_salt: ExtraKey = None
     checkpoints: Sequence[int] = ()
     tell_cached: Callable[[int], None] | None = None
+    will_continue: bool | None = None
 
 
 class BatchRunner(Protocol):
@@ -223,6 +229,8 @@ class BatchManager:
                 seed=batcher.draw_seed(),
                 cache_salt=details.cache_salt,
                 checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
+                will_continue=details.will_continue,
+                source=_SERVER,
             )
         except MambaCacheError as error:  # of this request alone
             self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))

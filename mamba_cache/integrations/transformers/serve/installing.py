@@ -282,7 +282,9 @@ def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
     def tell_cached(count: int) -> None:
         served.cached_tokens = count
 
-    return ArrivalDetails(config, tokenizer, served.cache_salt, checkpoints, tell_cached)
+    return ArrivalDetails(
+        config, tokenizer, served.cache_salt, checkpoints, tell_cached, served.will_continue
+    )
 
 
 def _batched(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:

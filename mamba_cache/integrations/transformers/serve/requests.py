@@ -41,6 +41,18 @@ class ServedRequest:
     messages: Sequence[Any] | None = None
     cached_tokens: int | None = None
 
+    @property
+    def will_continue(self) -> bool | None:
+        """Whether a longer prompt is to follow, as far as the request tells: a hint, no promise.
+
+        A chat that offers tools, or has had an answer already, goes on more often than a first
+        question does. Of a completion nobody knows.
+        """
+        if self.messages is None:
+            return None
+        roles = {message.get("role") for message in self.messages if isinstance(message, dict)}
+        return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
+
     def checkpoints(self, tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
         """Return where other prompts will part from this one."""
         if self.messages is None:

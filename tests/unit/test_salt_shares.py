@@ -1,0 +1,115 @@
+"""A share of slots for each salt: one cannot push out the states of all others."""
+
+import numpy as np
+import pytest
+from context_rig import BLOCK, VOCAB, generate, make_config, make_context
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context import Request
+from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    PromptFacts,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+    SlotPool,
+    StateProposal,
+)
+
+POLICIES = [
+    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
+]  # fmt: skip
+
+
+def owned(pool, owner):
+    return {slot for slot, name in pool._owner_of.items() if name == owner}
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    share=st.integers(0, 6),
+    calls=st.lists(
+        st.tuples(st.sampled_from("aab"), st.integers(1, 3), st.sampled_from(["commit", "cancel"])),
+        min_size=10,
+        max_size=40,
+    ),
+)
+def test_who_has_its_share_evicts_no_slot_of_others(policy, share, calls):
+    pool = SlotPool(6, KVBlockAllocator(200), policy=policy())
+    pool.max_owned = share
+    next_block = 0
+    for owner, count, then in calls:
+        blocks = list(range(next_block, next_block + count))
+        next_block += count
+        prompt = pool.begin_request(PromptFacts([1 + b for b in blocks], 16, 0, count))
+        proposals = [StateProposal(prompt, n + 1, is_asked=owner == "a") for n in range(count)]
+        own, others, num_free = owned(pool, owner), owned(pool, "ab".strip(owner)), pool.free_count
+        slots = pool.reserve_slots(blocks, proposals, owner=owner)
+        if len(own) + count > share:
+            assert owned(pool, "ab".strip(owner)) == others
+        taken = [slot for slot in slots if slot is not None]
+        assert owned(pool, owner) >= set(taken)
+        assert len(owned(pool, owner)) <= max(share, len(own), len(own) + num_free)
+        pairs = [(s, b) for s, b in zip(slots, blocks, strict=True) if s is not None]
+        if then == "commit":
+            pool.commit_reserved(taken, [b for _, b in pairs], [b + 1 for _, b in pairs])
+        else:
+            pool.cancel_reserved(taken)
+        pool.check_invariants()
+    pool.reset()
+    assert not pool._owner_of
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flood_of_one_salt_leaves_the_others_their_share(policy, rng):
+    config = make_config(num_kv_blocks=2_000, max_slots=8, max_salt_share=0.5)
+    context = make_context(config, slot_policy=policy())
+    prompts = [rng.integers(0, VOCAB, 2 * BLOCK).tolist() for _ in range(4)]
+
+    def found():
+        requests = [Request(request_id=0, prompt_tokens=[*p, 1], cache_salt="b") for p in prompts]
+        return sum(context.match(request).skip_tokens == 2 * BLOCK for request in requests)
+
+    for prompt in prompts:
+        for _ in range(3):
+            generate(context, prompt, 1, cache_salt="b", checkpoint_positions=[2 * BLOCK])
+    before = found()
+    for _ in range(40):
+        flood = rng.integers(0, VOCAB, 3 * BLOCK).tolist()
+        generate(context, flood, 1, cache_salt="a", checkpoint_positions=[BLOCK, 2 * BLOCK])
+    context.check_invariants()
+    num_left = len(owned(context.slot_allocator, "b"))
+    assert before == 4
+    assert num_left >= 4
+    assert len(owned(context.slot_allocator, "a")) in (3, 4)  # it saves up to three at once
+    assert found() >= 1
+
+
+def test_salts_show_in_the_fingerprint_but_not_their_names():
+    def pool(*owners):
+        made = SlotPool(4, KVBlockAllocator(9))
+        made.max_owned = 2
+        for block, owner in enumerate(owners):
+            made.reserve_slots([block], owner=owner)
+        return made.fingerprint()
+
+    assert pool("x", "y") == pool("p", "q") != pool("x", "x")
+
+
+def test_owners_of_nothing_are_found():
+    pool = SlotPool(4, KVBlockAllocator(9))
+    pool.max_owned = 2
+    [slot] = pool.reserve_slots([1], owner="x")
+    pool._owner_of[slot - 1] = "x"
+    with pytest.raises(InvariantError, match="have an owner, but no state"):
+        pool.check_invariants()
+
+
+def test_a_share_is_a_number_up_to_1():
+    with pytest.raises(InvalidArgumentError, match="max_salt_share must be a number in"):
+        make_config(max_salt_share=np.nan)
+    assert make_context(make_config()).slot_allocator.max_owned is None
