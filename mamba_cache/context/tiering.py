@@ -471,7 +471,6 @@ class Tiering:
         self.transfers.wait()
         self.poll()
         self.host.scrub()
-        self.transfers.scrub()
 
     def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
         """Prove that rows of the host tier are read and written for what is planned and under way.

@@ -46,6 +46,7 @@ class RowMemory:
         self.rows_per_slab = max(1, slab_bytes // row_bytes)
         self.num_ready = 0
         self._slabs: list[torch.Tensor] = []
+        self._addresses: list[int] = []
 
     @property
     def num_slabs(self) -> int:
@@ -61,6 +62,7 @@ class RowMemory:
         """Take the next slab, [bytes] uint8; return its rows."""
         rows = slab.view(-1, self.row_bytes)
         self._slabs.append(rows)
+        self._addresses.append(rows.data_ptr())
         self.num_ready += rows.shape[0]
         return rows.shape[0]
 
@@ -68,6 +70,11 @@ class RowMemory:
         """Return the bytes of a row that is there, [row_bytes] uint8, CPU."""
         slab, index = divmod(row, self.rows_per_slab)
         return self._slabs[slab][index]
+
+    def address(self, row: int) -> int:
+        """Return where a row that is there begins."""
+        slab, index = divmod(row, self.rows_per_slab)
+        return self._addresses[slab] + index * self.row_bytes
 
     def buffer(self, row: int) -> memoryview:
         """Return the same as a writable buffer."""

@@ -385,7 +385,6 @@ def test_entries_lie_in_rows_to_the_bit():
     memory.row(1)[layout.payload_bytes - 1] ^= 1
     assert transfers.load([CopyJob(KV, 0, 0), CopyJob(KV, 1, 1)]).damaged() == [1]
     transfers.wait()
-    transfers.scrub()
     mark = transfers.mark()
     assert transfers.seconds_between(mark, mark + 1) == 1
 
