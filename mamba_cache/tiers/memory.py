@@ -52,6 +52,7 @@ class RowMemory:
         self.num_ready = 0
         self._slabs: list[torch.Tensor] = []
         self._addresses: list[int] = []
+        self._arrays: list[npt.NDArray[np.uint8]] = []
 
     @property
     def num_slabs(self) -> int:
@@ -68,6 +69,7 @@ class RowMemory:
         rows = slab.view(-1, self.row_bytes)
         self._slabs.append(rows)
         self._addresses.append(rows.data_ptr())
+        self._arrays.append(rows.numpy())
         self.num_ready += rows.shape[0]
         return rows.shape[0]
 
@@ -76,6 +78,12 @@ class RowMemory:
         slab, index = divmod(row, self.rows_per_slab)
         return self._slabs[slab][index]
 
+    def array(self, row: int) -> npt.NDArray[np.uint8]:
+        """Return the same as an array, which takes a tenth of the time."""
+        slab, index = divmod(row, self.rows_per_slab)
+        array: npt.NDArray[np.uint8] = self._arrays[slab][index]
+        return array
+
     def address(self, row: int) -> int:
         """Return where a row that is there begins."""
         slab, index = divmod(row, self.rows_per_slab)
@@ -83,7 +91,7 @@ class RowMemory:
 
     def buffer(self, row: int) -> memoryview:
         """Return the same as a writable buffer."""
-        return self.row(row).numpy().data
+        return self.array(row).data
 
 
 def plain_slab(num_bytes: int) -> torch.Tensor:
