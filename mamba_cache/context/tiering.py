@@ -169,9 +169,7 @@ class Tiering:
             reach = usable
         states = host.digests(EntryKind.STATE)
         boundaries = [
-            blocks
-            for blocks in range(first + 1, reach + 1)
-            if hashes.digest(blocks - 1) in states
+            blocks for blocks in range(first + 1, reach + 1) if hashes.digest(blocks - 1) in states
         ]
         if not boundaries:
             return match

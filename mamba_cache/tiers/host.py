@@ -287,9 +287,7 @@ class HostTier:
             DoubleFreeError: The lease was ended before.
         """
         entries, row = self._entries[lease.facts.key.kind], lease.lease.row
-        header = header_bytes(
-            lease.facts, entries.digest_of_checksums(row), lease.lease.generation
-        )
+        header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
         entries.headers[row] = np.frombuffer(header, np.uint8)
         is_kept = entries.pool.complete(lease.lease)
         self.stored_total += is_kept
