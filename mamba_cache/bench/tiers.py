@@ -3,15 +3,23 @@
 Entries have the shape of Nemotron-H-8B's states and KV blocks. Every copy is timed from the call to
 its end, on the host, with nothing else under way; the plain copies beside them likewise. No time is
 taken before the bits have been compared.
+
+Its parts can be run alone. Each says in its details where the time went: on the host, on the link,
+in checksums.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +27,11 @@ import torch
 
 from mamba_cache.bench.measure import Measurement, assert_same_bits, check_device, progress
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import DynamicInferenceContext, PrefetchState, Request
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, shape_of
 from mamba_cache.reference import HybridModel, HybridModelConfig
+from mamba_cache.reference.weights import WeightMaker
 from mamba_cache.states import KVCacheSpec, StatePool, StateSpec
 from mamba_cache.tiers import (
     CopyJob,
@@ -30,6 +39,7 @@ from mamba_cache.tiers import (
     EntryKind,
     HostTier,
     LoadPlanner,
+    ModelIdentity,
     PlainTransfers,
     Rates,
     RowFormat,
@@ -37,14 +47,20 @@ from mamba_cache.tiers import (
     Transfers,
     pinner_for,
 )
+from mamba_cache.tiers.cuda import PIECE_BYTES
 
-__all__ = ["TierShape", "add_tiers_options", "run_tiers"]
+__all__ = ["PARTS", "TierShape", "add_tiers_options", "run_tiers"]
+
+PARTS = ("copies", "steps", "first", "disk", "ready")
+"""What it measures: copies beside plain ones, steps while copies run, first tokens after a prefix
+that comes from the host and from the disk, and how soon a tier is there."""
 
 _RUNS = 15
 _BLOCK = 256
 _PREFIX_BLOCKS = 16
 _STEPS = 400
 _LEAST_SHARE, _MOST_VERIFYING, _MOST_SLOWER = 0.95, 5.0, 1.03
+_MOST_FROM_HOST, _MOST_FROM_DISK = 1.05, 1.25
 
 
 class TierShape(NamedTuple):
@@ -57,7 +73,7 @@ class TierShape(NamedTuple):
         num_states: States on the GPU and in the tier.
         num_blocks: KV blocks likewise.
         ready_gb: Of the tier whose making is timed, in GiB.
-        model: What computes first tokens: its layers, fewer of them.
+        model: What computes first tokens.
     """
 
     name: str
@@ -70,7 +86,7 @@ class TierShape(NamedTuple):
 
 
 _LAYERS = HybridModelConfig(
-    layer_pattern="M-M-M-M*-M-M-",
+    layer_pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
     hidden_size=4096,
     num_attention_heads=32,
     num_kv_heads=8,
@@ -108,6 +124,25 @@ def add_tiers_options(parser: argparse.ArgumentParser) -> None:
         "--small", action="store_true", help="tiny states and few: to see that it runs"
     )
     parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"which of {', '.join(PARTS)} to run (default: all)",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="also copies and steps with other sizes of pieces and launches",
+    )
+    parser.add_argument(
+        "--disk-path",
+        default=None,
+        metavar="DIR",
+        help="where the disk tier is (default: a new directory for temporary files)",
+    )
+    parser.add_argument(
         "--ready-gb",
         type=float,
         default=None,
@@ -117,13 +152,22 @@ def add_tiers_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tiers(
-    *, device: str = "cpu", small: bool = False, ready_gb: float | None = None
+    *,
+    device: str = "cpu",
+    small: bool = False,
+    only: Sequence[str] = PARTS,
+    sweep: bool = False,
+    disk_path: str | None = None,
+    ready_gb: float | None = None,
 ) -> list[Measurement]:
     """Run every measurement, one after the other.
 
     Args:
         device: Where the cache is.
         small: Whether to copy tiny states instead of a model's.
+        only: Which of ``PARTS`` to run.
+        sweep: Whether to try other sizes of pieces and launches, too.
+        disk_path: Where the disk tier is; None: in a new directory for temporary files.
         ready_gb: GiB of the tier whose making is timed; None: 64 on a GPU, else a quarter.
 
     Raises:
@@ -138,15 +182,23 @@ def run_tiers(
     if not ready_gb > 0:
         raise InvalidArgumentError(f"ready_gb must be a number above 0, got {ready_gb!r}")
     shape = _shape(small=small, ready_gb=ready_gb)
-    copies = _Copies(shape, where)
-    copies.check_bits()
-    results = [*_measure_copies(copies)]
-    if where.type == "cuda":  # pragma: no cover - needs a GPU
-        results += _measure_steps(copies)
-    copies.close()
-    del copies
-    results += _measure_first_tokens(shape, where)
-    results += _measure_readiness(shape, where)
+    results: list[Measurement] = []
+    if "ready" in only:  # first: of a machine that has not handed out its memory yet
+        results += _measure_readiness(shape, where)
+    if "copies" in only or "steps" in only:
+        copies = _Copies(shape, where)
+        copies.check_bits()
+        if "copies" in only:
+            results += _measure_copies(copies)
+        if where.type == "cuda":  # pragma: no cover - needs a GPU
+            if "steps" in only:
+                results += _measure_steps(copies)
+            if sweep:
+                results += _measure_sweep(copies)
+        copies.close()
+        del copies
+    if "first" in only or "disk" in only:
+        results += _measure_first_tokens(shape, where, only, disk_path)
     return results
 
 
@@ -183,11 +235,21 @@ class _Copies:
         ]
         self.host = HostTier(*formats, pinner=pinner_for(device) if self.on_gpu else None)
         self.host.wait_for_memory()
-        self.transfers: Transfers
+        self.transfers = self.make_transfers()
+
+    def make_transfers(self, **options: Any) -> Transfers:
+        """Return what copies; the options are those of ``CudaTransfers``."""
         if self.on_gpu:  # pragma: no cover - needs a GPU
-            self.transfers = CudaTransfers(layouts, self.host.memory, device)
-        else:
-            self.transfers = PlainTransfers(layouts, self.host.memory)
+            return CudaTransfers(self.layouts, self.host.memory, self.device, **options)
+        return PlainTransfers(self.layouts, self.host.memory)
+
+    def unverified(self) -> Transfers:
+        """Return what copies without a look at what comes: nothing but a benchmark does that."""
+        transfers = self.make_transfers()
+        if isinstance(transfers, CudaTransfers):  # pragma: no cover - needs a GPU
+            for entries in transfers._entries.values():
+                entries.checksums._measure = _nothing
+        return transfers
 
     def jobs(self, num_states: int, num_blocks: int) -> list[CopyJob]:
         """Return copies of the first states and blocks to or from the rows of their numbers."""
@@ -244,166 +306,393 @@ def _measure_copies(copies: _Copies) -> Iterator[Measurement]:
                 f"{own * 1e3:,.2f} ms, {num_bytes / own / 1e9:,.1f} GB/s; plain "
                 f"{other * 1e3:,.2f} ms, {num_bytes / other / 1e9:,.1f} GB/s"
             )
+            if on_gpu:  # pragma: no cover - needs a GPU
+                detail += f"; {_stages(run, jobs, num_bytes)}"
             title = f"{way} {name}: share of a plain copy's GB/s"
             yield Measurement(title, other / own, "x", least, True, _RUNS, detail)
         yield _verifying(copies, name, jobs)
 
 
+def _stages(
+    run: Callable[[Sequence[CopyJob]], Any], jobs: Sequence[CopyJob], num_bytes: int
+) -> str:  # pragma: no cover - needs a GPU
+    """Say where the time of copies goes: on the host, on the link, and after it."""
+    stages = []
+    for _ in range(_RUNS):
+        begun = time.perf_counter()
+        ticket = run(jobs)
+        enqueued = time.perf_counter() - begun
+        ticket.wait()
+        _, crossed = ticket._crossing
+        after = crossed.elapsed_time(ticket._ended) / 1e3
+        stages.append((enqueued, ticket.seconds(), after))
+    enqueued, crossing, after = np.median(np.array(stages), axis=0).tolist()
+    return (
+        f"the host enqueues for {enqueued * 1e3:,.2f} ms, the link takes {crossing * 1e3:,.2f} ms "
+        f"({num_bytes / crossing / 1e9:,.1f} GB/s), what follows it {after * 1e6:,.0f} us"
+    )
+
+
 def _verifying(copies: _Copies, name: str, jobs: Sequence[CopyJob]) -> Measurement:
     """Time loads with their verification and without."""
-    unverified = _without_verification(copies)
+    unverified: Callable[[Sequence[CopyJob]], object]
+    if copies.on_gpu:  # pragma: no cover - needs a GPU
+        unverified = partial(_to_its_end, copies.unverified().load)
+    else:
+        unverified = partial(_load_plainly, copies)
     run = copies.transfers.load
-    own, other = _in_turn(partial(_to_its_end, run, jobs), lambda: unverified(jobs))
+    own, other = _in_turn(partial(_to_its_end, run, jobs), partial(unverified, jobs))
     share = max(0.0, own - other) / own * 100
     limit = _MOST_VERIFYING if copies.on_gpu and own > 1e-3 else None
     detail = f"{own * 1e3:,.2f} ms, without {other * 1e3:,.2f} ms"
     return Measurement(f"load {name}: verification", share, "%", limit, False, _RUNS, detail)
 
 
-def _without_verification(copies: _Copies) -> Callable[[Sequence[CopyJob]], object]:
-    """Return what loads without looking at what comes: nothing but a benchmark does that."""
-    if copies.on_gpu:  # pragma: no cover - needs a GPU
-        transfers = CudaTransfers(copies.layouts, copies.host.memory, copies.device)
-        for staging in transfers._loads.values():
-            staging.sums.compare = lambda row, changed: None  # type: ignore[method-assign]
-        return partial(_to_its_end, transfers.load)
-
-    def load(jobs: Sequence[CopyJob]) -> None:
-        for kind, place, row in jobs:
-            layout, data = copies.layouts[kind], copies.host.memory[kind].row(row)
-            for tensor, view in zip(layout.tensors, layout.views(data[None]), strict=True):
-                tensor[:, place].copy_(view[:, 0])
-
-    return load
+def _load_plainly(copies: _Copies, jobs: Sequence[CopyJob]) -> None:
+    for kind, place, row in jobs:
+        layout, data = copies.layouts[kind], copies.host.memory[kind].row(row)
+        for tensor, view in zip(layout.tensors, layout.views(data[None]), strict=True):
+            tensor[:, place].copy_(view[:, 0])
 
 
-def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
-    """Time the matrix products of decode steps while both directions of the link are saturated."""
-    progress("steps under saturated spills and loads")
-    device = copies.device
-    big = copies.shape.states.bytes_per_slot > 2**20
-    sizes, layers = ((64, 4096, 21504), 20) if big else ((8, 64, 64), 2)
-    weights = [
-        torch.randn(sizes[1], sizes[2], device=device, dtype=torch.bfloat16) for _ in range(layers)
-    ]
-    inputs = torch.randn(sizes[0], sizes[1], device=device, dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    for weight in weights:
-        inputs @ weight
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+def _nothing(*_: Any, **__: Any) -> None:
+    """Measure nothing."""
+
+
+class _Steps:  # pragma: no cover - needs a GPU
+    """Decode steps, which are matrix products alone, while both directions of the link are busy."""
+
+    def __init__(self, copies: _Copies) -> None:
+        self._copies, device = copies, copies.device
+        big = copies.shape.states.bytes_per_slot > 2**20
+        (rows, hidden, size), layers = ((64, 4096, 21504), 20) if big else ((8, 64, 64), 2)
+        weights = [
+            torch.randn(hidden, size, device=device, dtype=torch.bfloat16) for _ in range(layers)
+        ]
+        inputs = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+        self._graph = torch.cuda.CUDAGraph()
         for weight in weights:
             inputs @ weight
-    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    half = copies.shape.num_states // 2
-    jobs = copies.jobs(copies.shape.num_states, 0)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph):
+            for weight in weights:
+                inputs @ weight
+        self._kept = weights, inputs
+        self.read_bytes = sum(weight.nbytes for weight in weights)
+        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._jobs = copies.jobs(copies.shape.num_states, 0)
+        num_bytes = copies.num_bytes(self._jobs) // 2
+        # Copies of nobody's: as many bytes as the loads and spills beside which they stand.
+        self._plain = [
+            (
+                torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True),
+                torch.empty(num_bytes, dtype=torch.uint8, device=device),
+                torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(2)
+        ]
 
-    def saturate(under_way: list[Any]) -> None:
-        under_way[:] = [ticket for ticket in under_way if not ticket.is_done()]
-        while len(under_way) < 4:
-            with torch.cuda.stream(side):  # what waits for the loads is not the step's stream
-                under_way.append(copies.transfers.load(jobs[:half]))
-                under_way.append(copies.transfers.spill(jobs[half:]))
+    def under(self, copying: str, transfers: Transfers) -> tuple[list[float], list[float]]:
+        """Return what each step takes on the GPU, in ms, and each call on the host, in us.
 
-    def steps(saturated: bool) -> list[float]:
-        times, under_way = [], list[Any]()
+        Args:
+            copying: "nothing", "plain" for copies of no entries, "load", "spill", or "both".
+            transfers: What copies.
+        """
+        times, host, under_way = [], [], list[Any]()
         for _ in range(_STEPS):
-            if saturated:
-                saturate(under_way)
+            started = time.perf_counter()
+            under_way = [one for one in under_way if not _is_over(one)]
+            if copying != "nothing":
+                while len(under_way) < 4:
+                    under_way += self._begin(copying, transfers)
+            host.append((time.perf_counter() - started) * 1e6)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
-            graph.replay()
+            self._graph.replay()
             ended.record()
             ended.synchronize()
             times.append(begun.elapsed_time(ended))
-        copies.transfers.wait()
-        return times
+        torch.cuda.synchronize()
+        return times, host
 
-    steps(False)
-    rounds = [(steps(False), steps(True)) for _ in range(3)]
-    for name, find in (("p99", partial(np.percentile, q=99)), ("median", np.median)):
-        without, under = (
-            statistics.median(float(find(times[index])) for times in rounds) for index in (0, 1)
+    def _begin(self, copying: str, transfers: Transfers) -> list[Any]:
+        half = len(self._jobs) // 2
+        if copying == "plain":
+            (host, device, receiving), (sink, source, sending) = self._plain
+            over = []
+            for stream, to, of in ((receiving, device, host), (sending, sink, source)):
+                with torch.cuda.stream(stream):
+                    to.copy_(of, non_blocking=True)
+                    over.append(stream.record_event())
+            return over
+        tickets = []
+        with torch.cuda.stream(self._side):  # what waits for the loads is not the step's stream
+            if copying != "spill":
+                tickets.append(transfers.load(self._jobs[:half]))
+            if copying != "load":
+                tickets.append(transfers.spill(self._jobs[half:]))
+        return tickets
+
+
+def _is_over(copy: Any) -> bool:  # pragma: no cover - needs a GPU
+    return bool((copy.query if isinstance(copy, torch.cuda.Event) else copy.is_done)())
+
+
+def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
+    """Time steps while both directions are saturated, beside what plain copies do to them."""
+    progress("steps under saturated spills and loads")
+    steps = _Steps(copies)
+    ways = {
+        "nothing": ("nothing", copies.transfers),
+        "plain copies of as many bytes": ("plain", copies.transfers),
+        "spills and loads without checksums": ("both", copies.unverified()),
+        "loads": ("load", copies.transfers),
+        "spills": ("spill", copies.transfers),
+        "spills and loads": ("both", copies.transfers),
+    }
+    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    steps.under("nothing", copies.transfers)
+    for _ in range(3):
+        for name, way in ways.items():
+            times, host = steps.under(*way)
+            p99, median = np.percentile(times, 99), np.median(times)
+            rounds[name].append((float(p99), float(median), statistics.mean(host)))
+    figures = {name: np.median(np.array(each), axis=0).tolist() for name, each in rounds.items()}
+    p99, median, _ = figures["nothing"]
+    for name, (its_p99, its_median, host_us) in list(figures.items())[1:]:
+        limit = _MOST_SLOWER if name == "spills and loads" else None
+        detail = (
+            f"{its_p99:,.3f} ms, without {p99:,.3f} ms; the step alone reads "
+            f"{steps.read_bytes / median / 1e9:,.2f} TB/s; the host takes {host_us:,.0f} us a step "
+            "to enqueue copies, which is no part of it"
         )
-        limit = _MOST_SLOWER if name == "p99" else None
-        yield Measurement(
-            f"{name} of a step under saturated spills and loads",
-            under / without,
-            "x",
-            limit,
-            runs=3 * _STEPS,
-            detail=f"{under:,.3f} ms, without {without:,.3f} ms",
+        title = f"p99 of a step under saturated {name}"
+        yield Measurement(title, its_p99 / p99, "x", limit, runs=3 * _STEPS, detail=detail)
+        title = f"median of a step under saturated {name}"
+        detail = f"{its_median:,.3f} ms, without {median:,.3f} ms"
+        yield Measurement(title, its_median / median, "x", runs=3 * _STEPS, detail=detail)
+
+
+def _measure_sweep(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
+    """Try other sizes of pieces and launches: what they cost a step, and a prefix."""
+    steps, jobs = _Steps(copies), copies.jobs(1, _PREFIX_BLOCKS)
+    num_bytes = copies.num_bytes(jobs)
+    for programs in (4, 8, 16, 32, 64, 132):
+        for piece_bytes in (2**22, 2**23, 2**24, 2**25):
+            name = f"{programs} programs, pieces of {piece_bytes // 2**20} MiB"
+            progress(name)
+            transfers = copies.make_transfers(programs=programs, piece_bytes=piece_bytes)
+            load, spill = _in_turn(
+                partial(_to_its_end, transfers.load, jobs),
+                partial(_to_its_end, transfers.spill, jobs),
+            )
+            detail = f"spill {num_bytes / spill / 1e9:,.1f} GB/s"
+            yield Measurement(
+                f"{name}: load", num_bytes / load / 1e9, "GB/s", None, True, _RUNS, detail
+            )
+            if piece_bytes == PIECE_BYTES:
+                alone, _ = steps.under("nothing", transfers)
+                times, _ = steps.under("both", transfers)
+                slower = np.percentile(times, 99) / np.percentile(alone, 99)
+                detail = f"median {np.median(times) / np.median(alone):.3f}x"
+                yield Measurement(
+                    f"{name}: p99 of a step", float(slower), "x", runs=_STEPS, detail=detail
+                )
+            transfers.wait()
+
+
+class _OneForAll(WeightMaker):
+    """Gives the same weights to all layers of one shape: no time depends on them."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(0, dtype, device)
+        self._made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Draw the first weights of a shape."""
+        if shape not in self._made:
+            self._made[shape] = super().normal(*shape, scale=scale)
+        return self._made[shape]
+
+
+class _FirstTokens:
+    """A context with tiers that answers prompts of a prefix and a few tokens."""
+
+    def __init__(self, model: HybridModel, disk_path: str | None) -> None:
+        self._model = model
+        self.num_blocks = _PREFIX_BLOCKS + 3
+        config = CacheConfig(
+            block_size_tokens=_BLOCK,
+            ssm_chunk_size=model.config.ssm_chunk_size,
+            max_requests=1,
+            max_tokens=self.num_blocks * _BLOCK,
+            max_sequence_length=self.num_blocks * _BLOCK,
+            num_kv_blocks=self.num_blocks,
+            max_slots=4,
+            num_host_blocks=4 * self.num_blocks,
+            num_host_states=12,
+            disk_cache_path=disk_path,
+            disk_cache_gb=None if disk_path is None else 8.0,
+            disk_write_on_use=1,
+            hash_secret=bytes(32),
         )
+        self.context = DynamicInferenceContext(
+            config,
+            model.config.state_spec(model.dtype),
+            model.config.kv_spec(model.dtype),
+            device=model.device,
+            # Whatever lies below is loaded: what that takes is measured here.
+            load_planner=LoadPlanner(Rates(1e15, 0.0, 1.0), learns=False),
+            identity=ModelIdentity.of_this_process(),
+        )
+        self.context.wait_for_tiers()
+        rng = np.random.default_rng(1)
+        self.prompts = rng.integers(0, 256, (3, (_PREFIX_BLOCKS + 1) * _BLOCK))
+        for prompt in self.prompts:
+            self.answer(prompt)
 
-
-def _measure_first_tokens(shape: TierShape, device: torch.device) -> Iterator[Measurement]:
-    """Time the first token of a prompt whose prefix is on the GPU, and of one that is loaded."""
-    progress("first tokens after a prefix of 4,096 tokens")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = HybridModel(shape.model, dtype=dtype, device=device)
-    num_blocks = _PREFIX_BLOCKS + 3
-    config = CacheConfig(
-        block_size_tokens=_BLOCK,
-        ssm_chunk_size=shape.model.ssm_chunk_size,
-        max_requests=1,
-        max_tokens=num_blocks * _BLOCK,
-        max_sequence_length=num_blocks * _BLOCK,
-        num_kv_blocks=num_blocks,
-        max_slots=4,
-        num_host_blocks=4 * num_blocks,
-        num_host_states=12,
-    )
-    context = DynamicInferenceContext(
-        config,
-        shape.model.state_spec(dtype),
-        shape.model.kv_spec(dtype),
-        device=device,
-        load_planner=LoadPlanner(Rates(1e15, 0.0, 1.0), learns=False),
-    )
-    context.wait_for_tiers()
-    rng = np.random.default_rng(1)
-    prompts = rng.integers(0, 256, (3, (_PREFIX_BLOCKS + 1) * _BLOCK))
-
-    def answer(prompt: Any) -> tuple[float, int]:
+    def answer(self, prompt: Any, *, prefetches: bool = False) -> _Answer:
+        """Compute the first token of a prompt."""
+        context, request = self.context, Request(request_id="a", prompt_tokens=prompt)
         begun = time.perf_counter()
-        admission = context.add_request(Request(request_id="a", prompt_tokens=prompt))
+        if prefetches:
+            state = context.prefetch(request).wait()
+            assert state is PrefetchState.READY, state
+        prefetched = time.perf_counter()
+        admission = context.add_request(request)
+        added = time.perf_counter()
         step = context.begin_step()
-        token = int(model.forward(step.metadata, context)[-1].argmax())
-        seconds = time.perf_counter() - begun
+        enqueued = time.perf_counter()
+        token = int(self._model.forward(step.metadata, context)[-1].argmax())
+        ended = time.perf_counter()
         preempted = context.commit_step([token])
         assert not preempted
         context.finish("a")
         context.wait_for_tiers()
-        return seconds, admission.loaded_blocks
+        return _Answer(
+            ended - begun,
+            prefetched - begun,
+            added - prefetched,
+            enqueued - added,
+            token,
+            admission.loaded_blocks,
+        )
 
-    for prompt in prompts:
-        answer(prompt)
+    def forget(self, *, host: bool) -> None:
+        """Have the GPU, and the host, hold nothing."""
+        self.context.kv_block_allocator.deregister_blocks(range(self.num_blocks))
+        if host:
+            assert self.context.host_tier is not None
+            self.context.host_tier.clear()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.context.close()
+        assert self.context.host_tier is not None
+        self.context.host_tier.close()
+
+
+class _Answer(NamedTuple):
+    """What a first token took, in seconds, and which it was."""
+
+    seconds: float
+    prefetching: float
+    adding: float
+    beginning: float
+    token: int
+    loaded_blocks: int
+
+
+def _measure_first_tokens(
+    shape: TierShape, device: torch.device, only: Sequence[str], disk_path: str | None
+) -> Iterator[Measurement]:
+    """Time the first token after a prefix on the GPU, on the host and on the disk."""
+    progress("first tokens after a prefix of 4,096 tokens")
+    is_large = device.type == "cuda" and shape.states.bytes_per_slot > 2**20
+    with ExitStack() as stack:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        weights = _OneForAll(dtype, device)
+        model = HybridModel(shape.model, dtype=dtype, device=device, weights=weights)
+        if "first" in only:
+            firsts = _FirstTokens(model, None)
+            stack.callback(firsts.close)
+            yield _from_below(firsts, None, _MOST_FROM_HOST if is_large else None)
+        if "disk" in only:
+            path = disk_path or stack.enter_context(TemporaryDirectory(prefix="mamba-cache-"))
+            firsts = _FirstTokens(model, path)
+            stack.callback(firsts.close)
+            yield _from_below(firsts, Path(path), _MOST_FROM_DISK if is_large else None)
+
+
+def _from_below(firsts: _FirstTokens, path: Path | None, limit: float | None) -> Measurement:
+    """Time the first token after a prefix that comes from the host, or from the disk at a path."""
     hits, loads = [], []
     for run in range(_RUNS):
-        prompt = prompts[run % len(prompts)]
-        context.kv_block_allocator.deregister_blocks(range(num_blocks))
-        seconds, loaded = answer(prompt)
-        assert loaded == _PREFIX_BLOCKS
-        loads.append(seconds)
-        seconds, loaded = answer(prompt)
-        assert loaded == 0
-        hits.append(seconds)
-    hit, load = statistics.median(hits), statistics.median(loads)
-    yield Measurement(
-        "first token after 4,096 tokens from the host: over one from the GPU",
-        load / hit,
-        "x",
-        runs=_RUNS,
-        detail=(
-            f"{load * 1e3:,.1f} ms, from the GPU {hit * 1e3:,.1f} ms; layers "
-            f"{shape.model.layer_pattern}, {_BLOCK} tokens computed"
-        ),
+        prompt = firsts.prompts[run % len(firsts.prompts)]
+        firsts.forget(host=path is not None)
+        if path is not None:
+            _drop_pages(path)
+        load = firsts.answer(prompt, prefetches=path is not None)
+        hit = firsts.answer(prompt)
+        assert (load.loaded_blocks, hit.loaded_blocks) == (_PREFIX_BLOCKS, 0)
+        assert load.token == hit.token
+        loads.append(load)
+        hits.append(hit)
+    hit, load = (_Answer(*np.median(np.array(each), axis=0)) for each in (hits, loads))
+    where = "the host"
+    detail = (
+        f"{load.seconds * 1e3:,.1f} ms, from the GPU {hit.seconds * 1e3:,.1f} ms; add_request "
+        f"{load.adding * 1e3:,.2f} ms, {hit.adding * 1e3:,.2f} ms; begin_step "
+        f"{load.beginning * 1e3:,.2f} ms, {hit.beginning * 1e3:,.2f} ms; {_BLOCK} tokens computed"
     )
+    if path is not None:
+        disk, host = firsts.context.disk_tier, firsts.context.host_tier
+        assert disk is not None
+        assert host is not None
+        where, num_bytes = "the disk", host.row_bytes(EntryKind.STATE)
+        num_bytes += _PREFIX_BLOCKS * host.row_bytes(EntryKind.KV)
+        detail += (
+            f"; prefetch {load.prefetching * 1e3:,.1f} ms, "
+            f"{num_bytes / load.prefetching / 1e9:,.2f} GB/s, "
+            + ("past the page cache" if disk.stats().is_direct else "page cache dropped before")
+        )
+    title = f"first token after 4,096 tokens from {where}: over one from the GPU"
+    return Measurement(title, load.seconds / hit.seconds, "x", limit, runs=_RUNS, detail=detail)
+
+
+def _drop_pages(path: Path) -> None:
+    """Have the system forget what it keeps in memory of the files below a path."""
+    for file in path.rglob("*.slab"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measurement]:
-    """Time until a large tier is there, and until the first request of its context is served."""
-    progress(f"{shape.ready_gb:g} GiB of tier")
+    """Time until a large tier is there, and until the first request of its context is served.
+
+    Twice: the first time the system may have to get its memory from somewhere, as a virtual machine
+    does; the second time it has it.
+    """
+    is_large = device.type == "cuda" and shape.ready_gb >= 64
+    limits = (10.0, 1.0) if is_large else (None, None)
+    for which in ("", ", of memory used before"):
+        gib = f"{shape.ready_gb:g} GiB of tier{which}"
+        progress(gib)
+        ready, first, detail = _make_tier(shape, device)
+        gc.collect()  # the memory must go before as much of it is taken again
+        yield Measurement(f"{gib}: until all of it is there", ready * 1e3, "ms",
+                          limits[0] and limits[0] * 1e3, detail=detail)  # fmt: skip
+        yield Measurement(f"{gib}: until the first request is served", first * 1e3, "ms",
+                          limits[1] and limits[1] * 1e3)  # fmt: skip
+
+
+def _make_tier(shape: TierShape, device: torch.device) -> tuple[float, float, str]:
+    """Return the seconds until a tier is there, those until a request is served, and details."""
     config = CacheConfig(
         block_size_tokens=_BLOCK,
         max_requests=1,
@@ -413,7 +702,6 @@ def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measu
         max_slots=2,
         host_cache_gb=shape.ready_gb,
     )
-    on_gpu = device.type == "cuda"
     begun = time.perf_counter()
     context = DynamicInferenceContext(config, shape.states, shape.kv, device=device)
     context.add_request(Request(request_id="a", prompt_tokens=list(range(200))))
@@ -424,15 +712,23 @@ def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measu
     ready = time.perf_counter() - begun
     [stats] = context.tier_stats()
     assert stats.ready_rows == stats.rows
-    is_large = on_gpu and shape.ready_gb >= 64
-    gib = f"{shape.ready_gb:g} GiB of tier"
-    limits = (10.0, 1.0) if is_large else (None, None)
-    yield Measurement(f"{gib}: until all of it is there", ready * 1e3, "ms",
-                      limits[0] and limits[0] * 1e3)  # fmt: skip
-    yield Measurement(f"{gib}: until the first request is served", first * 1e3, "ms",
-                      limits[1] and limits[1] * 1e3)  # fmt: skip
     assert context.host_tier is not None
+    detail, pinner = "", context.host_tier._pinner
+    if pinner is not None:  # pragma: no cover - needs a GPU
+        touch, pin = (sum(pinner.seconds[name]) for name in ("touch", "pin"))
+        detail = (
+            f"all threads together touched for {touch:,.1f} s and pinned for {pin:,.1f} s; "
+            f"{_huge_pages():,.1f} GiB of huge pages"
+        )
     context.host_tier.close()
+    return ready, first, detail
+
+
+def _huge_pages() -> float:  # pragma: no cover - needs a GPU
+    """Return how many GiB of this process lie in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")]
+    return sum(sizes) / 2**20
 
 
 def _in_turn(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -172,14 +172,14 @@ class Tiering:
         if first >= usable:
             return match
         if self._has_kv:
-            while reach < usable and host.has(EntryKind.KV, hashes.digest(reach)):
+            kv = host.digests(EntryKind.KV)
+            while reach < usable and hashes.digest(reach) in kv:
                 reach += 1
         else:
             reach = usable
+        states = host.digests(EntryKind.STATE)
         boundaries = [
-            blocks
-            for blocks in range(first + 1, reach + 1)
-            if host.has(EntryKind.STATE, hashes.digest(blocks - 1))
+            blocks for blocks in range(first + 1, reach + 1) if hashes.digest(blocks - 1) in states
         ]
         if not boundaries:
             return match
@@ -216,8 +216,9 @@ class Tiering:
         leases: list[HostLease] = []
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
+        facts_of = self._facts(active)
         for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
-            lease = self.host.read(self._facts(active, kind, index))
+            lease = self.host.read(facts_of(kind, index))
             if isinstance(lease, Refusal):
                 for other in leases:
                     self.host.release(other)
@@ -236,7 +237,7 @@ class Tiering:
             return
         tenant = tenant_digest(self._secret, active.request.cache_salt)
         key_of = partial(self._key_of, tenant, active.hashes)
-        self.lower.offer_used(blocks, key_of, lambda kind, index: self._facts(active, kind, index))
+        self.lower.offer_used(blocks, key_of, self._facts(active))
 
     def prefetch(
         self,
@@ -403,9 +404,11 @@ class Tiering:
         """
         if not self._keeps_kv:
             return
+        hashes, known = active.hashes, self.host.digests(EntryKind.KV)
+        facts_of = self._facts(active)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
-            if block == holder and not self.host.has(EntryKind.KV, active.hashes.digest(index)):
-                offer = _Offer(EntryKind.KV, block, self._facts(active, EntryKind.KV, index))
+            if block == holder and hashes.digest(index) not in known:
+                offer = _Offer(EntryKind.KV, block, facts_of(EntryKind.KV, index))
                 self._watched[block] = offer
                 self._offers.append(offer)
 
@@ -450,7 +453,7 @@ class Tiering:
         """
         index = position // self._block_size - 1
         if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
-            facts = self._facts(active, EntryKind.STATE, index)
+            facts = self._facts(active)(EntryKind.STATE, index)
             generation = self._slots.generations.item(slot)
             if proposal is not None:
                 proposal = replace(proposal, prompt=active.prompt_seen_below)
@@ -535,7 +538,6 @@ class Tiering:
         self.transfers.wait()
         self.poll()
         self.host.scrub()
-        self.transfers.scrub()
 
     def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
         """Prove that rows of the host tier are read and written for what is planned and under way.
@@ -560,21 +562,16 @@ class Tiering:
         if watched != of_blocks:
             raise InvariantError("blocks are watched for spills that there are not")
 
-    def _facts(self, active: ActiveRequest, kind: EntryKind, index: int) -> EntryFacts:
-        """Derive what a request's entry must be.
+    def _facts(self, active: ActiveRequest) -> Callable[[EntryKind, int], EntryFacts]:
+        """Return what derives a request's entries: of a kind, of a block or at its end."""
+        hashes = active.hashes
+        tenant = tenant_digest(self._secret, active.request.cache_salt)
 
-        Args:
-            active: The request.
-            kind: What the entry is.
-            index: The block that it is of, or at whose end the state is.
-        """
-        return self._facts_of(
-            kind,
-            index,
-            tenant_digest(self._secret, active.request.cache_salt),
-            active.hashes.digest(index),
-            active.block_content(index),
-        )
+        def facts_of(kind: EntryKind, index: int) -> EntryFacts:
+            digest, content = hashes.digest(index), active.block_content(index)
+            return self._facts_of(kind, index, tenant, digest, content)
+
+        return facts_of
 
     def _facts_of(
         self,

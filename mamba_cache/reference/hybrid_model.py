@@ -42,6 +42,7 @@ class HybridModel:
         dtype: Of weights, keys, values and conv states. SSM states have at least float32.
         device: Where it runs.
         seed: Of the weights: the same for every dtype and device.
+        weights: What makes them. Default: they are drawn.
 
     Raises:
         InvalidArgumentError: ``dtype`` is not a floating-point type.
@@ -54,13 +55,15 @@ class HybridModel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        weights: WeightMaker | None = None,
     ) -> None:
         if not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
         self.config = config = config or HybridModelConfig()
         self.dtype = dtype
         self.device = torch.device(device)
-        weights = WeightMaker(seed, dtype, self.device)
+        if weights is None:
+            weights = WeightMaker(seed, dtype, self.device)
         self.embedding = weights.normal(config.vocab_size, config.hidden_size)
         self.head = weights.linear(config.vocab_size, config.hidden_size)
         self.norm_weight = torch.ones_like(self.embedding[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,18 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states.kernels import checksum_torch
-from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, plan_checksums
+from mamba_cache.states.kernels import checksum_torch, entry_checksum_torch
+from mamba_cache.states.kernels.checksum_plan import (
+    ENTRY_PROGRAMS,
+    entry_chunks,
+    plan_checksums,
+    plan_entries,
+)
 
-__all__ = ["RowChecksums", "TensorChecksums", "bytes_of"]
+__all__ = ["EntryChecksums", "TensorChecksums", "bytes_of"]
 
 _KERNELS = "mamba_cache.states.kernels.checksum"
+_ENTRY_KERNELS = "mamba_cache.states.kernels.entry_checksum"
 
 
 class TensorChecksums:
@@ -145,15 +152,22 @@ def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., No
     return measure
 
 
-class RowChecksums:
-    """Checksums of rows of bytes at fixed addresses, each beside its row, on one device.
+class EntryChecksums:
+    """Checksums of entries that lie spread over tensors, where they lie, on one device.
 
-    On a GPU each call enqueues one launch on the current stream, and nothing waits.
+    An entry is one row of each tensor, over all its layers: a slot, or a KV block. Its checksums
+    are one for each 64 KiB of each layer of each tensor, in that order. On a GPU each call enqueues
+    one launch on the current stream, and nothing waits.
 
     Args:
-        rows: [bytes] uint8 each, contiguous, at multiples of 16.
-        sums: For each row [at least ``num_sums``] int64: where its checksums stand.
+        tensors: At least one, each [num_layers, places, *inner], inner axes contiguous. They must
+            keep their storage.
+        programs: Of a launch, on a GPU. Few, for this runs beside a model's forward and need not be
+            faster than the link. Default: measured.
         backend: As for ``TensorChecksums``.
+
+    Attributes:
+        num_sums: Of one entry.
 
     Raises:
         InvalidArgumentError: The backend is unknown or not for them.
@@ -162,33 +176,48 @@ class RowChecksums:
     @outside_inference_mode
     def __init__(
         self,
-        rows: Sequence[torch.Tensor],
-        sums: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         *,
+        programs: int = ENTRY_PROGRAMS,
         backend: CopyBackend = "auto",
     ) -> None:
-        device = rows[0].device
-        self._measure = _measure_for(backend, device)
-        self._plans = [plan_checksums([row]) for row in rows]
-        self._sums = [each[: self._plans[0].num_chunks] for each in sums]
-        self._found = torch.zeros_like(self._sums[0])
-        self._ignored = torch.zeros(1, dtype=torch.int32, device=device)
+        device = tensors[0].device
+        self._plan = plan_entries(tensors)
+        kernels = kernels_for(backend, device, kernels=_ENTRY_KERNELS, twins=entry_checksum_torch)
+        self._measure: Callable[..., None] = partial(
+            kernels.entry_checksums, self._plan, programs=programs
+        )
+        self.num_sums = self._plan.chunks.shape[0]
 
     @staticmethod
-    def num_sums(num_bytes: int) -> int:
-        """Return how many checksums a row of so many bytes has."""
-        return -(-num_bytes // CHUNK_BYTES)
+    def count(tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many checksums an entry of such tensors has."""
+        return len(entry_chunks(tensors))
 
-    def write(self, row: int) -> None:
-        """Write the checksums of a row beside it."""
-        sums = self._sums[row]
-        self._measure(self._plans[row], sums, sums, self._ignored, 1, 0)
-
-    def compare(self, row: int, changed: torch.Tensor) -> None:
-        """Compare a row with the checksums beside it.
+    def write(self, places: torch.Tensor, sums: torch.Tensor) -> None:
+        """Write the checksums of entries.
 
         Args:
-            row: The row.
-            changed: [1] int32; becomes 1 if they are not its.
+            places: [n] int32. Where they are.
+            sums: [n, num_sums] int64, contiguous.
         """
-        self._measure(self._plans[row], self._sums[row], self._found, changed, 1, 0)
+        self._measure(places, sums, None, slice(0, places.shape[0]), slice(0, self.num_sums))
+
+    def compare(
+        self,
+        places: torch.Tensor,
+        sums: torch.Tensor,
+        changed: torch.Tensor,
+        entries: slice,
+        chunks: slice,
+    ) -> None:
+        """Compare a part of some entries with their checksums.
+
+        Args:
+            places: [n] int32. Where they are.
+            sums: [n, num_sums] int64, contiguous.
+            changed: [n] int32; becomes 1 for each whose are not its.
+            entries: Which of the n.
+            chunks: Which of the checksums of each.
+        """
+        self._measure(places, sums, changed, entries, chunks)

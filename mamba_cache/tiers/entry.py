@@ -23,6 +23,7 @@ __all__ = [
     "EntryKind",
     "Refusal",
     "block_digest",
+    "header_bytes",
     "payload_digest",
 ]
 
@@ -268,25 +269,7 @@ class EntryHeader:
 
     def to_bytes(self) -> bytes:
         """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both."""
-        facts, key = self.facts, self.facts.key
-        packed = _FIELDS.pack(
-            _MAGIC,
-            _VERSION,
-            ord(key.kind.value),
-            len(key.digest),
-            key.rank,
-            _NO_CHUNK if key.chunk is None else key.chunk,
-            self.generation,
-            facts.prefix_tokens,
-            facts.payload_bytes,
-            key.identity,
-            key.tenant,
-            key.digest,
-            facts.block_digest,
-            self.payload_digest,
-        )
-        content = packed + bytes(_PADDING)
-        return content + _checksum(content)
+        return header_bytes(self.facts, self.payload_digest, self.generation)
 
     @classmethod
     def read(cls, data: bytes | bytearray | memoryview) -> EntryHeader | Refusal:
@@ -335,6 +318,29 @@ class EntryHeader:
             expected: What the request derived.
         """
         return expected.refusal(self.facts)
+
+
+def header_bytes(facts: EntryFacts, payload_digest: bytes, generation: int) -> bytes:
+    """Return what ``EntryHeader.to_bytes`` does, of fields that are known to be right."""
+    key = facts.key
+    packed = _FIELDS.pack(
+        _MAGIC,
+        _VERSION,
+        ord(key.kind.value),
+        len(key.digest),
+        key.rank,
+        _NO_CHUNK if key.chunk is None else key.chunk,
+        generation,
+        facts.prefix_tokens,
+        facts.payload_bytes,
+        key.identity,
+        key.tenant,
+        key.digest,
+        facts.block_digest,
+        payload_digest,
+    )
+    content = packed + bytes(_PADDING)
+    return content + _checksum(content)
 
 
 def block_digest(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:

@@ -20,6 +20,7 @@ from mamba_cache.tiers.entry import (
     EntryHeader,
     EntryKind,
     Refusal,
+    header_bytes,
     payload_digest,
 )
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
@@ -121,7 +122,7 @@ class _Entries:
 
     def digest_of_checksums(self, row: int) -> bytes:
         """Return what binds a row's checksums to its header."""
-        return payload_digest(self.memory.row(row).numpy()[self.format.checksums])
+        return payload_digest(self.memory.array(row)[self.format.checksums])
 
 
 class HostTier:
@@ -217,6 +218,10 @@ class HostTier:
     def has(self, kind: EntryKind, digest: bytes) -> bool:
         """Say whether an entry can be found. Any thread may ask."""
         return digest in self._entries[kind].pool
+
+    def digests(self, kind: EntryKind) -> RowPool:
+        """Return what tells which entries of a kind can be found, as that changes."""
+        return self._entries[kind].pool
 
     @guarded(nests=True)
     def wait_for_memory(self) -> None:
@@ -318,8 +323,8 @@ class HostTier:
             DoubleFreeError: The lease was ended before.
         """
         entries, row = self._entries[lease.facts.key.kind], lease.lease.row
-        header = EntryHeader(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
-        entries.headers[row] = np.frombuffer(header.to_bytes(), np.uint8)
+        header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
+        entries.headers[row] = np.frombuffer(header, np.uint8)
         digest = lease.facts.key.digest
         is_kept = entries.pool.complete(
             lease.lease,
@@ -376,7 +381,7 @@ class HostTier:
         """Say what of a row is not what it should be, but for its bytes."""
         content = entries.headers[lease.row].tobytes()
         digest = entries.digest_of_checksums(lease.row)
-        if EntryHeader(facts, digest, lease.generation).to_bytes() == content:
+        if header_bytes(facts, digest, lease.generation) == content:
             return None
         header = EntryHeader.read(content)
         if isinstance(header, Refusal):

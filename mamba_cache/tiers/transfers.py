@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from mamba_cache.states.checksums import RowChecksums
+from mamba_cache.states.checksums import EntryChecksums
 from mamba_cache.tiers.entry import EntryKind, payload_digest
 from mamba_cache.tiers.memory import ROW_ALIGNMENT, RowMemory
 
@@ -44,11 +44,12 @@ class RowLayout:
 
     Args:
         tensors: Each [num_layers, places, *inner], inner axes contiguous.
-        sums_chunks: Whether the checksums are those of ``states.checksums.RowChecksums``, which a
+        sums_chunks: Whether the checksums are those of ``states.checksums.EntryChecksums``, which a
             GPU computes, and not one digest.
 
     Attributes:
         tensors: As given.
+        parts: Where each of them stands in a row.
         payload_bytes: Bytes of the tensors, with what aligns them.
         checksums: Where the checksums stand in a row.
         row_bytes: Bytes of a row.
@@ -56,15 +57,15 @@ class RowLayout:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, sums_chunks: bool = False) -> None:
         self.tensors = list(tensors)
-        self._parts: list[slice] = []
+        self.parts: list[slice] = []
         end = 0
         for tensor in self.tensors:
             num_elements = tensor.shape[0] * math.prod(tensor.shape[2:])
             size = num_elements * tensor.element_size()
-            self._parts.append(slice(end, end + size))
+            self.parts.append(slice(end, end + size))
             end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
         self.payload_bytes = end
-        size = 8 * RowChecksums.num_sums(end) if sums_chunks else _DIGEST_BYTES
+        size = 8 * EntryChecksums.count(self.tensors) if sums_chunks else _DIGEST_BYTES
         self.checksums = slice(end, end + size)
         self.row_bytes = -(-self.checksums.stop // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
@@ -75,7 +76,7 @@ class RowLayout:
             For each tensor [num_layers, n, *inner], of the same memory.
         """
         views = []
-        for tensor, part in zip(self.tensors, self._parts, strict=True):
+        for tensor, part in zip(self.tensors, self.parts, strict=True):
             shape = tensor.shape[0], *tensor.shape[2:]
             values = rows[:, part].view(tensor.dtype)
             views.append(torch.unflatten(values, 1, shape).transpose(0, 1))
@@ -123,16 +124,13 @@ class Transfers(Protocol):
         """Copy entries from their rows, and compare them with their checksums.
 
         It follows what is enqueued on the current stream by now, and what the stream is given from
-        then on follows it.
+        then on follows the copies, but not the comparison: until that is over nobody may write
+        where they went, nor find it.
         """
         ...
 
     def wait(self) -> None:
         """Wait until all copies are over."""
-        ...
-
-    def scrub(self) -> None:
-        """Zero what copies that are over have left in memory of their own."""
         ...
 
     def mark(self) -> Mark:
@@ -206,9 +204,6 @@ class PlainTransfers:
 
     def wait(self) -> None:
         """Do nothing: no copy is under way when a call has returned."""
-
-    def scrub(self) -> None:
-        """Do nothing: there is no other memory."""
 
     def mark(self) -> Mark:
         """Read the clock."""

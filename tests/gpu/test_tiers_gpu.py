@@ -16,6 +16,7 @@ from mamba_cache.tiers import (
     RowLayout,
     pinner_for,
 )
+from mamba_cache.tiers.cuda import PIECE_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -30,12 +31,16 @@ def model():
 
 
 class Rig:
-    """Entries of an odd shape, more of them than fit into a group of staging rows."""
+    """Entries of odd shapes, more of them than are compared at once, and larger than that."""
 
-    def __init__(self):
+    def __init__(self, piece_bytes):
         shapes = {
             KV: [((4, 50, 8, 2, 96), torch.bfloat16)],
-            STATE: [((3, 20, 5, 7), torch.bfloat16), ((3, 20, 70_001), torch.float32)],
+            STATE: [
+                ((3, 20, 5, 7), torch.bfloat16),
+                ((3, 20, 70_001), torch.float32),
+                ((1, 20, 300_000), torch.uint8),
+            ],
         }
         self.tensors = {
             kind: [
@@ -51,7 +56,9 @@ class Rig:
         ]
         self.host = HostTier(*formats, pinner=pinner_for(DEVICE))
         self.host.wait_for_memory()
-        self.transfers = CudaTransfers(self.layouts, self.host.memory, DEVICE)
+        self.transfers = CudaTransfers(
+            self.layouts, self.host.memory, DEVICE, piece_bytes=piece_bytes
+        )
         self.jobs = [CopyJob(KV, place, 49 - place) for place in range(50)]
         self.jobs += [CopyJob(STATE, place, (7 * place) % 20) for place in range(20)]
 
@@ -59,9 +66,9 @@ class Rig:
         return {kind: [t.clone() for t in each] for kind, each in self.tensors.items()}
 
 
-@pytest.fixture
-def rig():
-    made = Rig()
+@pytest.fixture(params=[PIECE_BYTES, 2**18])
+def rig(request):
+    made = Rig(request.param)
     yield made
     made.transfers.wait()
     made.host.close()
@@ -97,8 +104,9 @@ def test_every_turned_bit_is_found_where_it_is(rig):
         layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
         for byte in (
             0,
-            layout.payload_bytes // 2,
-            layout.payload_bytes - 1,
+            layout.parts[0].stop - 1,
+            layout.parts[-1].start,
+            layout.parts[-1].stop - 1,
             layout.checksums.start,
         ):
             row[byte] ^= 128

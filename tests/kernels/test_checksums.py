@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states.checksums import RowChecksums, TensorChecksums, bytes_of
+from mamba_cache.states.checksums import EntryChecksums, TensorChecksums, bytes_of
 from mamba_cache.states.kernels import checksum, checksum_torch
 from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, ROUND_BYTES, plan_checksums
 
@@ -183,28 +183,43 @@ def test_what_cannot_be_measured():
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_rows_and_the_checksums_beside_them(backend, device):
-    """As staging rows have them: every byte of a row and of its checksums counts."""
-    size = CHUNK_BYTES + 48
-    count = RowChecksums.num_sums(size)
-    assert count == 2
-    end = -(-(size + 8 * count) // 16) * 16
-    memory = torch.randint(0, 256, (3, end), dtype=torch.uint8).to(device)
-    rows = [row[:size] for row in memory]
-    sums = [row[size : size + 8 * count].view(torch.int64) for row in memory]
-    checksums = RowChecksums(rows, sums, backend=backend)
-    twin = RowChecksums(rows, sums, backend="torch")
-    changed = torch.zeros(1, dtype=torch.int32, device=device)
-    for row in range(3):
-        checksums.write(row)
-        for each in (checksums, twin):
-            each.compare(row, changed)
-            assert not changed.item()
-    for byte in (0, 4095, CHUNK_BYTES, size - 1, size, size + 15):
-        memory[1, byte] ^= 4
-        checksums.compare(0, changed)
-        assert not changed.item()
-        checksums.compare(1, changed)
-        assert changed.item(), byte
-        memory[1, byte] ^= 4
-        changed.zero_()
+def test_entries_and_the_checksums_of_their_layers(backend, device):
+    """Every byte of an entry counts, in its own chunk, whatever lies beside it."""
+    tensors = [
+        torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
+        for shape in ((2, 4, CHUNK_BYTES + 48), (1, 4, 5, 7), (1, 4, 2 * CHUNK_BYTES))
+    ]
+    count = EntryChecksums.count(tensors)
+    assert count == 4 + 1 + 2
+    checksums = EntryChecksums(tensors, programs=3, backend=backend)
+    twin = EntryChecksums(tensors, backend="torch")
+    places = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
+    sums, others = (torch.zeros(3, count, dtype=torch.int64, device=device) for _ in range(2))
+    checksums.write(places, sums)
+    twin.write(places, others)
+    assert torch.equal(sums, others)
+    assert len(set(sums.flatten().tolist())) == sums.numel()
+
+    def changed(entries=slice(0, 3), chunks=slice(0, count)):
+        verdicts = torch.zeros(3, dtype=torch.int32, device=device)
+        checksums.compare(places, sums, verdicts, entries, chunks)
+        return verdicts.tolist()
+
+    assert changed() == [0, 0, 0]
+    for tensor, layer, byte, chunk in (
+        (0, 0, 0, 0), (0, 0, CHUNK_BYTES + 47, 1), (0, 1, 4095, 2), (1, 0, 34, 4),
+        (2, 0, CHUNK_BYTES, 6), (2, 0, 2 * CHUNK_BYTES - 1, 6),
+    ):  # fmt: skip
+        flat = tensors[tensor].flatten(2)
+        for place in (0, 1):
+            flat[layer, place, byte] ^= 4
+        assert changed() == [0, 1, 0]
+        assert changed(slice(1, 3), slice(chunk, chunk + 1)) == [0, 1, 0]
+        assert changed(slice(0, 1)) == changed(slice(2, 3)) == [0, 0, 0]
+        if chunk:
+            assert changed(chunks=slice(0, chunk)) == [0, 0, 0]
+        for place in (0, 1):
+            flat[layer, place, byte] ^= 4
+    sums[2, 3] ^= 1
+    assert changed() == [0, 0, 1]
+    checksums.compare(places, sums, torch.zeros(3, dtype=torch.int32), slice(0, 0), slice(0, 1))

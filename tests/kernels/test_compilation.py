@@ -68,14 +68,37 @@ PRINT_LOADS_OF_CHECKSUMS = """
 import json, re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mamba_cache.states.kernels.checksum import _NUM_WARPS, _checksum_kernel
+from mamba_cache.states.kernels.checksum import NUM_WARPS, _checksum_kernel
 
 types = {"chunks": "*i64", "expected": "*i64", "sums": "*i64", "changed": "*i32"}
 names = _checksum_kernel.arg_names
 source = ASTSource(_checksum_kernel, {name: types.get(name, "i32") for name in names})
-options = {"num_warps": _NUM_WARPS}
+options = {"num_warps": NUM_WARPS}
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 print(json.dumps(re.findall(r"ld[.](global\\S+)", ptx)))
+"""
+
+PRINT_LOADS_OF_ENTRY_CHECKSUMS = """
+import json, re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mamba_cache.states.kernels.checksum import NUM_WARPS
+from mamba_cache.states.kernels.entry_checksum import _entries_kernel
+
+types = {"chunks": "*i64", "places": "*i32", "sums": "*i64", "changed": "*i32"}
+names = _entries_kernel.arg_names
+
+def loads(compares):
+    source = ASTSource(
+        _entries_kernel,
+        {name: "constexpr" if name == "COMPARES" else types.get(name, "i32") for name in names},
+        {(names.index("COMPARES"),): compares},
+    )
+    options = {"num_warps": NUM_WARPS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return re.findall(r"ld[.](global\\S+)", ptx)
+
+print(json.dumps([loads(False), loads(True)]))
 """
 
 PRINT_STORES_OF_EXTRACTION = """
@@ -138,6 +161,11 @@ def test_kernel_compiles_and_accesses_16_bytes_where_they_fit(tmp_path):
 def test_checksums_read_16_bytes_at_a_time_and_four_rounds_together(tmp_path):
     loads = run_compiler(PRINT_LOADS_OF_CHECKSUMS, tmp_path)
     assert loads.count("global.v2.b64") == 4 * 2
+
+
+def test_checksums_of_entries_do_so_too(tmp_path):
+    for loads in run_compiler(PRINT_LOADS_OF_ENTRY_CHECKSUMS, tmp_path):
+        assert loads.count("global.v2.b64") == 4 * 2
 
 
 def test_extraction_compiles_for_a_window_alone_and_a_state_alone(tmp_path):

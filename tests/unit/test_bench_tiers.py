@@ -1,6 +1,7 @@
 """The benchmark of tiers, where it has nothing but a CPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,17 @@ def test_it_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     names = [one["name"] for one in result["measurements"]]
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 12
     assert all(one["limit"] is None for one in result["measurements"])
+
+
+def test_a_part_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--small", "--device", "cpu", "--only", "disk", "--disk-path", str(tmp_path)]
+    assert main(["tiers", *arguments, "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["measurements"]
+    assert one["name"].startswith("first token after 4,096 tokens from the disk")
+    assert "prefetch" in one["detail"]
+    assert list(tmp_path.rglob("*.slab"))
 
 
 @pytest.mark.parametrize(

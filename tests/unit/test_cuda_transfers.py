@@ -3,11 +3,13 @@
 Whether streams wait for each other only a GPU shows: tests/gpu/test_tiers_gpu.py.
 """
 
+import ctypes
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES
 from mamba_cache.tiers import (
     CopyJob,
     CudaTransfers,
@@ -40,25 +42,39 @@ class Done:
         return 2.0
 
 
+def copies_of(*, to_device):
+    """Copies by the processor where the driver would."""
+
+    def copy(on_host, host_pitch, on_device, device_pitch, num_bytes, num_lines, stream):
+        assert num_lines == 1 or device_pitch <= cuda.MOST_PITCH
+        for line in range(num_lines):
+            both = on_device + line * device_pitch, on_host + line * host_pitch
+            ctypes.memmove(*(both if to_device else reversed(both)), num_bytes)
+
+    return copy
+
+
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setattr(cuda, "_event", lambda timed=False: Done())
     monkeypatch.setattr(cuda, "_stream", lambda device: Done())
     monkeypatch.setattr(cuda, "_pinned", lambda count: torch.empty(count, dtype=torch.int32))
-    monkeypatch.setattr(cuda, "_GROUP_BYTES", 3 * 12_288)
+    monkeypatch.setattr(cuda, "_keep_for", lambda tensor, stream: None)
+    monkeypatch.setattr(cuda, "cuda_rectangles", copies_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
     return torch.device("cpu")
 
 
 class Rig:
-    def __init__(self, device):
+    def __init__(self, device, piece_bytes=cuda.PIECE_BYTES):
         generator = torch.Generator().manual_seed(1)
         self.tensors = {
             KV: [torch.randn(4, 11, 3, 96, generator=generator)],
             STATE: [
                 torch.randn(3, 5, 7, generator=generator).bfloat16(),
                 torch.randn(2, 5, 9001, generator=generator),
+                torch.randn(1, 5, 40_001, generator=generator),
             ],
         }
         self.layouts = {kind: RowLayout(t, sums_chunks=True) for kind, t in self.tensors.items()}
@@ -67,14 +83,19 @@ class Rig:
             for kind, count in ((KV, 11), (STATE, 5))
         ]
         self.host = HostTier(*formats)
-        self.transfers = CudaTransfers(self.layouts, self.host.memory, device)
+        self.transfers = CudaTransfers(
+            self.layouts, self.host.memory, device, piece_bytes=piece_bytes
+        )
         self.jobs = [CopyJob(KV, place, 10 - place) for place in range(11)]
         self.jobs += [CopyJob(STATE, place, 2 * place % 5) for place in range(5)]
 
 
-def test_entries_come_back_to_the_bit(device):
-    """More of them than fit into a group of staging rows, and of both kinds."""
-    rig = Rig(device)
+@pytest.mark.parametrize("piece_bytes", [cuda.PIECE_BYTES, CHUNK_BYTES])
+@pytest.mark.parametrize("most_pitch", [cuda.MOST_PITCH, 1000])
+def test_entries_come_back_to_the_bit(device, monkeypatch, piece_bytes, most_pitch):
+    """Entries smaller and larger than a piece, of lines that one copy may take and may not."""
+    monkeypatch.setattr(cuda, "MOST_PITCH", most_pitch)
+    rig = Rig(device, piece_bytes)
     before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
     spilled = rig.transfers.spill(rig.jobs)
     assert spilled.is_done()
@@ -90,20 +111,22 @@ def test_entries_come_back_to_the_bit(device):
     for kind, tensors in rig.tensors.items():
         for tensor, old in zip(tensors, before[kind], strict=True):
             assert torch.equal(tensor, old)
-    rig.transfers.scrub()
     rig.transfers.wait()
     mark = rig.transfers.mark()
     assert rig.transfers.seconds_between(mark, rig.transfers.mark()) == 0.002
 
 
-def test_a_turned_bit_is_found_where_it_is(device):
-    rig = Rig(device)
+@pytest.mark.parametrize("piece_bytes", [cuda.PIECE_BYTES, CHUNK_BYTES])
+def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
+    rig = Rig(device, piece_bytes)
     rig.transfers.spill(rig.jobs)
     for index, job in enumerate(rig.jobs):
         layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
         for byte in (
             0,
-            layout.payload_bytes - 1,
+            layout.parts[0].stop - 1,
+            layout.parts[-1].start,
+            layout.parts[-1].stop - 1,
             layout.checksums.start,
             layout.checksums.stop - 1,
         ):
@@ -122,3 +145,25 @@ def test_swapped_checksums_are_found(device):
     first.copy_(second)
     second.copy_(kept)
     assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
+
+
+def test_few_copies_and_launches(device, monkeypatch):
+    """One copy an entry and tensor, and one for the checksums of rows that follow each other."""
+    copies, launches = [], []
+
+    def counted(*, to_device):
+        copy = copies_of(to_device=to_device)
+        return lambda *arguments: (copies.append(arguments), copy(*arguments))
+
+    monkeypatch.setattr(cuda, "cuda_rectangles", counted)
+    rig = Rig(device)
+    for entries in rig.transfers._entries.values():
+        measure = entries.checksums._measure
+        entries.checksums._measure = lambda *a, m=measure: (launches.append(a), m(*a))
+    rig.transfers.spill(rig.jobs)
+    assert len(copies) == 11 * 1 + 5 * 3 + 2
+    assert len(launches) == 2
+    copies.clear(), launches.clear()
+    assert rig.transfers.load(rig.jobs).damaged() == []
+    assert len(copies) == 11 * 1 + 5 * 3 + 2
+    assert len(launches) == 2

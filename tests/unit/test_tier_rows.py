@@ -1,8 +1,10 @@
 """The rows of a tier: bookkeeping without bytes, and the memory that they lie in."""
 
+import ctypes
 import gc
 import threading
 import weakref
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +36,7 @@ from mamba_cache.tiers import (
     RowMemory,
     RowPool,
 )
+from mamba_cache.tiers import memory as memory_module
 from mamba_cache.tiers.memory import Pinner, plain_slab
 
 
@@ -437,17 +440,47 @@ def test_entries_lie_in_rows_to_the_bit():
     memory.row(1)[layout.payload_bytes - 1] ^= 1
     assert transfers.load([CopyJob(KV, 0, 0), CopyJob(KV, 1, 1)]).damaged() == [1]
     transfers.wait()
-    transfers.scrub()
     mark = transfers.mark()
     assert transfers.seconds_between(mark, mark + 1) == 1
 
 
-def test_pages_are_touched_before_they_are_pinned():
-    gate = Gate()
-    gate.opened.set()
-    pinner = Pinner(gate.pin, gate.unpin)
+def test_pages_are_touched_before_they_are_pinned(monkeypatch):
+    """All of them, by several threads: the last part is shorter than the others."""
+    monkeypatch.setattr(memory_module, "_TOUCHED_BYTES", 2 * 4096)
+    resident = []
+
+    def pin(address, num_bytes):
+        pages = (ctypes.c_ubyte * (num_bytes // 4096))()
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages)
+        resident.extend(pages)
+
+    pinner = Pinner(pin, lambda address: None)
     slab = pinner.make(5 * 4096).result()
     assert slab.dtype == torch.uint8
     assert len(slab) == 5 * 4096
     assert not np.any(slab.numpy())
+    assert resident == [1] * 5
+    assert pinner.seconds.keys() == {"touch", "pin"}
     pinner.close()
+
+
+def test_slabs_are_touched_while_others_are_pinned(monkeypatch):
+    """A pin that does not end holds up only itself."""
+    monkeypatch.setattr(memory_module, "_PINNING_THREADS", 2)
+    gate, first = Gate(), threading.Event()
+
+    def pin(address, num_bytes):
+        if not first.is_set():
+            first.set()
+            gate.pin(address, num_bytes)
+
+    pinner = Pinner(pin, gate.unpin)
+    slabs = [pinner.make(4096) for _ in range(3)]
+    done, held = wait(slabs, 30, FIRST_COMPLETED)
+    assert done
+    assert held
+    gate.opened.set()
+    assert len({slab.result().data_ptr() for slab in slabs}) == 3
+    pinner.close()
+    assert len(gate.unpinned) == 3

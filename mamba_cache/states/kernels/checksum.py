@@ -1,7 +1,7 @@
 """Checksums of many tensors as one Triton kernel: all of them in one launch."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803, PLR0917
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mamba_cache.states.kernels.checksum_plan import (
     ChecksumPlan,
 )
 
-__all__ = ["checksum"]
+__all__ = ["NUM_WARPS", "checksum", "chunk_sum"]
 
-_NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
+NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
 _LANES = tl.constexpr(LANES)
 _ROUND_BYTES = tl.constexpr(ROUND_BYTES)
 _UNROLLED_ROUNDS = tl.constexpr(UNROLLED_ROUNDS)
@@ -63,19 +63,11 @@ def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
     return words
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_heads", "stride", "phase"]
-)
-def _checksum_kernel(  # type: ignore[no-untyped-def]
-    chunks, expected, sums, changed, num_heads, stride, phase
-) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    if index >= num_heads:
-        index = num_heads + phase + (index - num_heads) * stride
-    address = tl.load(chunks + index * 3)
-    num_bytes = tl.load(chunks + index * 3 + 1)
+@triton.jit
+def chunk_sum(address, num_bytes, is_wide):  # type: ignore[no-untyped-def]
+    """Measure one chunk; ``is_wide``: address and bytes are multiples of 16."""
     lanes = (tl.arange(0, _LANES) + 1).to(tl.int64) * _SEED
-    if tl.load(chunks + index * 3 + 2) != 0:
+    if is_wide != 0:
         for start in range(0, num_bytes, _UNROLLED_ROUNDS * _ROUND_BYTES):
             for number in tl.static_range(_UNROLLED_ROUNDS):
                 first = start + number * _ROUND_BYTES
@@ -88,7 +80,20 @@ def _checksum_kernel(  # type: ignore[no-untyped-def]
     # The final mix of MurmurHash3 (Appleby, public domain), with another pair of odd constants.
     lanes = (lanes ^ _shifted(lanes, 33)) * _MULTIPLIER
     lanes = (lanes ^ _shifted(lanes, 29)) * _SEED
-    total = tl.sum(lanes ^ _shifted(lanes, 32), axis=0)
+    return tl.sum(lanes ^ _shifted(lanes, 32), axis=0)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_heads", "stride", "phase"]
+)
+def _checksum_kernel(  # type: ignore[no-untyped-def]
+    chunks, expected, sums, changed, num_heads, stride, phase
+) -> None:
+    index = tl.program_id(0).to(tl.int64)
+    if index >= num_heads:
+        index = num_heads + phase + (index - num_heads) * stride
+    chunk = chunks + index * 3
+    total = chunk_sum(tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2))
     tl.store(sums + index, total)
     if total != tl.load(expected + index):
         tl.store(changed, 1)
@@ -129,5 +134,5 @@ def checksum(
         plan.num_heads,
         stride,
         phase,
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )

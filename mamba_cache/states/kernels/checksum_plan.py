@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = [
     "CHUNK_BYTES",
+    "ENTRY_PROGRAMS",
     "LANES",
     "MULTIPLIER",
     "ROUND_BYTES",
     "SEED",
     "UNROLLED_ROUNDS",
     "ChecksumPlan",
+    "EntryPlan",
+    "entry_chunks",
     "plan_checksums",
+    "plan_entries",
 ]
 
 LANES = 512
@@ -33,6 +39,10 @@ SEED = 0x1E3779B97F4A7C15
 
 MULTIPLIER = 0x2545F4914F6CDD1D
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
+
+ENTRY_PROGRAMS = 32
+"""Programs that measure entries beside a model's forward: each reads about 20 GB/s from an H200's
+memory, and two directions of a PCIe 5 link bring 110 GB/s."""
 
 _WIDE_BYTES = 16
 
@@ -69,6 +79,47 @@ class ChecksumPlan:
     def num_programs(self, stride: int, phase: int) -> int:
         """Count the chunks of a sample: all heads, and each ``stride``-th of the others."""
         return self.num_heads + len(range(self.num_heads + phase, self.num_chunks, stride))
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPlan:
+    """Where the chunks of an entry lie: of each layer of each tensor, ``CHUNK_BYTES`` or its end.
+
+    Attributes:
+        tensors: Each [num_layers, places, bytes] uint8, kept alive as the table holds addresses.
+        chunks: [num_chunks, 4] int64 on their device: the address in place 0, bytes from place to
+            place, bytes, and whether all are multiples of 16.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    chunks: torch.Tensor
+
+
+def plan_entries(tensors: Sequence[torch.Tensor]) -> EntryPlan:
+    """Plan checksums of entries: one row of ``tensors``, each [num_layers, places, *inner]."""
+    parts = tuple(tensor.unsqueeze(-1).view(torch.uint8).flatten(2) for tensor in tensors)
+    device = tensors[0].device
+    table = torch.from_numpy(entry_chunks(tensors))
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return EntryPlan(parts, table.to(device, non_blocking=True))
+
+
+def entry_chunks(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return ``EntryPlan.chunks`` as an array."""
+    tables = [np.empty((0, 4), dtype=np.int64)]
+    for tensor in tensors:
+        size = tensor.element_size()
+        num_bytes = math.prod(tensor.shape[2:]) * size
+        starts = np.arange(0, num_bytes, CHUNK_BYTES, dtype=np.int64)
+        for layer in range(tensor.shape[0]):
+            table = np.empty((len(starts), 4), dtype=np.int64)
+            table[:, 0] = tensor.data_ptr() + layer * tensor.stride(0) * size + starts
+            table[:, 1] = tensor.stride(1) * size
+            table[:, 2] = np.minimum(num_bytes - starts, CHUNK_BYTES)
+            table[:, 3] = (table[:, :3] % _WIDE_BYTES == 0).all(axis=1)
+            tables.append(table)
+    return np.concatenate(tables)
 
 
 def plan_checksums(tensors: Sequence[torch.Tensor]) -> ChecksumPlan:

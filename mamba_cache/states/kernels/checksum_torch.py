@@ -16,7 +16,7 @@ from mamba_cache.states.kernels.checksum_plan import (
     ChecksumPlan,
 )
 
-__all__ = ["checksum"]
+__all__ = ["as_words", "checksum", "measure_ends", "sums_of"]
 
 _CHUNKS_AT_ONCE = 64
 """What one operation reads and writes should fit into a core's cache."""
@@ -45,10 +45,10 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
         num_full, size = tensor.numel() // CHUNK_BYTES, tensor.numel()
         first = 1 + (phase + plan.num_heads - rest) % stride
         if num_full:
-            full = _as_words(tensor[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
-            sums[head : head + 1] = _sums(full[:1])
+            full = as_words(tensor[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
+            sums[head : head + 1] = sums_of(full[:1])
             if first < num_full:
-                sums[rest + first - 1 : rest + num_full - 1 : stride] = _sums(full[first::stride])
+                sums[rest + first - 1 : rest + num_full - 1 : stride] = sums_of(full[first::stride])
         is_measured = num_full == 0 or (num_full - first) % stride == 0
         if size % CHUNK_BYTES and is_measured:
             end = tensor[num_full * CHUNK_BYTES :]
@@ -56,31 +56,31 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
             ends[num_rounds].append((rest + num_full - 1 if num_full else head, end))
     for num_rounds, items in ends.items():
         for first in range(0, len(items), _CHUNKS_AT_ONCE):
-            _measure_ends(items[first : first + _CHUNKS_AT_ONCE], num_rounds, sums)
+            measure_ends(items[first : first + _CHUNKS_AT_ONCE], num_rounds, sums)
     for part in (slice(plan.num_heads), slice(plan.num_heads + phase, None, stride)):
         changed |= (sums[part] != expected[part]).any()
 
 
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
     """Read bytes as words of 8, copied if their address does not allow it."""
     if tensor.storage_offset() % 8 or tensor.data_ptr() % 8:
         tensor = tensor.clone()
     return tensor.view(torch.int64)
 
 
-def _measure_ends(
+def measure_ends(
     items: list[tuple[int, torch.Tensor]], num_rounds: int, sums: torch.Tensor
 ) -> None:
     """Measure chunks that are not full, filled up with zeros."""
     filled = sums.new_zeros((len(items), num_rounds * ROUND_BYTES), dtype=torch.uint8)
     for row, (_, end) in enumerate(items):
         filled[row, : end.numel()] = end
-    totals = _sums(filled.view(torch.int64).view(len(items), num_rounds, LANES))
+    totals = sums_of(filled.view(torch.int64).view(len(items), num_rounds, LANES))
     for row, (index, _) in enumerate(items):
         sums[index] = totals[row]
 
 
-def _sums(words: torch.Tensor) -> torch.Tensor:
+def sums_of(words: torch.Tensor) -> torch.Tensor:
     """Measure chunks, [chunks, rounds, LANES] int64."""
     parts = torch.split(words, _CHUNKS_AT_ONCE)
     return (
