@@ -37,5 +37,6 @@ if [ -d "$site/mooncake" ] && ! loads; then
     rm -rf "$site/mooncake"
 fi
 
-timeout 900 python -m pytest -q -p no:cacheprovider tests/integration/test_stores.py "$@"
+timeout 900 python -m pytest -q -p no:cacheprovider tests/integration/test_stores.py \
+    tests/integration/test_store_processes.py "$@"
 timeout 300 python tests/store_kills.py --count 5
