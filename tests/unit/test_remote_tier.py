@@ -10,7 +10,7 @@ from remote_rig import Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import MemoryStore, StoreFault, Trouble
-from mamba_cache.tiers import EntryKind, Refusal, RemoteTier
+from mamba_cache.tiers import EntryKind, Refusal, RemoteTier, remote
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 
@@ -206,8 +206,9 @@ def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -
     assert bench.load(1) == bytes(payload_of(1))
 
 
-def test_manifests_of_chunks_of_another_size_are_refused(bench) -> None:
-    other = Bench(store=bench.memory, chunk_bytes=1800)  # as many chunks, cut elsewhere
+@pytest.mark.parametrize("chunk_bytes", [1800, 3000])  # as many chunks, or fewer
+def test_manifests_of_chunks_of_another_size_are_refused(bench, chunk_bytes) -> None:
+    other = Bench(store=bench.memory, chunk_bytes=chunk_bytes)
     assert other.put(1) is None
     other.tier.close()
     assert bench.load(1) is Refusal.CHUNK
@@ -545,6 +546,66 @@ def test_silence_is_what_the_store_owes_to_readers(bench) -> None:
     bench.end()
     bench.turn(1)
     assert bench.tier.silence() == 0
+
+
+def test_of_an_entry_that_failed_no_more_chunks_are_moved(monkeypatch) -> None:
+    """It has 18 chunks, of which a call moves eight."""
+    bench = Bench(monkeypatch, chunk_bytes=512)
+    first = f"{facts_of(1).key}/0"
+    bench.faulty.inject("put_many", Trouble.FAIL, fault=StoreFault.FULL, matches=first.__eq__)
+    calls = calls_of(bench)
+    assert bench.put(1) is Refusal.IO_ERROR
+    assert [name for name, _ in calls] == ["exists_many", "put_many"]
+    bench.faulty.heal()
+    assert bench.put(1) is None
+    bench.memory._blobs[first] = damaged(bench.memory._blobs[first], "bit")
+    del calls[:]
+    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    bench.end()
+    assert [name for name, _ in calls if name == "get_many_into"] == ["get_many_into"] * 2
+    bench.tier.close()
+
+
+def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_MAX_REMEMBERED", 2)
+    for number in range(3):
+        assert bench.put(number) is None
+    keys = [facts_of(number).key for number in range(3)]
+    assert bench.tier.has_many(keys) == [False, True, True]
+
+
+def test_a_store_that_fails_between_the_look_and_the_call_takes_nothing(bench, monkeypatch) -> None:
+    """Or what it takes would wait until the store is back."""
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.FAIL)
+    bench.faulty.inject("health", Trouble.FAIL)
+    assert [bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2
+    monkeypatch.setattr(RemoteTier, "is_healthy", True)
+    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
+    assert bench.tier.stats().not_written == {"unhealthy": 1}
+
+
+def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeypatch) -> None:
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
+
+    def fail(_):
+        raise ValueError("of the caller")
+
+    bench.faulty.inject("exists_many", Trouble.HANG, times=1)
+    assert bench.tier.ask([facts_of(1).key], fail)
+    wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG])
+    bench.turn(2.1)
+    wait_until(lambda: errors)
+    assert bench.ask(1) == [False]
+
+
+def test_close_in_a_forked_process_ends_nothing_of_the_parent(bench, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.os, "getpid", lambda: -1)
+        bench.tier.close()
+        assert not bench.tier.is_healthy
+    assert bench.put(1) is None
 
 
 def test_a_forked_process_uses_nothing_of_it(bench) -> None:

@@ -1,0 +1,202 @@
+"""A machine of a context over a host tier and a store whose server fails in every way."""
+
+from unittest import mock
+
+from clocks import ManualClock
+from context_machine import STEM, TENANTS, Seen
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from remote_rig import wait_until
+from tiers_machine import PROMPTS, TieredMachine
+
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault
+from mamba_cache.stores.faulty import _TROUBLES
+from mamba_cache.tiers import ModelIdentity
+from mamba_cache.tiers import remote as remote_module
+
+MODULES = (remote_module, prefetching)
+TROUBLES = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
+
+
+class StoreMachine(TieredMachine):
+    """A host tier of few rows over a store, whose contexts come and go.
+
+    Whatever the store does: answers are those of runs without a cache, every prefetch comes to an
+    end, and when the store is quiet no row is held for nobody.
+    """
+
+    host_rows = {"num_host_blocks": 9, "num_host_states": 4}
+    write_on_use = 1
+
+    def __init__(self):
+        super().__init__()
+        self.clock = ManualClock()
+        self.patches = [mock.patch.object(m, "time", self.clock) for m in MODULES]
+        self.patches.append(mock.patch("threading.excepthook"))
+        for patch in self.patches:
+            patch.start()
+        self.blobs = MemoryStore()
+        self.store = FaultyStore(self.blobs, sleep=lambda seconds: None)
+        self.asked = []
+        self.prefetches = []
+
+    def more_settings(self):
+        own = {
+            "store": self.store,
+            "store_write_on_use": self.write_on_use,
+            "hash_secret": b"of this test",
+        }
+        return super().more_settings() | self.host_rows | own
+
+    def open_context(self, **options):
+        return super().open_context(identity=ModelIdentity(name="model", weights="w"), **options)
+
+    def forget(self):
+        """What the store has outlives a reset, and so does what is known of it."""
+        names = "published", "perhaps_saved", "snapshots", "turned"
+        kept = {name: getattr(self, name, None) for name in names}
+        super().forget()
+        if kept["published"] is not None:
+            vars(self).update(kept)
+            self.exact = False
+
+    @property
+    def tier(self):
+        return self.context.store_tier
+
+    def turn_clock(self, seconds):
+        self.clock.now += seconds
+        with self.tier._lock:
+            self.tier._call_began.notify_all()
+
+    def quiet(self):
+        """Until the store has ended all that it was given; what hangs is given up."""
+        while not self.tier.flush(0.02):
+            self.turn_clock(2.1)
+        self.context.poll_tiers()
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        what=st.sampled_from(TROUBLES),
+        probability=st.sampled_from([0.1, 0.5, 1.0]),
+        times=st.integers(1, 4),
+        fault=st.sampled_from(list(StoreFault)),
+    )
+    def trouble(self, what, probability, times, fault):
+        self.store.inject(*what, probability=probability, times=times, fault=fault)
+
+    @precondition(lambda self: self.copies)
+    @rule(seconds=st.sampled_from([0.01, 0.06, 2.1, 5.1, 61.0]))
+    def time_passes(self, seconds):
+        self.turn_clock(seconds)
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def store_is_well_again(self):
+        self.store.heal()
+        wait_until(lambda: not self.tier._hung)
+        self.turn_clock(5.1)
+        wait_until(lambda: self.tier.is_healthy)
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        number=st.integers(0, 100), bit=st.integers(0, 10**6), way=st.sampled_from(["turn", "lose"])
+    )
+    def damage(self, number, bit, way):
+        """A bit of a blob is turned, or the store evicts it."""
+        self.quiet()
+        names = sorted(self.blobs._blobs)
+        if names:
+            name = names[number % len(names)]
+            blob = bytearray(self.blobs._blobs.pop(name))
+            if way == "turn":
+                blob[bit // 8 % len(blob)] ^= 1 << bit % 8
+                self.blobs._blobs[name] = bytes(blob)
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        stem=st.sampled_from([0, 8, 24, 40]),
+        tail=st.lists(st.integers(0, 3), max_size=9),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
+        seconds=st.sampled_from([None, None, 0.0, 3.0]),
+    )
+    def prefetch(self, stem, tail, tenant, seconds):
+        self.begin_prefetch(Seen((STEM[:stem] + tail or [1])[: self.longest], tenant), seconds)
+
+    def begin_prefetch(self, seen, seconds=None):
+        request = seen.request("prefetched", list(seen.prompt))
+        self.prefetches.append(self.context.prefetch(request, timeout_seconds=seconds))
+        return self.prefetches[-1]
+
+    @precondition(lambda self: self.copies and self.prefetches)
+    @rule(number=st.integers(0, 20))
+    def cancel_prefetch(self, number):
+        self.prefetches[number % len(self.prefetches)].cancel()
+
+    def ask(self, stem, tail, tenant):
+        super().ask(stem, tail, tenant)
+        self.asked.append((stem, tail, tenant))
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=4),
+        way=st.sampled_from(["leave", "clear", "stay"]),
+        write_on_use=st.sampled_from([1, 1, 2]),
+    )
+    def round_trip(self, prompts, way, write_on_use):
+        """Down to the store, into another process, and up again."""
+        self.ask_all(prompts, 9)
+        self.copies.run(99)
+        self.context._tiering.poll()
+        self.quiet()
+        if way == "leave":
+            self.leave()
+            self.write_on_use = write_on_use
+            self.context = self.open_context()
+        elif way == "clear":
+            self.context.host_tier.clear()
+        for stem, tail in prompts:
+            seen = Seen((STEM[:stem] + [tail] * 9)[: self.longest], {})
+            handle = self.begin_prefetch(seen)
+            self.quiet()
+            self.quiet()  # the answer to the question, and then the loads
+            assert handle.is_done
+            match = self.context.match(seen.request("probe", list(seen.prompt)))
+            if handle.is_done and handle.state.value == "ready":
+                assert match.skip_tokens >= handle.skip_tokens
+            self.ask(stem, [tail] * 9, {})
+
+    def leave(self):
+        """End a process."""
+        self.end_everything()
+        self.context.close()
+        del self.context
+        self.prefetches.clear()
+        self.shared_kv = {}
+        self.forget()
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "context") and self.copies:
+            self.tier.check_invariants()
+
+    def end_everything(self):
+        self.quiet()
+        super().end_everything()
+        self.quiet()
+        self.quiet()
+        assert not self.context.host_tier._lower
+        assert all(handle.is_done for handle in self.prefetches)
+        stats = self.tier.stats()
+        assert stats.loads == stats.hits + sum(stats.refused.values())
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.store.heal()
+            if hasattr(self, "context"):
+                self.context.close()
+            for patch in self.patches:
+                patch.stop()
