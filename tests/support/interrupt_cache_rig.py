@@ -27,7 +27,7 @@ FOREIGN = _text(4, 2 * BLOCK + 1)
 class Cached:
     """One model, and the states that it has after each prompt, computed without a cache."""
 
-    tiers = {}  # noqa: RUF012 (settings, which are not changed)
+    tiers = {}
 
     def __init__(self, name="granite 4"):
         self.model = make_model(name)
@@ -74,7 +74,7 @@ class TieredCached(Cached):
     def go_down(self, cache):
         """What was computed lies on the disk, and nowhere else."""
         cache.prefill(ONE, cache_salt="a")
-        cache._tiers._disk.flush()
+        cache._store.tiers._disk.flush()
         cache.reset()
 
     def go_out(self, cache):
@@ -84,7 +84,7 @@ class TieredCached(Cached):
             cache.prefill(_text(seed, 2 * BLOCK + 1), cache_salt="b")
 
     def check_tiers(self, cache):
-        tiers = cache._tiers
+        tiers = cache._store.tiers
         if not tiers._disk.flush(60):
             raise Wedged("the disk does not end what it was given")
         tiers._host.poll()
@@ -217,7 +217,7 @@ def tier_calls(cached):
 
 def _forget_disk(cache):
     """Nothing lies on the disk, so that all is written anew."""
-    disk = cache._tiers._disk
+    disk = cache._store.tiers._disk
     disk.flush()
     with disk._lock:
         for file in disk._files.values():

@@ -114,7 +114,8 @@ def test_who_waits_for_a_flight_that_an_interrupt_took_back_is_told(made, monkey
     late.is_late = True
     made.context._tiering.lower.tier = late
     made.prefetch()
-    assert made.handle.num_entries and not made.handle.is_done
+    assert made.handle.num_entries
+    assert not made.handle.is_done
     interrupt_once(monkeypatch, DiskTier, "has_many")
     with pytest.raises(KeyboardInterrupt):
         made.context.prefetch(Request(request_id="b", prompt_tokens=ON_DISK[0]))
