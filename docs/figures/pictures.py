@@ -1,4 +1,4 @@
-"""The pictures that explain: a hit, the layers of the package, the life of an entry."""
+"""The pictures that explain: a hit, the tiers, the layers of the package, the life of an entry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from style import LIGHT, save
 
-WIDTH = 16.5
+WIDTH = 13
 """Of a block, in units of the picture."""
 
-LEFT = 20
-"""Where blocks begin; names stand before."""
+LEFT = 1
+"""Where blocks begin; names stand above."""
 
 ARCHITECTURE = Path(__file__).parents[1] / "explanation" / "architecture.md"
 """Whose table of layers is drawn."""
@@ -40,32 +40,58 @@ COMPUTED = Paint("green", "fresh")
 
 def draw_hit() -> None:
     """Draw two prompts with a common beginning, and what the second one need not compute."""
-    axes = _canvas(100, 58)
-    _name(axes, 47, "first prompt")
-    for index, label in enumerate(["system prompt"] * 3 + ["question"]):
-        _box(axes, _edge(index), 47, label, PROMPT)
-    _box(axes, _edge(4), 47, "...", PROMPT, width=8)
-    _name(axes, 34, "KV blocks", "keys and values,\nfor each block")
+    axes = _canvas(60, 66)
+    _row_name(axes, 61.5, "first prompt")
+    for index, label in enumerate(["system"] * 3 + ["question"]):
+        _box(axes, _edge(index), 53, label, PROMPT)
+    _box(axes, _edge(4), 53, "...", PROMPT, width=5.5)
+    _row_name(axes, 46.5, "KV blocks")
     for index in range(4):
-        middle = _edge(index) + WIDTH / 2
-        _arrow(axes, (middle, 46.6), (middle, 41), "muted")
-        _box(axes, _edge(index), 34, f"block {index}", BLOCK)
-    _name(axes, 20.5, "slots", "conv and SSM states,\nat a checkpoint")
-    for index, label in ((3, "state at 384"), (4, "state at 512")):
-        _box(axes, _edge(index) - 7.4, 20.5, label, STATE, width=14)
-        _arrow(axes, (_edge(index) - 0.4, 33.6), (_edge(index) - 0.4, 27.4), "purple")
-    _note(axes, _edge(1), 23.5, "most boundaries\nhave no state")
-    _name(axes, 5.5, "second prompt")
+        _arrow(axes, (_edge(index) + 10.5, 52.7), (_edge(index) + 10.5, 44.4), "muted")
+        _box(axes, _edge(index), 38, f"block {index}", BLOCK)
+    _row_name(axes, 31.5, "slots: one state each")
+    _note(axes, _edge(1) - 0.5, 26.2, "most boundaries\nhave no state")
+    for index, label in ((3, "state 384"), (4, "state 512")):
+        _box(axes, _edge(index) - 8.2, 23, label, STATE, width=11)
+        _arrow(axes, (_edge(index) - 0.6, 37.7), (_edge(index) - 0.6, 29.3), "purple")
+    _row_name(axes, 16.5, "second prompt")
     for index in range(3):
-        _box(axes, _edge(index), 5.5, "skipped", SKIPPED)
-    _box(axes, _edge(3), 5.5, "computed", COMPUTED)
-    _box(axes, _edge(4), 5.5, "...", COMPUTED, width=5)
-    _arrow(axes, (_edge(3) - 0.4, 20), (_edge(3) - 0.4, 12.2), "purple")
-    axes.text(_edge(3) + 1, 16, "restore", color=LIGHT["purple"], va="center")
+        _box(axes, _edge(index), 8, "skipped", SKIPPED)
+    _box(axes, _edge(3), 8, "computed", COMPUTED)
+    _box(axes, _edge(4), 8, "...", COMPUTED, width=5.5)
+    _arrow(axes, (_edge(3) - 0.6, 22.7), (_edge(3) - 0.6, 14.5), "purple")
+    axes.text(_edge(3) + 0.8, 18.6, "restore", color=LIGHT["purple"], va="center", fontsize=9.5)
     span = {"arrowstyle": "<->", "color": LIGHT["muted"]}
-    axes.annotate("", (_edge(0), 3.6), (_edge(3) - 0.8, 3.6), arrowprops=span)
-    _note(axes, _edge(1) + WIDTH / 2, 1.4, "KV match: 3 blocks of 128 tokens; skip tokens: 384")
+    axes.annotate("", (_edge(0), 5.6), (_edge(3) - 0.8, 5.6), arrowprops=span)
+    axes.text(1, 2.4, "KV match: 3 blocks of 128 tokens; skip tokens: 384",
+              color=LIGHT["muted"], fontsize=9.5)  # fmt: skip
     save(axes.get_figure(), "hit")
+
+
+def draw_tiers() -> None:
+    """Draw where an entry can live, from the GPU down to a store that machines share."""
+    axes = _canvas(60, 62)
+    tiers = (
+        ("GPU", "slots and KV blocks", "restored in one launch", STATE),
+        ("host", "pinned memory", "used where it beats computing", BLOCK),
+        ("disk", "files of one process", "outlives the process", BLOCK),
+        ("store", "shared by machines", "what one computed, all can use", COMPUTED),
+    )
+    for index, (name, holds, use, paint) in enumerate(tiers):
+        bottom = 50 - 15 * index
+        axes.text(1, bottom + 3, name, va="center", weight="bold")
+        _box(axes, 9, bottom, holds, paint, width=22)
+        axes.text(33, bottom + 3, use, va="center", fontsize=9.5, color=LIGHT["muted"])
+        if index:
+            _arrow(axes, (15, bottom + 14.8), (15, bottom + 6.3), "blue")
+            _arrow(axes, (25, bottom + 6.3), (25, bottom + 14.8), "green")
+            axes.text(26.5, bottom + 10.5, "verified byte by byte",
+                      va="center", fontsize=9, color=LIGHT["green"])  # fmt: skip
+            axes.text(13.5, bottom + 10.5, "spill", va="center", ha="right", fontsize=9,
+                      color=LIGHT["blue"])  # fmt: skip
+    axes.text(1, 1.6, "An entry is one KV block or one state; it can be in several places.",
+              fontsize=9, color=LIGHT["muted"])  # fmt: skip
+    save(axes.get_figure(), "tiers")
 
 
 def draw_layers() -> None:
@@ -137,6 +163,10 @@ def _edge(index: int) -> float:
 def _name(axes: Axes, bottom: float, name: str, detail: str = "") -> None:
     axes.text(2, bottom + (4.6 if detail else 3), name, va="center", weight="bold")
     axes.text(2, bottom + 0.9, detail, va="center", fontsize=9, color=LIGHT["muted"])
+
+
+def _row_name(axes: Axes, y: float, name: str) -> None:
+    axes.text(1, y, name, va="center", weight="bold")
 
 
 def _note(axes: Axes, x: float, y: float, text: str) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 GUIDE = ROOT / "docs" / "how-to" / "transformers.md"
 README = ROOT / "README.md"
+EXPECT = RESULTS / "expect.md"
 
 COLUMNS = ("plain transformers", "miss", "second sighting", "hit", "next turn")
 BARE = "the new tokens alone"
@@ -103,6 +104,33 @@ def block(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def expected_block(runs: list[dict[str, Any]]) -> str:
+    """Return what the page about expectations says of runs with kernels."""
+    ways = ("plain transformers", "miss", "hit", "next turn", "identical prompt")
+    lines = [
+        f"Time to first token with kernels ({'; '.join(sorted({_setting(run) for run in runs}))}):",
+        "",
+        f"| model | cached + new tokens | {' | '.join(ways)} | hit over plain |",
+        "|---" * (len(ways) + 3) + "|",
+    ]
+    for run in runs:
+        found = figures(run)
+        for name in found:
+            if tokens := re.fullmatch(r"hit, (\d.*) tokens", name):
+                times = [_time(found, f"{way}, {tokens[1]} tokens") for way in ways]
+                faster = found[f"hit, faster than plain, {tokens[1]} tokens"]["value"]
+                cells = [run["family"], tokens[1], *times, f"{faster:.1f}x"]
+                lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| model | kernels | a hit wins from | |", "|---|---|---|---|"]
+    for run in runs:
+        one = figures(run)["break-even"]
+        lines.append(
+            f"| {run['family']} | {kernels(run)} | {one['value']:,.0f} cached tokens "
+            f"| {one['detail']} |"
+        )
+    return "\n".join(lines)
+
+
 def shown_run(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the run that stands in the README: the one of the most kernels; None without any."""
     shown = [
@@ -136,6 +164,9 @@ def write_tables() -> None:
     before, rest = guide.split(BEGIN)
     text = f"{before}{BEGIN}\n\n{block(runs)}\n{END}{rest.split(END)[1]}".replace("\n\n\n", "\n\n")
     GUIDE.write_text(text, encoding="utf-8")
+    before, rest = EXPECT.read_text(encoding="utf-8").split(BEGIN)
+    text = f"{before}{BEGIN}\n\n{expected_block(runs)}\n\n{END}{rest.split(END)[1]}"
+    EXPECT.write_text(text, encoding="utf-8")
     if run := shown_run(runs):
         readme = README.read_text(encoding="utf-8")
         readme = re.sub(r"^\| Time to first token.*$", readme_row(run), readme, flags=re.MULTILINE)

@@ -107,3 +107,14 @@ def test_the_smallest_budget_that_is_near_enough_is_named():
     assert example.smallest_budget(records[:1] + records[-1:], "lru").startswith(
         "     lru: no limit"
     )
+
+
+def test_the_page_on_examples_lists_each_with_its_length():
+    """`examples/README.md` says which to read first."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    listed = {name: int(lines) for name, lines in re.findall(r"`(\w+)\.py` \| (\d+) \|", page)}
+    lengths = {
+        path.stem: len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / "examples").glob("*.py")
+    }
+    assert listed == lengths

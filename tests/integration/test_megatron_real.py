@@ -21,6 +21,7 @@ from megatron_rig import (
     megatron_steps,
     random_tokens,
 )
+from sources import ROOT
 
 from mamba_cache import MambaSlotAllocator
 from mamba_cache.errors import (
@@ -60,6 +61,14 @@ def core(imported):
     with host_for_cuda():
         yield imported
     megatron.uninstall()
+
+
+def test_the_readmes_lines_run(core, generator):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    [code] = [code for code in blocks if "megatron.install" in code]
+    exec(compile(code, "README.md", "exec"), {})
+    assert type(Server(core, generator).slots) is MambaSlotAllocator
 
 
 @pytest.fixture

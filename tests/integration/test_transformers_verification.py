@@ -261,7 +261,11 @@ def test_the_log_names_hits_that_do_not_pay_and_tiers(generator, caplog, monkeyp
 
 def test_a_served_model_is_verified_while_nobody_uses_it(generator, monkeypatch):
     started = []
-    monkeypatch.setattr(IdleVerifier, "start", started.append)
+
+    def start(self):
+        started.append(self)
+
+    monkeypatch.setattr(IdleVerifier, "start", start)
     settings = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
     model = make_model("granite 4")
     ServedModel(model, settings, lambda *_: None).prepare()

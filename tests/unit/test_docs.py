@@ -211,3 +211,10 @@ def test_a_run_with_kernels_becomes_rows(kernel_run: dict) -> None:
     assert "kernels of mamba_ssm 2.3 | 50 ms instead of 500 ms; a miss takes 1.04x of that |" in row
     kernel_run["measurements"] = kernel_run["measurements"][1:]
     assert "| 16,128 + 256 | out of memory | 520 ms" in TABLES["rows"](kernel_run)[0]
+
+
+def test_the_page_on_expectations_has_every_run_with_kernels() -> None:
+    """If this fails, `python docs/figures/tables.py` writes it anew."""
+    page = text_of(DOCS / "benchmarks" / "expect.md")
+    shown = page.split(TABLES["BEGIN"])[1].split(TABLES["END"])[0]
+    assert shown.strip() == TABLES["expected_block"](TABLES["kernel_runs"]())

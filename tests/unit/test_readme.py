@@ -1,12 +1,20 @@
 """What the README shows works when it is pasted, and its figures are those that were measured."""
 
+import importlib
+import inspect
 import json
 import re
 import runpy
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 from sources import ROOT
+
+from mamba_cache import Request
+from mamba_cache.cli.serve import serve as serve_command
+from mamba_cache.integrations.vllm import plugin
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -71,17 +79,80 @@ def test_figures_are_those_measured(what: str, result: str) -> None:
     assert row == result
 
 
-def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other in one namespace, as a reader would paste them."""
-    assert PYTHON
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for code in PYTHON:
-        exec(compile(code, "README.md", "exec"), namespace)
+def block(needle: str) -> str:
+    """The README's one Python block that says this."""
+    [code] = [code for code in PYTHON if needle in code]
+    return code
+
+
+def run(code: str, **names: object) -> dict[str, object]:
+    """Runs code as a reader would who has these names."""
+    namespace: dict[str, object] = {"__name__": "readme", **names}
+    exec(compile(code, "README.md", "exec"), namespace)
+    return namespace
+
+
+def test_every_block_is_run_by_a_test() -> None:
+    """Megatron's in tests/integration/test_megatron_real.py, where there is a Megatron."""
+    needles = "PrefixCache(", "megatron.install", "found = context.add_request(request)\nlogits"
+    needles = *needles, "EventPublisher(", "def answer("
+    assert sorted(map(block, needles)) == sorted(PYTHON)
+
+
+def test_the_embedding_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = block("def answer(")
+    run(code)
     output = capsys.readouterr()
     assert output.err == ""
-    promised = re.findall(r"# (skipped .*)", "".join(PYTHON))
-    assert promised
-    assert all(line in output.out for line in promised)
+    [promised] = re.findall(r"# (skipped .*)", code)
+    assert promised in output.out
+
+
+def test_the_lines_for_your_own_engine_run() -> None:
+    names = run(block("def answer("))
+    request = Request(request_id="a", prompt_tokens=list(b"What is a slot?"))
+    run(block("found = context.add_request(request)\nlogits"), **{**names, "request": request})
+    assert names["context"].progress("a").num_generated == 1
+
+
+def test_the_lines_for_scripts_run() -> None:
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    rig = importlib.import_module("transformers_rig")
+    model, ids = rig.make_model("granite 4"), rig.text(torch.Generator().manual_seed(0), 40)
+    model.generation_config.eos_token_id = None
+    budgets = "mamba_cache_gb=4, kv_cache_gb=8"  # of a GPU; the tests' machine has less
+    code = block("PrefixCache(")
+    assert budgets in code
+    code = code.replace(budgets, "mamba_cache_gb=0.01, kv_cache_gb=0.01")
+    names = run(code, model=model, input_ids=ids)
+    expected = rig.plain(model, ids, max_new_tokens=64).sequences
+    assert torch.equal(names["output"], expected)
+    again = names["cache"].generate(ids, max_new_tokens=64)
+    assert torch.equal(again, expected)
+    assert names["cache"].stats().hits == 1
+    names["cache"].close()
+
+
+def test_the_lines_for_several_machines_run() -> None:
+    with socket.socket() as free:  # the README's may be in use
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = block("EventPublisher(")
+    assert "tcp://127.0.0.1:5557" in code
+    names = run(block("def answer("))
+    names["context"].reset()
+    made = run(code.replace("5557", str(port)), context=names["context"])
+    assert names["context"].kv_block_allocator.is_observed
+    made["publisher"].close()
+
+
+def test_commands_have_the_options_that_are_shown() -> None:
+    [serve] = re.findall(r"^mamba-cache serve (.*)$", README, flags=re.MULTILINE)
+    known = set(inspect.signature(serve_command).parameters)
+    options = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", serve)}
+    assert options
+    assert options <= known
+    assert f"\n{plugin.SWITCH}=1 vllm serve " in README
 
 
 def test_commands_name_files_that_exist() -> None:

@@ -1,0 +1,67 @@
+"""``python tests/model_table.py`` writes into the README which models are supported.
+
+Every family of transformers that the tests know is made, tiny and with random weights, and a prefix
+cache around it says the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from transformers_rig import _CONFIGS, FAMILIES, make_cache, make_model
+
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN = "<!-- supported models, written by tests/model_table.py -->"
+END = "<!-- end of supported models -->"
+
+
+def describe(family: str) -> tuple[str, str, str]:
+    """What a layer of a family's models keeps, and how ``generate`` and batches serve them."""
+    model = make_model(family)
+    try:
+        cache, served = make_cache(model), "yes"
+    except UnresumableModelError:
+        cache, served = make_cache(model, on_unresumable="step"), "one token at a time after a hit"
+    layers = cache._store.layout.layers
+    kept = {
+        "conv window": any(parts.convs for parts in layers),
+        "recurrent state": any(parts.recurrents for parts in layers),
+        "KV": any(parts.has_tokens for parts in layers),
+        "KV of a sliding window": any(parts.window for parts in layers),
+    }
+    try:
+        cache.prepare_batches()
+        batches = "yes"
+    except (InvalidArgumentError, UnresumableModelError):
+        batches = "no"
+    return ", ".join(name for name, is_kept in kept.items() if is_kept), served, batches
+
+
+def table() -> str:
+    """The table: families that are alike share a row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for family in FAMILIES:
+        name = f"`{_CONFIGS[family]['model_type']}`"
+        families = rows.setdefault(describe(family), [])
+        if name not in families:
+            families.append(name)
+    lines = ["| `model_type` | what its layers keep | `generate` | `generate_batch` |"]
+    lines.append("|---|---|---|---|")
+    lines += [f"| {', '.join(names)} | {' | '.join(facts)} |" for facts, names in rows.items()]
+    return "\n".join(lines)
+
+
+def write() -> None:
+    """Put the table where the README has it."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
