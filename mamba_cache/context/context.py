@@ -226,7 +226,13 @@ class DynamicInferenceContext:
             )
             # Its thread would outlive a context that nobody closes.
             finalize(self, self.trace_log.close)
-        self._make_parts(placement, clock)
+        self._make_parts(placement)
+        self._pins = Pins(
+            self.kv_block_allocator,
+            self.slot_allocator,
+            max_share=config.max_pinned_share,
+            clock=clock,
+        )
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
@@ -289,16 +295,13 @@ class DynamicInferenceContext:
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
-        if config.max_salt_share < 1:
-            most = int(config.max_salt_share * self.slot_allocator.max_slots)
-            self.slot_allocator.max_owned = most
         slots = ref(self.slot_allocator)
         self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
             self.slot_allocator.on_kv_blocks_deregistered
         )
 
-    def _make_parts(self, placement: CheckpointPlacement, clock: Callable[[], float]) -> None:
+    def _make_parts(self, placement: CheckpointPlacement) -> None:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         self._counters = StatsCounters()
@@ -330,9 +333,6 @@ class DynamicInferenceContext:
             extractions=self._extractions,
             tiering=tiering,
             on_admitted=[each.admitted for each in hear_of_requests if each is not None],
-        )
-        self._pins = Pins(
-            self.kv_block_allocator, slots, max_share=config.max_pinned_share, clock=clock
         )
         self._forker = Forker(
             rows,

@@ -210,13 +210,16 @@ def make_slot_allocator(
         BudgetError: The budget does not hold one slot.
         InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
     """
-    return MambaSlotAllocator.from_spec(
+    slots = MambaSlotAllocator.from_spec(
         cast(SlotContext, fields),
         _num_slots(config, slot_spec(config, state_spec)),
         state_spec,
         policy=_default_policy(config) if policy is None else policy,
         quantization=_quantization(config),
     )
+    if config.max_salt_share < 1:
+        slots.max_owned = int(config.max_salt_share * slots.max_slots)
+    return slots
 
 
 def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:

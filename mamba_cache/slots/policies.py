@@ -409,7 +409,11 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
     so does this then.
     """
     # unnoticed: None is as false
-    return np.asarray(values.cpu() if getattr(values, "is_cuda", False) else values)
+    on_host = values.cpu() if getattr(values, "is_cuda", False) else values
+    if isinstance(on_host, np.ndarray) or not hasattr(on_host, "numpy"):
+        return np.asarray(on_host)
+    array: npt.NDArray[Any] = on_host.numpy()  # several times faster than asarray for a tensor
+    return array
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:

@@ -4,7 +4,10 @@
 in docs/benchmarks.
 """
 
+import json
+
 import pytest
+from sources import ROOT
 
 from mamba_cache.bench.no_model import NoModel
 from mamba_cache.bench.replay import POLICIES, _fit, replay
@@ -24,3 +27,16 @@ def test_the_default_is_never_half_a_point_below_a_simple_policy(draw, slots):
         engine = Engine(NoModel(), config, slot_policy=make(), placement=MegatronPlacement())
         rates[policy] = replay(engine, requests)["token_hit_rate"]
     assert rates["adaptive"] >= max(rates.values()) - 0.005, rates
+
+
+@pytest.mark.parametrize("workload", ["agents", "mixed"])
+def test_the_runs_that_are_kept_show_the_same_at_any_number_of_slots(workload):
+    [path] = (ROOT / "docs" / "benchmarks").glob(f"drawn-{workload}-*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rates = {}
+    for record in result["records"]:
+        rates.setdefault(record["slots"], {})[record["policy"]] = record["token_hit_rate"]
+    assert sorted(rates) == [25, 50, 100, 200, 400, 800]
+    for of_policies in rates.values():
+        assert of_policies.keys() == POLICIES.keys()
+        assert of_policies["adaptive"] >= max(of_policies.values()) - 0.005

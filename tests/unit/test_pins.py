@@ -12,6 +12,7 @@ from mamba_cache.context import Request
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
+    InvariantError,
     MambaSlotCapacityError,
     MissingStateError,
     StepOrderError,
@@ -240,6 +241,16 @@ def test_a_pin_that_breaks_off_holds_nothing(monkeypatch):
         context.pin(request(SYSTEM))
     context.check_invariants()
     assert context.pins == ()
+
+
+def test_references_of_no_pin_are_found():
+    context, _ = small_context()
+    cache_system(context)
+    context.pin(request(SYSTEM))
+    [pin] = context.pins
+    del context._pins._pins[pin]
+    with pytest.raises(InvariantError, match="references of pins are not those of their blocks"):
+        context._pins.check_invariants()
 
 
 def test_an_engine_pins_what_it_has_run():

@@ -536,10 +536,6 @@ class CandidateTree:
         bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
         return self._index_at[self._class_at[node] * NUM_BINS + bin_]
 
-    def indices_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
-        """Return the index of each of many candidates at its age."""
-        return self._indices(self._last_uses.take(nodes), self._classes.take(nodes))
-
     def _indices(self, last_uses: _Int64Array, classes: _Int64Array) -> _Int64Array:
         """Return the indices of classes at ages; both arrays are overwritten."""
         np.subtract(self.clock - 1, last_uses, out=last_uses)
