@@ -450,7 +450,7 @@ def test_a_disk_that_takes_all_gets_what_no_row_of_the_host_tier_is_worth(tmp_pa
     """It passes through a slot and a row; a disk that takes what is used gets less of it."""
     refused, stored = {}, {}
     for uses in (1, 2):
-        context = make(tmp_path / str(uses), num_host_states=9, max_slots=9, disk_write_on_use=uses)
+        context = make(tmp_path / str(uses), num_host_states=3, max_slots=9, disk_write_on_use=uses)
         for number in range(9):
             generate(context, PROMPT, 1, request_id=number)
             generate(context, [(7 * i * number + i) % 13 for i in range(17)], 1)
