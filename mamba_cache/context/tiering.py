@@ -145,6 +145,8 @@ class Tiering:
         self._has_kv = has_kv
         self._keeps_kv = has_kv and bool(host.num_rows(EntryKind.KV))
         self._most_pins = slots.max_slots // 2
+        # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
+        self._passes_all = lower is not None and config.disk_write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[HostLease]]] = []
@@ -422,14 +424,17 @@ class Tiering:
         return self.host.begin_request(facts)
 
     def wants(self, active: ActiveRequest, proposals: Sequence[StateProposal]) -> list[bool]:
-        """Say which states of a request are worth a row of the host tier, and have none.
+        """Say which states of a request are worth a row of a tier, and have none in host memory.
 
         Args:
             active: The request.
             proposals: The states, one or more.
         """
-        own = [replace(each, prompt=active.prompt_seen_below) for each in proposals]
-        worth = self.host.would_admit(own)
+        if self._passes_all:
+            worth = [True] * len(proposals)
+        else:
+            own = [replace(each, prompt=active.prompt_seen_below) for each in proposals]
+            worth = self.host.would_admit(own)
         hashes = active.hashes
         return [
             is_worth
@@ -456,7 +461,11 @@ class Tiering:
             facts = self._facts(active)(EntryKind.STATE, index)
             generation = self._slots.generations.item(slot)
             if proposal is not None:
-                proposal = replace(proposal, prompt=active.prompt_seen_below)
+                proposal = replace(
+                    proposal,
+                    prompt=active.prompt_seen_below,
+                    is_asked=proposal.is_asked or self._passes_all,
+                )
             self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation, proposal))
 
     def pump(self) -> None:

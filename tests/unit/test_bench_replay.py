@@ -198,3 +198,108 @@ def test_right_hints_help_the_policy_that_takes_them():
     [without] = run_replay(**settings)["records"]
     [right] = run_replay(hints_wrong=0, **settings)["records"]
     assert right["token_hit_rate"] > without["token_hit_rate"]
+
+
+TIERED = {"limit": 120, "slots": [6], "policies": ["adaptive"], "placements": ["megatron"]}
+
+
+def test_tiers_below_hit_more_and_say_what_it_takes():
+    alone, host, disk, unlimited = (
+        run_replay(**TIERED | more)["records"][0]
+        for more in (
+            {}, {"host_slots": 30}, {"host_slots": 30, "disk_slots": 300}, {"slots": [None]},
+        )
+    )  # fmt: skip
+    rates = [each["skipped_tokens"] for each in (alone, host, disk, unlimited)]
+    assert rates[0] < rates[1] < rates[2] <= rates[3]
+    assert (alone["host_hits"], alone["disk_hits"], unlimited["host_hits"]) == (0, 0, 0)
+    assert host["host_hits"] > 0 == host["disk_hits"]
+    assert disk["disk_hits"] > 0
+    assert host["tiers"]["host_states"] == 30
+    assert "tiers" not in alone
+    assert host["host_states"] <= 30
+    assert disk["disk_states"] > 30
+    times = [each["ttft_ms_mean"] for each in (alone, host, disk)]
+    assert alone["uncached_ttft_ms_mean"] > times[0] > times[1] > times[2]
+    assert alone["saved_flops"] == alone["skipped_tokens"] * 2 * 8_100_000_000
+
+
+def test_tiers_keep_blocks_where_the_gpu_does_not_hold_all():
+    few = {"slots": [6], "kv_blocks": 300}
+    alone, states, both = (
+        run_replay(**TIERED | few | more)["records"][0]
+        for more in ({}, {"host_slots": 60, "host_blocks": 1}, {"host_slots": 60})
+    )
+    assert both["tiers"]["host_blocks"] == 3000
+    assert alone["skipped_tokens"] <= states["skipped_tokens"] < both["skipped_tokens"]
+    assert both["host_stored"] > states["host_stored"]
+
+
+def test_budgets_in_gib_are_rows_of_the_models_sizes():
+    result = run_replay(**TIERED | {"host_gb": 2.0, "disk_gb": 8.0})
+    assert result["records"][0]["tiers"] == {
+        "host_states": 2 * 2**30 // 102_629_376,
+        "host_blocks": 0,
+        "disk_states": 8 * 2**30 // 102_629_376,
+        "disk_blocks": 0,
+        "write_on_use": 1,
+    }
+    result = run_replay(**TIERED | {"host_gb": 2.0, "kv_blocks": 300})
+    tiers = result["records"][0]["tiers"]
+    assert tiers["host_states"] == int(1.5 * 2**30) // 102_629_376
+    assert tiers["host_blocks"] == int(0.5 * 2**30) // 2**23
+
+
+def test_a_slow_disk_is_left_alone():
+    """Loading a state would take longer than computing what it stands for."""
+    fast, slow = (
+        run_replay(**TIERED, host_slots=5, disk_slots=300, disk_rate=rate)["records"][0]
+        for rate in (2.0, 1e-4)
+    )
+    assert fast["disk_hits"] > 0 == slow["disk_hits"]
+
+
+def test_hints_and_tenants_of_a_trace_count(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"hashes": [1, 2], "tenant": each, "will_continue": True} for each in ("a", "b", "a")]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    result = run_replay(trace=str(path), block_size=16, **UNLIMITED)
+    assert result["settings"]["block_size_tokens"] == 16
+    assert result["records"][0]["skipped_tokens"] == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"disk_slots": 9}, "a disk needs a host tier"),
+        ({"disk_gb": 9.0}, "a disk needs a host tier"),
+        ({"host_slots": 9, "host_gb": 1.0}, "give host_slots or host_gb, not both"),
+        ({"host_slots": 9, "disk_slots": 9, "disk_gb": 1.0}, "give disk_slots or disk_gb"),
+        ({"host_gb": 0.01}, r"host_gb=0\.01 holds no state of 102629376 bytes"),
+        ({"host_slots": 0}, "host_slots must be an int >= 1"),
+        ({"host_slots": 9, "disk_write_on_use": 3}, "disk_write_on_use must be"),
+        ({"host_slots": 9, "host_state_share": 2.0}, "host_state_share must be"),
+        ({"host_rate": 0.0}, "host_rate must be above 0"),
+        ({"block_size": 16}, "block_size is for traces"),
+    ],
+)
+def test_tiers_are_checked(settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        run_replay(**TIERED | {"limit": 3} | settings)
+
+
+def test_the_table_names_tiers_and_shares(capsys):
+    tiers = ["--host-slots", "30", "--disk-slots", "90", "--limit", "5", "--policy", "lru"]
+    budget = ["--placement", "last", "--cache-gb", "20", "--state-share", "0.2", "0.4"]
+    assert command.main(["replay", *tiers, *budget]) == 0
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "41 + 30 + 90" in printed
+    assert "83 + 30 + 90" in printed
+    assert "without a cache" in printed
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "fast"])
+def test_rates_are_numbers_above_0(text, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["replay", "--host-rate", text])
+    assert "must be a number above 0" in capsys.readouterr().err

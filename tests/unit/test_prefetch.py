@@ -444,3 +444,21 @@ def test_after_close_a_context_goes_on_without_the_disk(tmp_path) -> None:
     assert_same_run(generate(context, PROMPT, 3), PROMPT)
     assert [stats.name for stats in context.tier_stats()] == ["host", "disk"]
     assert context.tier_stats()[1].entries == {"state": 7, "kv": 7}
+
+
+def test_a_disk_that_takes_all_gets_what_no_row_of_the_host_tier_is_worth(tmp_path):
+    """It passes through a slot and a row; a disk that takes what is used gets less of it."""
+    refused, stored = {}, {}
+    for uses in (1, 2):
+        context = make(tmp_path / str(uses), num_host_states=3, max_slots=9, disk_write_on_use=uses)
+        for number in range(9):
+            generate(context, PROMPT, 1, request_id=number)
+            generate(context, [(7 * i * number + i) % 13 for i in range(17)], 1)
+            context.wait_for_tiers()
+        stats = context.stats()
+        refused[uses] = stats.refused_states + context.tier_stats()[0].dropped.get("refused", 0)
+        stored[uses] = context.disk_tier.stats().entries["state"]
+        context.check_invariants()
+        context.close()
+    assert refused[1] == 0 < refused[2]
+    assert stored[1] > stored[2]

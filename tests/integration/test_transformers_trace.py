@@ -1,0 +1,44 @@
+"""The log of prompts that a prefix cache of transformers writes."""
+
+import json
+
+import pytest
+from transformers_rig import BLOCK, cached, make_cache, make_model, text
+
+from mamba_cache.bench.replay import run_replay
+from mamba_cache.bench.traces import read_trace
+
+FAMILY = "granite 4"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(FAMILY)
+
+
+def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_path) -> None:
+    path = tmp_path / "requests.jsonl"
+    head = text(generator, 3 * BLOCK + 1)
+    with make_cache(model, trace_path=path) as cache:
+        cached(cache, head)
+        cached(cache, head[:, :-1], cache_salt="somebody")
+        cache.generate_batch([head[0].tolist()], max_new_tokens=2, do_sample=False)
+    first, salted, batched = read_trace(path)
+    assert first.block_size == BLOCK
+    assert first.input_length == batched.input_length == 3 * BLOCK + 1
+    assert first.hash_ids == batched.hash_ids
+    assert not set(first.hash_ids) & set(salted.hash_ids)
+    assert (first.tenant, salted.tenant is None) == (None, False)
+    content = path.read_text(encoding="utf-8")
+    assert "somebody" not in content
+    assert json.loads(content.splitlines()[0])["block_size_tokens"] == BLOCK
+    [record] = run_replay(
+        trace=str(path), slots=[None], policies=["lru"], placements=["last"]
+    )["records"]  # fmt: skip
+    assert record["skipped_tokens"] == 3 * BLOCK
+
+
+def test_without_a_path_there_is_no_log(model, generator) -> None:
+    with make_cache(model) as cache:
+        cached(cache, text(generator, BLOCK))
+        assert cache._trace_log is None
