@@ -66,7 +66,8 @@ class Measurement:
         """Whether the limit is kept."""
         if self.limit is None:
             return True
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        # A figure of NumPy's compares to a bool of NumPy's, which no JSON has.
+        return bool(self.value >= self.limit if self.at_least else self.value <= self.limit)
 
 
 def median_us(function: Callable[[], object], *, runs: int) -> float:

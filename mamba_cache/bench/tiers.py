@@ -47,7 +47,7 @@ from mamba_cache.tiers import (
     Transfers,
     pinner_for,
 )
-from mamba_cache.tiers.cuda import PIECE_BYTES
+from mamba_cache.tiers.dma import cuda_rectangles
 
 __all__ = ["PARTS", "TierShape", "add_tiers_options", "run_tiers"]
 
@@ -134,7 +134,7 @@ def add_tiers_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="also copies and steps with other sizes of pieces and launches",
+        help="also copies and steps with other sizes of launches",
     )
     parser.add_argument(
         "--disk-path",
@@ -166,7 +166,7 @@ def run_tiers(
         device: Where the cache is.
         small: Whether to copy tiny states instead of a model's.
         only: Which of ``PARTS`` to run.
-        sweep: Whether to try other sizes of pieces and launches, too.
+        sweep: Whether to try other sizes of launches, too.
         disk_path: Where the disk tier is; None: in a new directory for temporary files.
         ready_gb: GiB of the tier whose making is timed; None: 64 on a GPU, else a quarter.
 
@@ -243,13 +243,10 @@ class _Copies:
             return CudaTransfers(self.layouts, self.host.memory, self.device, **options)
         return PlainTransfers(self.layouts, self.host.memory)
 
-    def unverified(self) -> Transfers:
-        """Return what copies without a look at what comes: nothing but a benchmark does that."""
-        transfers = self.make_transfers()
-        if isinstance(transfers, CudaTransfers):  # pragma: no cover - needs a GPU
-            for entries in transfers._entries.values():
-                entries.checksums._measure = _nothing
-        return transfers
+    def unverified(self, num_streams: int = 1) -> _Unverified:  # pragma: no cover - needs a GPU
+        """Return what copies by copy engines alone, without a look at what comes."""
+        assert isinstance(self.transfers, CudaTransfers)
+        return _Unverified(self.transfers, self.device, num_streams)
 
     def jobs(self, num_states: int, num_blocks: int) -> list[CopyJob]:
         """Return copies of the first states and blocks to or from the rows of their numbers."""
@@ -283,6 +280,40 @@ class _Copies:
         """Give the memory back."""
         self.transfers.wait()
         self.host.close()
+
+
+class _Unverified:  # pragma: no cover - needs a GPU
+    """Copies by copy engines, in place, and no checksums: nothing but a benchmark does that."""
+
+    def __init__(self, transfers: CudaTransfers, device: torch.device, num_streams: int) -> None:
+        self._transfers = transfers
+        self._streams = {
+            to_device: [
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(num_streams)
+            ]
+            for to_device in (False, True)
+        }
+
+    def load(self, jobs: Sequence[CopyJob]) -> Any:
+        """Copy entries from their rows."""
+        return self._copy(jobs, to_device=True)
+
+    def spill(self, jobs: Sequence[CopyJob]) -> Any:
+        """Copy entries to their rows."""
+        return self._copy(jobs, to_device=False)
+
+    def _copy(self, jobs: Sequence[CopyJob], *, to_device: bool) -> torch.cuda.Event:
+        copy, streams = cuda_rectangles(to_device=to_device), self._streams[to_device]
+        now = torch.cuda.current_stream().record_event()
+        for stream in streams:
+            stream.wait_event(now)
+        for index, job in enumerate(jobs):
+            self._transfers._entries[job.kind].copy(copy, [job], streams[index % len(streams)])
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+        done: torch.cuda.Event = streams[0].record_event()
+        return done
 
 
 def _measure_copies(copies: _Copies) -> Iterator[Measurement]:
@@ -355,10 +386,6 @@ def _load_plainly(copies: _Copies, jobs: Sequence[CopyJob]) -> None:
             tensor[:, place].copy_(view[:, 0])
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Measure nothing."""
-
-
 class _Steps:  # pragma: no cover - needs a GPU
     """Decode steps, which are matrix products alone, while both directions of the link are busy."""
 
@@ -392,11 +419,14 @@ class _Steps:  # pragma: no cover - needs a GPU
             for _ in range(2)
         ]
 
-    def under(self, copying: str, transfers: Transfers) -> tuple[list[float], list[float]]:
+    def under(
+        self, copying: str, transfers: Transfers | _Unverified
+    ) -> tuple[list[float], list[float]]:
         """Return what each step takes on the GPU, in ms, and each call on the host, in us.
 
         Args:
-            copying: "nothing", "plain" for copies of no entries, "load", "spill", or "both".
+            copying: "nothing", "plain" for copies of no entries, "load", "spill", "both", or
+                "context" for spills beside steps and a load before each, as a context has them.
             transfers: What copies.
         """
         times, host, under_way = [], [], list[Any]()
@@ -406,6 +436,8 @@ class _Steps:  # pragma: no cover - needs a GPU
             if copying != "nothing":
                 while len(under_way) < 4:
                     under_way += self._begin(copying, transfers)
+            if copying == "context":
+                transfers.load(self._jobs[:1])
             host.append((time.perf_counter() - started) * 1e6)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
@@ -416,7 +448,7 @@ class _Steps:  # pragma: no cover - needs a GPU
         torch.cuda.synchronize()
         return times, host
 
-    def _begin(self, copying: str, transfers: Transfers) -> list[Any]:
+    def _begin(self, copying: str, transfers: Transfers | _Unverified) -> list[Any]:
         half = len(self._jobs) // 2
         if copying == "plain":
             (host, device, receiving), (sink, source, sending) = self._plain
@@ -428,7 +460,7 @@ class _Steps:  # pragma: no cover - needs a GPU
             return over
         tickets = []
         with torch.cuda.stream(self._side):  # what waits for the loads is not the step's stream
-            if copying != "spill":
+            if copying in ("load", "both"):
                 tickets.append(transfers.load(self._jobs[:half]))
             if copying != "load":
                 tickets.append(transfers.spill(self._jobs[half:]))
@@ -443,12 +475,13 @@ def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cove
     """Time steps while both directions are saturated, beside what plain copies do to them."""
     progress("steps under saturated spills and loads")
     steps = _Steps(copies)
-    ways = {
+    ways: dict[str, tuple[str, Transfers | _Unverified]] = {
         "nothing": ("nothing", copies.transfers),
         "plain copies of as many bytes": ("plain", copies.transfers),
         "spills and loads without checksums": ("both", copies.unverified()),
         "loads": ("load", copies.transfers),
         "spills": ("spill", copies.transfers),
+        "spills and a load before each step": ("context", copies.transfers),
         "spills and loads": ("both", copies.transfers),
     }
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
@@ -475,31 +508,31 @@ def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cove
 
 
 def _measure_sweep(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
-    """Try other sizes of pieces and launches: what they cost a step, and a prefix."""
+    """Try other sizes of launches, and copy engines alone."""
     steps, jobs = _Steps(copies), copies.jobs(1, _PREFIX_BLOCKS)
     num_bytes = copies.num_bytes(jobs)
-    for programs in (4, 8, 16, 32, 64, 132):
-        for piece_bytes in (2**22, 2**23, 2**24, 2**25):
-            name = f"{programs} programs, pieces of {piece_bytes // 2**20} MiB"
-            progress(name)
-            transfers = copies.make_transfers(programs=programs, piece_bytes=piece_bytes)
-            load, spill = _in_turn(
-                partial(_to_its_end, transfers.load, jobs),
-                partial(_to_its_end, transfers.spill, jobs),
-            )
-            detail = f"spill {num_bytes / spill / 1e9:,.1f} GB/s"
-            yield Measurement(
-                f"{name}: load", num_bytes / load / 1e9, "GB/s", None, True, _RUNS, detail
-            )
-            if piece_bytes == PIECE_BYTES:
-                alone, _ = steps.under("nothing", transfers)
-                times, _ = steps.under("both", transfers)
-                slower = np.percentile(times, 99) / np.percentile(alone, 99)
-                detail = f"median {np.median(times) / np.median(alone):.3f}x"
-                yield Measurement(
-                    f"{name}: p99 of a step", float(slower), "x", runs=_STEPS, detail=detail
-                )
-            transfers.wait()
+    ways: dict[str, Transfers | _Unverified] = {
+        f"copy engines alone on {count} streams": copies.unverified(count) for count in (1, 2, 3)
+    }
+    for programs, load_programs in ((2, 8), (4, 16), (8, 32), (16, 64), (32, 132)):
+        name = f"{load_programs} programs that load, {programs} that spill"
+        ways[name] = copies.make_transfers(programs=programs, load_programs=load_programs)
+    for name, transfers in ways.items():
+        progress(name)
+        times = _in_turn(
+            partial(_to_its_end, transfers.load, jobs), partial(_to_its_end, transfers.spill, jobs)
+        )
+        load, spill = (num_bytes / each / 1e9 for each in times)
+        detail = f"spill {spill:.1f} GB/s"
+        yield Measurement(f"{name}: load", load, "GB/s", None, True, _RUNS, detail)
+        for copying in ("spill", "load"):
+            alone, _ = steps.under("nothing", transfers)
+            beside, _ = steps.under(copying, transfers)
+            torch.cuda.synchronize()
+            slower = np.percentile(beside, 99) / np.percentile(alone, 99)
+            detail = f"median {np.median(beside) / np.median(alone):.3f}x"
+            title = f"{name}: p99 of a step under {copying}s"
+            yield Measurement(title, float(slower), "x", runs=_STEPS, detail=detail)
 
 
 class _OneForAll(WeightMaker):
@@ -680,19 +713,32 @@ def _measure_readiness(shape: TierShape, device: torch.device) -> Iterator[Measu
     """
     is_large = device.type == "cuda" and shape.ready_gb >= 64
     limits = (10.0, 1.0) if is_large else (None, None)
+    # A server has loaded its model by then: the driver is there, and kernels are compiled.
+    alone = _make_tier(shape._replace(ready_gb=0.0), device)
+    yield Measurement("no tier: until the first request is served", alone.first * 1e3, "ms",
+                      detail=f"of a new process: {alone.stages}")  # fmt: skip
     for which in ("", ", of memory used before"):
         gib = f"{shape.ready_gb:g} GiB of tier{which}"
         progress(gib)
-        ready, first, detail = _make_tier(shape, device)
+        made = _make_tier(shape, device)
         gc.collect()  # the memory must go before as much of it is taken again
-        yield Measurement(f"{gib}: until all of it is there", ready * 1e3, "ms",
-                          limits[0] and limits[0] * 1e3, detail=detail)  # fmt: skip
-        yield Measurement(f"{gib}: until the first request is served", first * 1e3, "ms",
-                          limits[1] and limits[1] * 1e3)  # fmt: skip
+        yield Measurement(f"{gib}: until all of it is there", made.ready * 1e3, "ms",
+                          limits[0] and limits[0] * 1e3, detail=made.detail)  # fmt: skip
+        yield Measurement(f"{gib}: until the first request is served", made.first * 1e3, "ms",
+                          limits[1] and limits[1] * 1e3, detail=made.stages)  # fmt: skip
 
 
-def _make_tier(shape: TierShape, device: torch.device) -> tuple[float, float, str]:
-    """Return the seconds until a tier is there, those until a request is served, and details."""
+class _Made(NamedTuple):
+    """The seconds until a request is served, and until a tier is there, and where they went."""
+
+    first: float
+    ready: float
+    stages: str
+    detail: str
+
+
+def _make_tier(shape: TierShape, device: torch.device) -> _Made:
+    """Make a context with a tier (of 0 GiB: without one) and serve a request."""
     config = CacheConfig(
         block_size_tokens=_BLOCK,
         max_requests=1,
@@ -700,28 +746,36 @@ def _make_tier(shape: TierShape, device: torch.device) -> tuple[float, float, st
         max_sequence_length=2 * _BLOCK,
         num_kv_blocks=4,
         max_slots=2,
-        host_cache_gb=shape.ready_gb,
+        host_cache_gb=shape.ready_gb or None,
     )
-    begun = time.perf_counter()
+    times = [time.perf_counter()]
     context = DynamicInferenceContext(config, shape.states, shape.kv, device=device)
+    times.append(time.perf_counter())
     context.add_request(Request(request_id="a", prompt_tokens=list(range(200))))
+    times.append(time.perf_counter())
     context.begin_step()
+    times.append(time.perf_counter())
     context.commit_step([1])  # what a model takes is no part of it
-    first = time.perf_counter() - begun
+    times.append(time.perf_counter())
+    names = "context", "add_request", "begin_step", "commit_step"
+    stages = ", ".join(
+        f"{name} {(after - before) * 1e3:,.1f} ms"
+        for name, before, after in zip(names, times, times[1:], strict=False)
+    )
     context.wait_for_tiers()
-    ready = time.perf_counter() - begun
-    [stats] = context.tier_stats()
-    assert stats.ready_rows == stats.rows
-    assert context.host_tier is not None
-    detail, pinner = "", context.host_tier._pinner
-    if pinner is not None:  # pragma: no cover - needs a GPU
-        touch, pin = (sum(pinner.seconds[name]) for name in ("touch", "pin"))
-        detail = (
-            f"all threads together touched for {touch:,.1f} s and pinned for {pin:,.1f} s; "
-            f"{_huge_pages():,.1f} GiB of huge pages"
-        )
-    context.host_tier.close()
-    return ready, first, detail
+    ready, detail = time.perf_counter() - times[0], ""
+    host = context.host_tier
+    if host is not None:
+        [stats] = context.tier_stats()
+        assert stats.ready_rows == stats.rows
+        if host._pinner is not None:  # pragma: no cover - needs a GPU
+            touch, pin = (sum(host._pinner.seconds[name]) for name in ("touch", "pin"))
+            detail = (
+                f"all threads together touched for {touch:,.1f} s and pinned for {pin:,.1f} s; "
+                f"{_huge_pages():,.1f} GiB of huge pages"
+            )
+        host.close()
+    return _Made(times[-1] - times[0], ready, stages, detail)
 
 
 def _huge_pages() -> float:  # pragma: no cover - needs a GPU
@@ -744,7 +798,8 @@ def _in_turn(first: Callable[[], object], second: Callable[[], object]) -> tuple
 
 
 def _to_its_end(run: Callable[[Sequence[CopyJob]], Any], jobs: Sequence[CopyJob]) -> None:
-    run(jobs).wait()
+    ticket = run(jobs)
+    (ticket.synchronize if isinstance(ticket, torch.cuda.Event) else ticket.wait)()
 
 
 def _alone(copy: Callable[[], object], on_gpu: bool) -> None:

@@ -14,7 +14,9 @@ from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch, entry_checksum_torch
 from mamba_cache.states.kernels.checksum_plan import (
     ENTRY_PROGRAMS,
-    entry_chunks,
+    LOAD_PROGRAMS,
+    EntryWork,
+    num_entry_chunks,
     plan_checksums,
     plan_entries,
 )
@@ -153,17 +155,20 @@ def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., No
 
 
 class EntryChecksums:
-    """Checksums of entries that lie spread over tensors, where they lie, on one device.
+    """Checksums of entries that lie spread over tensors on one device, and as rows in host memory.
 
     An entry is one row of each tensor, over all its layers: a slot, or a KV block. Its checksums
-    are one for each 64 KiB of each layer of each tensor, in that order. On a GPU each call enqueues
-    one launch on the current stream, and nothing waits.
+    are one for each 64 KiB of each layer of each tensor, in that order, and stand in its row. On a
+    GPU each call enqueues one launch on the current stream, and nothing waits.
 
     Args:
         tensors: At least one, each [num_layers, places, *inner], inner axes contiguous. They must
             keep their storage.
-        programs: Of a launch, on a GPU. Few, for this runs beside a model's forward and need not be
-            faster than the link. Default: measured.
+        starts: Where the bytes of each begin in a row, layer behind layer.
+        sums_start: Where the checksums begin there, a multiple of 8.
+        programs: Of a launch that measures, on a GPU. Few, for this runs beside a model's forward
+            and need not be faster than the link. Default: measured.
+        load_programs: Of a launch that brings entries. Default: measured.
         backend: As for ``TensorChecksums``.
 
     Attributes:
@@ -177,47 +182,55 @@ class EntryChecksums:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        sums_start: int,
         *,
         programs: int = ENTRY_PROGRAMS,
+        load_programs: int = LOAD_PROGRAMS,
         backend: CopyBackend = "auto",
     ) -> None:
         device = tensors[0].device
-        self._plan = plan_entries(tensors)
+        self._plan = plan_entries(tensors, starts, sums_start)
+        self._programs, self._load_programs = programs, load_programs
         kernels = kernels_for(backend, device, kernels=_ENTRY_KERNELS, twins=entry_checksum_torch)
-        self._measure: Callable[..., None] = partial(
-            kernels.entry_checksums, self._plan, programs=programs
-        )
-        self.num_sums = self._plan.chunks.shape[0]
+        self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
+        self.num_sums = num_entry_chunks(tensors)
 
     @staticmethod
     def count(tensors: Sequence[torch.Tensor]) -> int:
         """Return how many checksums an entry of such tensors has."""
-        return len(entry_chunks(tensors))
+        return num_entry_chunks(tensors)
 
-    def write(self, places: torch.Tensor, sums: torch.Tensor) -> None:
-        """Write the checksums of entries.
+    def write(self, entries: torch.Tensor, which: slice) -> None:
+        """Write the checksums of entries to their rows.
 
         Args:
-            places: [n] int32. Where they are.
-            sums: [n, num_sums] int64, contiguous.
+            entries: [n, 2] int64. Where each is, and the address of its row.
+            which: Which of the n.
         """
-        self._measure(places, sums, None, slice(0, places.shape[0]), slice(0, self.num_sums))
+        chunks = slice(0, self.num_sums)
+        self._measure(EntryWork.WRITE, entries, entries, which, chunks, self._programs)
 
     def compare(
-        self,
-        places: torch.Tensor,
-        sums: torch.Tensor,
-        changed: torch.Tensor,
-        entries: slice,
-        chunks: slice,
+        self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
     ) -> None:
         """Compare a part of some entries with their checksums.
 
         Args:
-            places: [n] int32. Where they are.
-            sums: [n, num_sums] int64, contiguous.
-            changed: [n] int32; becomes 1 for each whose are not its.
-            entries: Which of the n.
+            entries: [n, 2] int64. Where each is, and the address of its row.
+            changed: [n] int32; becomes 1 for each whose checksums are not those in its row.
+            which: Which of the n.
             chunks: Which of the checksums of each.
         """
-        self._measure(places, sums, changed, entries, chunks)
+        self._measure(EntryWork.COMPARE, entries, changed, which, chunks, self._programs)
+
+    def bring(self, entries: torch.Tensor, changed: torch.Tensor, which: slice) -> None:
+        """Copy entries from their rows, and compare what comes with the checksums there.
+
+        Args:
+            entries: [n, 2] int64. Where each is to be, and the address of its row.
+            changed: [n] int32; becomes 1 for each whose checksums are not those in its row.
+            which: Which of the n.
+        """
+        chunks = slice(0, self.num_sums)
+        self._measure(EntryWork.BRING, entries, changed, which, chunks, self._load_programs)

@@ -1,33 +1,30 @@
 """Copies between a GPU and pinned host memory, by its copy engines, on streams of their own.
 
-An entry's tensors cross the link from where they lie to where they belong, without a kernel and
-without memory between. So a byte costs the GPU's memory one access for the copy and one for its
-checksum, and only this takes multiprocessors, a few of them. A load is cut into pieces: one is
-compared while the next one crosses.
+What is spilled runs beside a model's forward. So copy engines move it, from where it lies to its
+row, and only its checksums take multiprocessors, a few of them.
+
+What is loaded a forward waits for. One kernel reads it from the row, across the link, compares it
+as it comes, and writes it where it belongs: there is one call however many parts an entry has,
+nothing is read twice, and all is verified when it has come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.states.checksums import EntryChecksums
-from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES, ENTRY_PROGRAMS
 from mamba_cache.tiers.dma import MOST_PITCH, Rectangles, cuda_rectangles
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
 
-__all__ = ["PIECE_BYTES", "CudaTransfers", "pinner_for"]
+__all__ = ["CudaTransfers", "pinner_for"]
 
-PIECE_BYTES = 2**24
-"""What is compared at once: 0.3 ms of a PCIe 5 link, beside 20 us of host time for each piece."""
-
-_PORTABLE = 1
+_PORTABLE, _MAPPED = 1, 2
 
 
 def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu run it
@@ -36,7 +33,8 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
 
     def pin(address: int, num_bytes: int) -> None:
         with torch.cuda.device(device):
-            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
+            result = runtime.cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+            torch.cuda.check_error(result)
 
     def unpin(address: int) -> None:
         torch.cuda.synchronize(device)  # a copy may still be under way
@@ -65,117 +63,47 @@ class _Rectangle(NamedTuple):
     num_lines: int
 
 
-class _Piece(NamedTuple):
-    """A part of an entry that is compared at once.
-
-    Attributes:
-        rectangles: Where it lies.
-        chunks: Which of the entry's checksums are of it.
-    """
-
-    rectangles: list[_Rectangle]
-    chunks: slice
-
-
 class _Entries:
     """The entries of one kind: where they lie on both sides, and what measures them.
 
     Args:
         layout: How they lie in rows.
         memory: The rows.
-        piece_bytes: At most so much is a piece; a multiple of a checksum's chunk.
-        programs: Of a launch that measures.
+        **programs: How many a launch has: options of ``EntryChecksums``.
     """
 
-    def __init__(
-        self, layout: RowLayout, memory: RowMemory, *, piece_bytes: int, programs: int
-    ) -> None:
-        self.layout, self.memory = layout, memory
-        self.checksums = EntryChecksums(layout.tensors, programs=programs)
-        self.pieces = list(_pieces(layout, piece_bytes))
-        self._at_once = max(1, piece_bytes // layout.payload_bytes)
+    def __init__(self, layout: RowLayout, memory: RowMemory, **programs: Any) -> None:
+        self.memory = memory
+        starts = [part.start for part in layout.parts]
+        sums_start = layout.checksums.start
+        self.checksums = EntryChecksums(layout.tensors, starts, sums_start, **programs)
+        self._rectangles = list(_rectangles(layout))
 
-    def portions(self, count: int) -> Iterator[tuple[slice, _Piece]]:
-        """Divide ``count`` entries into what is compared at once: a piece of some of them."""
-        for first in range(0, count, self._at_once):
-            for piece in self.pieces:
-                yield slice(first, min(count, first + self._at_once)), piece
-
-    def copy(
-        self, copy: Rectangles, jobs: Sequence[CopyJob], piece: _Piece, stream: torch.cuda.Stream
-    ) -> None:
-        """Enqueue the copies of a piece of some entries."""
+    def copy(self, copy: Rectangles, jobs: Sequence[CopyJob], stream: torch.cuda.Stream) -> None:
+        """Enqueue the copies of entries, without their checksums."""
         for _, place, row in jobs:
             start = self.memory.address(row)
-            for offset, address, step, pitch, num_bytes, num_lines in piece.rectangles:
+            for offset, address, step, pitch, num_bytes, num_lines in self._rectangles:
                 on_device = address + place * step
                 copy(start + offset, num_bytes, on_device, pitch, num_bytes, num_lines, stream)
 
-    def copy_sums(
-        self,
-        copy: Rectangles,
-        jobs: Sequence[CopyJob],
-        sums: torch.Tensor,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Enqueue the copies of the checksums of entries: at once where their rows follow.
 
-        Args:
-            copy: The direction.
-            jobs: The entries, by row.
-            sums: [n, num_sums] int64 on the GPU.
-            stream: The stream.
-        """
-        size = 8 * self.checksums.num_sums
-        for first, end in _runs(jobs, self.memory.rows_per_slab):
-            on_host = self.memory.address(jobs[first].row) + self.layout.checksums.start
-            on_device = sums.data_ptr() + first * size
-            copy(on_host, self.memory.row_bytes, on_device, size, size, end - first, stream)
-
-
-def _runs(jobs: Sequence[CopyJob], rows_per_slab: int) -> Iterator[tuple[int, int]]:
-    """Find jobs whose rows lie behind each other in one slab: from the first one to the end."""
-    first = 0
-    for end in range(1, len(jobs) + 1):
-        row = jobs[end - 1].row + 1
-        if end == len(jobs) or jobs[end].row != row or row % rows_per_slab == 0:
-            yield first, end
-            first = end
-
-
-def _pieces(layout: RowLayout, piece_bytes: int) -> Iterator[_Piece]:
-    """Cut an entry into pieces, in the order of its checksums."""
-    rectangles: list[_Rectangle] = []
-    size = first = end = 0
-    for rectangle in _rectangles(layout, piece_bytes):
-        num_bytes = rectangle.num_bytes * rectangle.num_lines
-        if rectangles and size + num_bytes > piece_bytes:
-            yield _Piece(rectangles, slice(first, end))
-            rectangles, size, first = [], 0, end
-        rectangles.append(rectangle)
-        size += num_bytes
-        end += rectangle.num_lines * -(-rectangle.num_bytes // CHUNK_BYTES)
-    yield _Piece(rectangles, slice(first, end))
-
-
-def _rectangles(layout: RowLayout, piece_bytes: int) -> Iterator[_Rectangle]:
-    """Cut an entry into as few copies as may be, none of which is longer than a piece."""
+def _rectangles(layout: RowLayout) -> Iterator[_Rectangle]:
+    """Cut an entry into as few copies as may be."""
     for tensor, part in zip(layout.tensors, layout.parts, strict=True):
         num_layers, size = tensor.shape[0], tensor.element_size()
         pitch, step = tensor.stride(0) * size, tensor.stride(1) * size
         line = (part.stop - part.start) // max(num_layers, 1)
-        together = max(1, piece_bytes // line) if line and pitch <= MOST_PITCH else 1
-        for layer in range(0, num_layers, together):
-            num_lines = min(together, num_layers - layer)
-            for start in range(0, line, piece_bytes):
-                yield _Rectangle(
-                    offset=part.start + layer * line + start,
-                    address=tensor.data_ptr() + layer * pitch + start,
-                    step=step,
-                    pitch=pitch,
-                    num_bytes=min(piece_bytes, line - start),
-                    num_lines=num_lines,
-                )
+        together = num_layers if pitch <= MOST_PITCH else 1
+        for layer in range(0, num_layers if line else 0, together):
+            yield _Rectangle(
+                offset=part.start + layer * line,
+                address=tensor.data_ptr() + layer * pitch,
+                step=step,
+                pitch=pitch,
+                num_bytes=line,
+                num_lines=together,
+            )
 
 
 class _CudaTicket:
@@ -224,6 +152,20 @@ class _CudaTicket:
         return float(begun.elapsed_time(ended)) / 1e3
 
 
+class _Group(NamedTuple):
+    """Jobs of one kind.
+
+    Attributes:
+        entries: Their kind's.
+        which: Where they stand in what a launch is given.
+        order: Which of all jobs they are.
+    """
+
+    entries: _Entries
+    which: slice
+    order: list[int]
+
+
 class CudaTransfers:
     """Copies between a GPU and rows of pinned host memory.
 
@@ -231,8 +173,7 @@ class CudaTransfers:
         layouts: How the entries of each kind lie in rows.
         memory: The rows of each kind.
         device: The GPU.
-        piece_bytes: What of a load is compared at once; a multiple of 64 KiB.
-        programs: Of a launch that computes checksums.
+        **programs: How many a launch has: options of ``EntryChecksums``.
     """
 
     @outside_inference_mode
@@ -241,46 +182,38 @@ class CudaTransfers:
         layouts: Mapping[EntryKind, RowLayout],
         memory: Mapping[EntryKind, RowMemory],
         device: torch.device,
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        programs: int = ENTRY_PROGRAMS,
+        **programs: Any,
     ) -> None:
         self._device = device
-        # States first: what is compared last, when all has crossed, should be little.
         self._entries = {
-            kind: _Entries(layouts[kind], rows, piece_bytes=piece_bytes, programs=programs)
-            for kind, rows in sorted(memory.items(), key=lambda each: each[0] is EntryKind.KV)
+            kind: _Entries(layouts[kind], rows, **programs)
+            for kind, rows in memory.items()
             if rows.num_rows
         }
         self._to_host = cuda_rectangles(to_device=False)
-        self._to_device = cuda_rectangles(to_device=True)
-        # The copies of each direction, and the launches beside them.
+        # The copies of each direction, and the launches beside those to the host.
         self._sending, self._summing = _stream(device), _stream(device)
-        self._receiving, self._comparing = _stream(device), _stream(device)
-        self._now, self._handed = _event(), _event()
+        self._receiving = _stream(device)
+        self._now, self._summed = _event(), _event()
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, and their checksums with them."""
         begun, ended = _event(timed=True), _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
+        self._sending.wait_event(self._now)
+        begun.record(self._sending)
+        groups = self._by_kind(jobs)
+        for entries, _, order in groups:
+            entries.copy(self._to_host, [jobs[index] for index in order], self._sending)
+        # The link is busy from here on; what else there is to enqueue takes less.
+        self._summing.wait_event(self._now)
         with torch.cuda.stream(self._summing):
-            self._sending.wait_event(self._now)
-            begun.record(self._sending)
-            sorted_jobs = list(self._by_kind(jobs))
-            for entries, numbered in sorted_jobs:
-                mine = [job for _, job in numbered]
-                for piece in entries.pieces:
-                    entries.copy(self._to_host, mine, piece, self._sending)
-            self._summing.wait_event(self._now)
-            for entries, numbered in sorted_jobs:
-                mine = [job for _, job in numbered]
-                sums = self._empty_sums(entries, mine)
-                entries.checksums.write(self._places(mine), sums)
-                self._handed.record(self._summing)
-                self._sending.wait_event(self._handed)
-                entries.copy_sums(self._to_host, mine, sums, self._sending)
-                _keep_for(sums, self._sending)
-            ended.record(self._sending)
+            table = self._table(groups, jobs)
+            for entries, which, _ in groups:
+                entries.checksums.write(table, which)
+        self._summed.record(self._summing)
+        self._sending.wait_event(self._summed)
+        ended.record(self._sending)
         return _CudaTicket(self._bytes_of(jobs), (begun, ended), ended)
 
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
@@ -289,52 +222,27 @@ class CudaTransfers:
         current = torch.cuda.current_stream(self._device)
         # What is overwritten may still be in use.
         self._now.record(current)
-        order: list[int] = []
-        changed = []
-        try:
-            with torch.cuda.stream(self._receiving):
-                self._receiving.wait_event(self._now)
-                begun.record(self._receiving)
-                for entries, numbered in self._by_kind(jobs):
-                    order += [index for index, _ in numbered]
-                    changed.append(self._load(entries, [job for _, job in numbered]))
-            with torch.cuda.stream(self._comparing):
-                verdicts = _pinned(len(order))
-                verdicts.copy_(torch.cat(changed), non_blocking=True)
-        finally:
-            received.record(self._receiving)
-            ended.record(self._comparing)
-            current.wait_event(received)  # whatever came of it, what is there is over by then
-        return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
-
-    def _load(self, entries: _Entries, jobs: Sequence[CopyJob]) -> torch.Tensor:
-        """Enqueue the loads of one kind, on the stream that receives; return what is changed."""
-        (which, piece), *others = entries.portions(len(jobs))
-        entries.copy(self._to_device, jobs[which], piece, self._receiving)
-        # Behind the first copies, which cross the link while the host sees to all else.
-        places, sums = self._places(jobs), self._empty_sums(entries, jobs)
-        entries.copy_sums(self._to_device, jobs, sums, self._receiving)
-        with torch.cuda.stream(self._comparing):
+        self._receiving.wait_event(self._now)
+        groups = self._by_kind(jobs)
+        with torch.cuda.stream(self._receiving):
+            begun.record(self._receiving)
+            table = self._table(groups, jobs)
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
-        compare = partial(self._compare, entries.checksums, places, sums, changed)
-        compare(which, piece.chunks)
-        for which, piece in others:
-            entries.copy(self._to_device, jobs[which], piece, self._receiving)
-            compare(which, piece.chunks)
-        _keep_for(places, self._comparing)
-        _keep_for(sums, self._comparing)
-        return changed
-
-    def _compare(self, checksums: EntryChecksums, *arguments: Any) -> None:
-        """Enqueue a comparison of what has been received."""
-        self._handed.record(self._receiving)
-        self._comparing.wait_event(self._handed)
-        with torch.cuda.stream(self._comparing):
-            checksums.compare(*arguments)
+            try:
+                for entries, which, _ in groups:
+                    entries.checksums.bring(table, changed, which)
+            finally:
+                received.record(self._receiving)
+                current.wait_event(received)  # whatever came of it, it is over by then
+            verdicts = _pinned((len(jobs),), torch.int32)
+            verdicts.copy_(changed, non_blocking=True)
+            ended.record(self._receiving)
+        order = [index for _, _, each in groups for index in each]
+        return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
         """Wait until all copies are over."""
-        for stream in (self._sending, self._summing, self._receiving, self._comparing):
+        for stream in (self._sending, self._summing, self._receiving):
             stream.synchronize()
 
     def mark(self) -> Mark:
@@ -347,37 +255,37 @@ class CudaTransfers:
         """Return the time between two moments; None if the second one is still to come."""
         return float(begun.elapsed_time(ended)) / 1e3 if ended.query() else None
 
-    def _by_kind(
-        self, jobs: Sequence[CopyJob]
-    ) -> Iterator[tuple[_Entries, list[tuple[int, CopyJob]]]]:
-        """Yield the jobs of each kind with their numbers, by row: rows that follow share copies."""
+    def _by_kind(self, jobs: Sequence[CopyJob]) -> list[_Group]:
+        """Put jobs of a kind together."""
+        groups: list[_Group] = []
+        first = 0
         for kind, entries in self._entries.items():
-            mine = [(index, job) for index, job in enumerate(jobs) if job.kind is kind]
-            if mine:
-                yield entries, sorted(mine, key=lambda each: each[1].row)
+            order = [index for index, job in enumerate(jobs) if job.kind is kind]
+            if order:
+                groups.append(_Group(entries, slice(first, first + len(order)), order))
+                first += len(order)
+        return groups
 
-    def _places(self, jobs: Sequence[CopyJob]) -> torch.Tensor:
-        """Send slots or blocks to the GPU on the current stream, without waiting."""
-        sent = _pinned(len(jobs))
-        sent.numpy()[:] = [job.place for job in jobs]
+    def _table(self, groups: Sequence[_Group], jobs: Sequence[CopyJob]) -> torch.Tensor:
+        """Send places and rows to the GPU on the current stream, without waiting."""
+        values = [
+            (jobs[index].place, entries.memory.address(jobs[index].row))
+            for entries, _, order in groups
+            for index in order
+        ]
+        sent = _pinned((len(values), 2), torch.int64)
+        sent.numpy()[:] = values
         return sent.to(self._device, non_blocking=True)
-
-    def _empty_sums(self, entries: _Entries, jobs: Sequence[CopyJob]) -> torch.Tensor:
-        shape = len(jobs), entries.checksums.num_sums
-        return torch.empty(shape, dtype=torch.int64, device=self._device)
 
     def _bytes_of(self, jobs: Sequence[CopyJob]) -> int:
         return sum(self._entries[job.kind].memory.row_bytes for job in jobs)
 
 
-def _keep_for(tensor: torch.Tensor, stream: Any) -> None:  # pragma: no cover - tests/gpu run it
-    """Have the memory of a tensor given to nobody else before a stream's present work is over."""
-    tensor.record_stream(stream)
-
-
-def _pinned(count: int) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
-    """Return [count] int32 on the host, which nobody else is given before copies of it are over."""
-    return torch.empty(count, dtype=torch.int32, pin_memory=True, device="cpu")
+def _pinned(  # pragma: no cover - tests/gpu run it
+    shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return memory of the host, which nobody else is given before copies of it are over."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
 
 
 def _event(*, timed: bool = False) -> Any:  # pragma: no cover - tests/gpu run it

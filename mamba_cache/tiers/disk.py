@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mamba_cache.tiers.entry import (
     EntryKind,
     Refusal,
     payload_digest,
+    payload_hasher,
 )
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
@@ -186,6 +187,7 @@ class DiskTier:
         except OSError:
             self._close_files()
             raise
+        self._hashers = ThreadPoolExecutor(num_readers, thread_name_prefix="mamba-cache-disk-hash")
         self._threads = [
             threading.Thread(target=target, name=f"mamba-cache-disk-{number}", daemon=True)
             for number, target in enumerate(
@@ -356,6 +358,7 @@ class DiskTier:
             self._put_came.notify_all()
         for thread in self._threads:
             thread.join()
+        self._hashers.shutdown()
         while self._loads:
             load = self._loads[0]
             _tell(load.done, Refusal.ABORTED)
@@ -594,7 +597,7 @@ class DiskTier:
     def _refusal(self, file: _File, load: _Load) -> Refusal | None:
         """Read a row and say what is wrong with it."""
         found: list[Refusal | None] = []
-        if not self._try(lambda: found.append(_read_row(file.slab, load))):
+        if not self._try(lambda: found.append(_read_row(file.slab, load, self._hashers))):
             return Refusal.IO_ERROR
         return found[0]
 
@@ -731,15 +734,28 @@ def _write_row(slab: SlabFile, lease: RowLease, put: _Put) -> None:
     slab.write(lease.row, header.to_bytes(), put.payload)
 
 
-def _read_row(slab: SlabFile, load: _Load) -> Refusal | None:
-    """Read a row and compare it with what is looked for."""
-    header = EntryHeader.read(slab.read(load.lease.row, load.into))
+def _read_row(slab: SlabFile, load: _Load, hashers: ThreadPoolExecutor) -> Refusal | None:
+    """Read a row and compare it with what is looked for: a part is hashed as the next one comes."""
+    hasher = payload_hasher()
+    hashing: list[Future[None]] = []
+
+    def seen(part: memoryview) -> None:
+        wait(hashing)
+        try:
+            hashing[:] = [hashers.submit(hasher.update, part)]
+        except RuntimeError:  # the interpreter ends, and begins nothing new
+            hasher.update(part)
+
+    try:
+        header = EntryHeader.read(slab.read(load.lease.row, load.into, seen))
+    finally:
+        wait(hashing)  # whoever is told that this is over may write there
     if isinstance(header, Refusal):
         return header
     refusal = header.refusal(load.expected)
     if refusal is None and header.generation != load.lease.generation:
         refusal = Refusal.GENERATION
-    if refusal is None and payload_digest(load.into) != header.payload_digest:
+    if refusal is None and hasher.digest() != header.payload_digest:
         refusal = Refusal.PAYLOAD_DIGEST
     return refusal
 

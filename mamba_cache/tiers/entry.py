@@ -25,6 +25,7 @@ __all__ = [
     "block_digest",
     "header_bytes",
     "payload_digest",
+    "payload_hasher",
 ]
 
 HEADER_BYTES: Final = 256
@@ -373,6 +374,11 @@ def payload_digest(payload: Any) -> bytes:
     """
     digest: bytes = xxhash.xxh3_128_digest(payload)
     return digest
+
+
+def payload_hasher() -> Any:
+    """Return what computes ``payload_digest`` part by part: it has ``update`` and ``digest``."""
+    return xxhash.xxh3_128()
 
 
 def _checksum(content: bytes) -> bytes:

@@ -19,20 +19,22 @@ __all__ = ["ROW_ALIGNMENT", "Pinner", "RowMemory", "plain_slab"]
 ROW_ALIGNMENT = 4096
 """Rows begin at multiples of it and are as long: what direct input and output need."""
 
-_SLAB_BYTES = 2**30
+_SLAB_BYTES = 2**28
 _HUGE_PAGE = 2**21
 _PAGE = 4096
-_MOST_THREADS = 16
+_MOST_THREADS = 12
+_SPARE_CORES = 2
+"""What the threads leave to who serves requests meanwhile."""
 _PINNING_THREADS = 4
-_TOUCHED_BYTES = 2**26
+_TOUCHED_BYTES = 2**25
 """What one thread touches at once."""
 
 
 class RowMemory:
     """Rows of one size, in slabs that are made one after the other.
 
-    Slabs are at most a GiB (or one row) each, because drivers refuse to pin much more at once and
-    the first rows are to be there soon.
+    Slabs are at most a quarter of a GiB (or one row) each: the first rows are to be there soon, and
+    while the driver pins one, others of its calls wait, those of a forward among them.
 
     Args:
         row_bytes: Bytes of one row, a multiple of ``ROW_ALIGNMENT``.
@@ -116,7 +118,7 @@ class Pinner:
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
         self._pin = pin
-        count = min(_MOST_THREADS, os.cpu_count() or 1)
+        count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - _SPARE_CORES))
         name = "mamba-cache-pin"
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")
         self._pinning = ThreadPoolExecutor(_PINNING_THREADS, thread_name_prefix=name)

@@ -19,6 +19,7 @@ PAGE_BYTES: Final = 4096
 """Rows begin at multiples of it, because direct input and output move whole pages."""
 
 _GROWTH_BYTES: Final = 256 * 2**20
+_PIECE_BYTES: Final = 8 * 2**20
 
 
 def row_bytes_of(payload_bytes: int) -> int:
@@ -113,12 +114,15 @@ class SlabFile:
         if missing:
             raise OSError(errno.EIO, f"{missing} bytes of a row were not written")
 
-    def read(self, row: int, into: memoryview) -> bytes:
+    def read(
+        self, row: int, into: memoryview, seen: Callable[[memoryview], object] | None = None
+    ) -> bytes:
         """Read a row.
 
         Args:
             row: Which one.
             into: [payload_bytes] bytes to write the payload to.
+            seen: Called with each part of the payload once it is there, in order.
 
         Returns:
             The page with the header; less than a page if the file ends before the row does.
@@ -129,12 +133,25 @@ class SlabFile:
         first, last = self._pages()
         body, rest = self._split(into)
         target = self._whole_row()[: len(body)] if self._is_unaligned(body) else body
-        buffers = [first, *([target] if len(body) else []), *([last] if len(rest) else [])]
-        if _transfer(os.preadv, self._fd, buffers, row * self.row_bytes):
+        offset, buffers = row * self.row_bytes, [first]
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = target[start : start + _PIECE_BYTES]
+            if _transfer(os.preadv, self._fd, [*buffers, piece], offset):
+                return b""
+            offset += len(piece) + sum(map(len, buffers))
+            buffers = []
+            mine = body[start : start + _PIECE_BYTES]
+            if target is not body:
+                mine[:] = piece
+            if seen is not None:
+                seen(mine)
+        if len(rest):
+            buffers.append(last)
+        if buffers and _transfer(os.preadv, self._fd, buffers, offset):
             return b""
-        if target is not body:
-            body[:] = target
         rest[:] = last[: len(rest)]
+        if seen is not None and len(rest):
+            seen(rest)
         return bytes(first)
 
     def read_header(self, row: int) -> bytes:

@@ -182,44 +182,130 @@ def test_what_cannot_be_measured():
         bytes_of(torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_entries_and_the_checksums_of_their_layers(backend, device):
-    """Every byte of an entry counts, in its own chunk, whatever lies beside it."""
-    tensors = [
-        torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
-        for shape in ((2, 4, CHUNK_BYTES + 48), (1, 4, 5, 7), (1, 4, 2 * CHUNK_BYTES))
-    ]
-    count = EntryChecksums.count(tensors)
-    assert count == 4 + 1 + 2
-    checksums = EntryChecksums(tensors, programs=3, backend=backend)
-    twin = EntryChecksums(tensors, backend="torch")
-    places = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
-    sums, others = (torch.zeros(3, count, dtype=torch.int64, device=device) for _ in range(2))
-    checksums.write(places, sums)
-    twin.write(places, others)
-    assert torch.equal(sums, others)
-    assert len(set(sums.flatten().tolist())) == sums.numel()
+class Entries:
+    """Five entries in tensors on the device, of wide parts and narrow ones, and as many rows."""
 
-    def changed(entries=slice(0, 3), chunks=slice(0, count)):
-        verdicts = torch.zeros(3, dtype=torch.int32, device=device)
-        checksums.compare(places, sums, verdicts, entries, chunks)
+    PLACES = (2, 0, 3)
+
+    def __init__(self, backend, device):
+        self.tensors = [
+            torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
+            for shape in ((2, 4, CHUNK_BYTES + 48), (1, 4, 5, 7), (1, 4, 2 * CHUNK_BYTES))
+        ]
+        sizes = [tensor[:, 0].numel() for tensor in self.tensors]
+        self.starts = [16, 16 + sizes[0], 16 + 16 * -(-sum(sizes[:2]) // 16)]
+        self.count = EntryChecksums.count(self.tensors)
+        self.sums_start = self.starts[2] + sizes[2]
+        row_bytes = self.sums_start + 8 * self.count
+        # On a GPU its kernels read and write host memory.
+        is_gpu = device.type == "cuda"
+        self.rows = torch.zeros((3, row_bytes), dtype=torch.uint8, pin_memory=is_gpu)
+        table = [[place, self.rows[row].data_ptr()] for row, place in enumerate(self.PLACES)]
+        self.table = torch.tensor(table, device=device)
+        self.checksums = EntryChecksums(
+            self.tensors, self.starts, self.sums_start,
+            programs=3, load_programs=2, backend=backend,
+        )  # fmt: skip
+
+    @property
+    def sums(self):
+        return self.rows[:, self.sums_start :].view(torch.int64)
+
+    def write(self, which=slice(0, 3)):
+        self.checksums.write(self.table, which)
+        self.wait()
+
+    def copy_to_rows(self):
+        for row, place in enumerate(self.PLACES):
+            for tensor, start in zip(self.tensors, self.starts, strict=True):
+                part = tensor[:, place].flatten().cpu()
+                self.rows[row, start : start + len(part)] = part
+
+    def compared(self, which=slice(0, 3), chunks=None):
+        verdicts = torch.zeros(3, dtype=torch.int32, device=self.table.device)
+        self.checksums.compare(self.table, verdicts, which, chunks or slice(0, self.count))
         return verdicts.tolist()
 
-    assert changed() == [0, 0, 0]
-    for tensor, layer, byte, chunk in (
-        (0, 0, 0, 0), (0, 0, CHUNK_BYTES + 47, 1), (0, 1, 4095, 2), (1, 0, 34, 4),
-        (2, 0, CHUNK_BYTES, 6), (2, 0, 2 * CHUNK_BYTES - 1, 6),
-    ):  # fmt: skip
-        flat = tensors[tensor].flatten(2)
+    def brought(self, which=slice(0, 3)):
+        verdicts = torch.zeros(3, dtype=torch.int32, device=self.table.device)
+        self.checksums.bring(self.table, verdicts, which)
+        return verdicts.tolist()
+
+    def wait(self):
+        if self.table.is_cuda:
+            torch.cuda.synchronize()
+
+
+@pytest.fixture(params=["torch", "triton"])
+def entries(request, device):
+    return Entries(request.param, device)
+
+
+# Tensor, layer, byte, and which chunk of the entry it is in.
+BYTES = [
+    (0, 0, 0, 0), (0, 0, CHUNK_BYTES + 47, 1), (0, 1, 4095, 2), (1, 0, 34, 4),
+    (2, 0, CHUNK_BYTES, 6), (2, 0, 2 * CHUNK_BYTES - 1, 6),
+]  # fmt: skip
+
+
+def test_entries_and_the_checksums_of_their_layers(entries, device):
+    """Every byte of an entry counts, in its own chunk, whatever lies beside it."""
+    assert entries.count == 4 + 1 + 2
+    entries.write()
+    sums = entries.sums.clone()
+    entries.rows.zero_()
+    entries.checksums = EntryChecksums(
+        entries.tensors, entries.starts, entries.sums_start, backend="torch"
+    )
+    entries.write()
+    assert torch.equal(sums, entries.sums)
+    assert len(set(sums.flatten().tolist())) == sums.numel()
+
+
+def test_every_byte_of_an_entry_counts(entries):
+    entries.write()
+    compared = entries.compared
+    assert compared() == [0, 0, 0]
+    for tensor, layer, byte, chunk in BYTES:
+        flat = entries.tensors[tensor].flatten(2)
         for place in (0, 1):
             flat[layer, place, byte] ^= 4
-        assert changed() == [0, 1, 0]
-        assert changed(slice(1, 3), slice(chunk, chunk + 1)) == [0, 1, 0]
-        assert changed(slice(0, 1)) == changed(slice(2, 3)) == [0, 0, 0]
+        assert compared() == [0, 1, 0]
+        assert compared(slice(1, 3), slice(chunk, chunk + 1)) == [0, 1, 0]
+        assert compared(slice(0, 1)) == compared(slice(2, 3)) == [0, 0, 0]
         if chunk:
-            assert changed(chunks=slice(0, chunk)) == [0, 0, 0]
+            assert compared(chunks=slice(0, chunk)) == [0, 0, 0]
         for place in (0, 1):
             flat[layer, place, byte] ^= 4
-    sums[2, 3] ^= 1
-    assert changed() == [0, 0, 1]
-    checksums.compare(places, sums, torch.zeros(3, dtype=torch.int32), slice(0, 0), slice(0, 1))
+    entries.sums[2, 3] ^= 1
+    assert compared() == [0, 0, 1]
+    assert compared(slice(0, 0)) == [0, 0, 0]
+
+
+def test_entries_are_brought_to_their_places_and_nowhere_else(entries):
+    entries.write()
+    entries.copy_to_rows()
+    before = [tensor.clone() for tensor in entries.tensors]
+    for tensor in entries.tensors:
+        tensor[:, [0, 2, 3]] = 0
+    assert entries.brought() == [0, 0, 0]
+    for tensor, old in zip(entries.tensors, before, strict=True):
+        assert torch.equal(tensor, old)
+    entries.tensors[2].zero_()
+    assert entries.brought(slice(1, 2)) == [0, 0, 0]
+    assert torch.equal(entries.tensors[2][:, 0], before[2][:, 0])
+    assert not entries.tensors[2][:, 1:].any()
+
+
+def test_every_byte_that_is_brought_counts(entries):
+    entries.write()
+    entries.copy_to_rows()
+    for tensor, layer, byte, _ in BYTES:
+        line = entries.tensors[tensor][0, 0].numel()
+        at = entries.starts[tensor] + layer * line + byte
+        entries.rows[1, at] ^= 4
+        assert entries.brought() == [0, 1, 0]
+        assert entries.brought(slice(0, 1)) == entries.brought(slice(2, 3)) == [0, 0, 0]
+        entries.rows[1, at] ^= 4
+    entries.sums[2, 3] ^= 1
+    assert entries.brought() == [0, 0, 1]

@@ -1,5 +1,6 @@
 """What tests on a GPU share."""
 
+import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,22 @@ import torch
 
 BUSY_CYCLES = 200_000_000
 """For ``torch.cuda._sleep``: about a tenth of a second."""
+
+
+@contextmanager
+def held_stream() -> Iterator[None]:
+    """What is enqueued on the current stream inside is begun when the block is left."""
+    flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    driver, stream = ctypes.CDLL("libcuda.so.1"), torch.cuda.current_stream().cuda_stream
+    wait = driver.cuStreamWaitValue32_v2
+    wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    driver.cuStreamSynchronize.argtypes = (ctypes.c_void_p,)
+    assert wait(stream, flag.data_ptr(), 1, 0) == 0
+    try:
+        yield
+    finally:
+        flag[0] = 1
+        assert driver.cuStreamSynchronize(stream) == 0  # by then nothing reads the flag
 
 
 @contextmanager

@@ -483,12 +483,12 @@ def aborted(rig):
     gate, passed = threading.Semaphore(int(rng.integers(0, NUM_ENTRIES + 2))), threading.Event()
     read = SlabFile.read
 
-    def held(slab, row, into):
+    def held(*args):
         is_before = rng.random() < 0.5
-        page = None if is_before else read(slab, row, into)
+        page = None if is_before else read(*args)
         if not passed.is_set():
             gate.acquire()
-        return read(slab, row, into) if is_before else page
+        return read(*args) if is_before else page
 
     SlabFile.read = held
     try:

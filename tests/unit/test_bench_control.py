@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from mamba_cache.bench import command
@@ -13,7 +14,7 @@ from mamba_cache.bench.control import (
     measure_evict_and_allocate,
     measure_hash_chain,
 )
-from mamba_cache.bench.measure import Measurement
+from mamba_cache.bench.measure import Measurement, as_dicts, print_json
 
 KEPT = Measurement("kept", 1.5, "us", limit=2)
 MISSED = Measurement("missed", 1.5, "x", limit=2, at_least=True)
@@ -23,6 +24,15 @@ def test_a_limit_is_a_maximum_unless_it_is_a_minimum():
     assert [KEPT.passed, MISSED.passed] == [True, False]
     assert Measurement("equal", 2, "us", limit=2).passed
     assert Measurement("equal", 2, "x", limit=2, at_least=True).passed
+
+
+def test_figures_of_numpy_are_printed_as_json(capsys):
+    """What NumPy compares is no bool that JSON knows, and all was lost at the end of a long run."""
+    [value] = np.median(np.array([[1.5], [1.5]]), axis=0)
+    [one] = as_dicts([Measurement("kept", value, "us", limit=2)])
+    print_json({"measurements": [one]})
+    assert json.loads(capsys.readouterr().out)["measurements"] == [one]
+    assert one["passed"] is True
 
 
 def test_evict_and_allocate_is_measured_at_every_size(capsys):

@@ -13,7 +13,7 @@ def test_it_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     names = [one["name"] for one in result["measurements"]]
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 13
     assert all(one["limit"] is None for one in result["measurements"])
 
 

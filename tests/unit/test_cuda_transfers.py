@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES
 from mamba_cache.tiers import (
     CopyJob,
     CudaTransfers,
@@ -58,8 +57,7 @@ def copies_of(*, to_device):
 def device(monkeypatch):
     monkeypatch.setattr(cuda, "_event", lambda timed=False: Done())
     monkeypatch.setattr(cuda, "_stream", lambda device: Done())
-    monkeypatch.setattr(cuda, "_pinned", lambda count: torch.empty(count, dtype=torch.int32))
-    monkeypatch.setattr(cuda, "_keep_for", lambda tensor, stream: None)
+    monkeypatch.setattr(cuda, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(cuda, "cuda_rectangles", copies_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
@@ -67,7 +65,7 @@ def device(monkeypatch):
 
 
 class Rig:
-    def __init__(self, device, piece_bytes=cuda.PIECE_BYTES):
+    def __init__(self, device):
         generator = torch.Generator().manual_seed(1)
         self.tensors = {
             KV: [torch.randn(4, 11, 3, 96, generator=generator)],
@@ -83,19 +81,16 @@ class Rig:
             for kind, count in ((KV, 11), (STATE, 5))
         ]
         self.host = HostTier(*formats)
-        self.transfers = CudaTransfers(
-            self.layouts, self.host.memory, device, piece_bytes=piece_bytes
-        )
+        self.transfers = CudaTransfers(self.layouts, self.host.memory, device)
         self.jobs = [CopyJob(KV, place, 10 - place) for place in range(11)]
         self.jobs += [CopyJob(STATE, place, 2 * place % 5) for place in range(5)]
 
 
-@pytest.mark.parametrize("piece_bytes", [cuda.PIECE_BYTES, CHUNK_BYTES])
 @pytest.mark.parametrize("most_pitch", [cuda.MOST_PITCH, 1000])
-def test_entries_come_back_to_the_bit(device, monkeypatch, piece_bytes, most_pitch):
-    """Entries smaller and larger than a piece, of lines that one copy may take and may not."""
+def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch):
+    """Of lines that one copy may take, and may not."""
     monkeypatch.setattr(cuda, "MOST_PITCH", most_pitch)
-    rig = Rig(device, piece_bytes)
+    rig = Rig(device)
     before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
     spilled = rig.transfers.spill(rig.jobs)
     assert spilled.is_done()
@@ -116,9 +111,8 @@ def test_entries_come_back_to_the_bit(device, monkeypatch, piece_bytes, most_pit
     assert rig.transfers.seconds_between(mark, rig.transfers.mark()) == 0.002
 
 
-@pytest.mark.parametrize("piece_bytes", [cuda.PIECE_BYTES, CHUNK_BYTES])
-def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
-    rig = Rig(device, piece_bytes)
+def test_a_turned_bit_is_found_where_it_is(device):
+    rig = Rig(device)
     rig.transfers.spill(rig.jobs)
     for index, job in enumerate(rig.jobs):
         layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
@@ -148,7 +142,7 @@ def test_swapped_checksums_are_found(device):
 
 
 def test_few_copies_and_launches(device, monkeypatch):
-    """One copy an entry and tensor, and one for the checksums of rows that follow each other."""
+    """One copy an entry and tensor where a forward runs beside; no copy where it waits."""
     copies, launches = [], []
 
     def counted(*, to_device):
@@ -161,9 +155,9 @@ def test_few_copies_and_launches(device, monkeypatch):
         measure = entries.checksums._measure
         entries.checksums._measure = lambda *a, m=measure: (launches.append(a), m(*a))
     rig.transfers.spill(rig.jobs)
-    assert len(copies) == 11 * 1 + 5 * 3 + 2
+    assert len(copies) == 11 * 1 + 5 * 3
     assert len(launches) == 2
     copies.clear(), launches.clear()
     assert rig.transfers.load(rig.jobs).damaged() == []
-    assert len(copies) == 11 * 1 + 5 * 3 + 2
+    assert not copies
     assert len(launches) == 2

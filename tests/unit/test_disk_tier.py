@@ -1,7 +1,9 @@
 """The disk tier: what it stores it finds again, verified, also in the next process."""
 
 import errno
+import mmap
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -888,7 +890,7 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", shown.append)
     assert put(tier, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "payload_digest", None)
+        patch.setattr(disks, "payload_hasher", None)
         assert load(tier, 1) is Refusal.IO_ERROR
     assert [each.exc_type for each in shown] == [TypeError]
     assert put(tier, 1) is None
@@ -947,3 +949,24 @@ def test_nobody_else_may_read_the_files(tier) -> None:
     assert put(tier, 1) is None
     for file in tier.folder.iterdir():
         assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(tmp_path, monkeypatch):
+    """Parts are hashed while the next ones are read: all of them, each once, in their order."""
+    monkeypatch.setattr(slabs, "_PIECE_BYTES", 2 * PAGE_BYTES)
+    size = 5 * PAGE_BYTES + 100
+    payload = memoryview(bytearray(random.Random(3).randbytes(size)))
+    slab = SlabFile(tmp_path / "slab", size, max_rows=2)
+    slab.grow(2)
+    slab.write(1, b"header", payload)
+    for shift in (0, 1):  # at an address of a page's, and at none
+        into = memoryview(mmap.mmap(-1, size + PAGE_BYTES))[shift : shift + size]
+        parts: list[bytes] = []
+        page = slab.read(1, into, lambda part: parts.append(bytes(part)))  # noqa: B023
+        assert page.rstrip(b"\0") == b"header"
+        assert into == payload
+        assert b"".join(parts) == payload
+        assert len(parts) == 4
+    os.truncate(tmp_path / "slab", slab.row_bytes + 3 * PAGE_BYTES)
+    assert slab.read(1, into) == b""
+    slab.close()

@@ -237,7 +237,7 @@ def test_invariants_see_a_pin_without_a_reader(context):
     run_step(context)
     slots = context.slot_allocator
     [lease] = slots.pin_slots([int((slots.slot_to_block >= 0).nonzero()[0])])
-    with pytest.raises(InvariantError, match=r"slots \[.*\] are pinned, but chunks read \[\]"):
+    with pytest.raises(InvariantError, match=r"slots \[.*\] are pinned, but \[\] are read"):
         context.check_invariants()
     slots.unpin_slots([lease])
     context.check_invariants()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import torch
 
 from mamba_cache.states.kernels.checksum_plan import (
@@ -10,6 +13,7 @@ from mamba_cache.states.kernels.checksum_plan import (
     ROUND_BYTES,
     UNROLLED_ROUNDS,
     EntryPlan,
+    EntryWork,
 )
 from mamba_cache.states.kernels.checksum_torch import as_words, measure_ends, sums_of
 
@@ -18,32 +22,43 @@ __all__ = ["entry_checksums"]
 
 def entry_checksums(  # noqa: PLR0917 - the kernel's signature
     plan: EntryPlan,
-    places: torch.Tensor,
-    sums: torch.Tensor,
-    changed: torch.Tensor | None,
-    entries: slice,
+    work: EntryWork,
+    entries: torch.Tensor,
+    changed: torch.Tensor,
+    which: slice,
     chunks: slice,
     programs: int,
 ) -> None:
-    """Write checksums of entries, or compare them with what is there; waits for ``places``.
+    """Write checksums of entries, compare them, or bring entries and compare.
 
     Args:
         plan: Where their chunks lie.
-        places: [n] int32. Where they lie.
-        sums: [n, num_chunks] int64. Written, or compared.
-        changed: [n] int32; becomes 1 for each that has another one than is there. None: write.
-        entries: Which of the n.
+        work: What to do; entries are brought with all their chunks.
+        entries: [n, 2] int64. The place of each, and the address of its row.
+        changed: [n] int32; becomes 1 for each that has another checksum than stands in its row.
+        which: Which of the n.
         chunks: Which chunks of each.
         programs: Without meaning here.
     """
-    for entry in range(entries.start, entries.stop):
-        place = int(places[entry])
+    for entry in range(which.start, which.stop):
+        place, row = entries[entry].tolist()
         layers = [layer for tensor in plan.tensors for layer in tensor[:, place]]
-        found = torch.cat([_sums_of_layer(layer) for layer in layers])
-        if changed is None:
-            sums[entry, chunks] = found[chunks]
+        if work is EntryWork.BRING:
+            for tensor, start in zip(plan.tensors, plan.starts, strict=True):
+                brought = tensor[:, place]
+                brought.copy_(_memory(row + start, brought.numel()).view(brought.shape))
+        found = torch.cat([_sums_of_layer(layer) for layer in layers]).cpu()
+        sums = _memory(row + plan.sums_start, 8 * len(found)).view(torch.int64)
+        if work is EntryWork.WRITE:
+            sums[chunks] = found[chunks]
         else:
-            changed[entry] |= (sums[entry, chunks] != found[chunks]).any()
+            changed[entry] |= int((sums[chunks] != found[chunks]).any())
+
+
+def _memory(address: int, num_bytes: int) -> torch.Tensor:
+    """Return host memory, [num_bytes] uint8."""
+    content = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(content))
 
 
 def _sums_of_layer(layer: torch.Tensor) -> torch.Tensor:
