@@ -134,7 +134,7 @@ def add_tiers_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="also copies and steps with other sizes of launches",
+        help="also loads in other pieces and by other sizes of launches",
     )
     parser.add_argument(
         "--disk-path",
@@ -166,7 +166,7 @@ def run_tiers(
         device: Where the cache is.
         small: Whether to copy tiny states instead of a model's.
         only: Which of ``PARTS`` to run.
-        sweep: Whether to try other sizes of launches, too.
+        sweep: Whether to load in other pieces and by other sizes of launches, too.
         disk_path: Where the disk tier is; None: in a new directory for temporary files.
         ready_gb: GiB of the tier whose making is timed; None: 64 on a GPU, else a quarter.
 
@@ -243,10 +243,10 @@ class _Copies:
             return CudaTransfers(self.layouts, self.host.memory, self.device, **options)
         return PlainTransfers(self.layouts, self.host.memory)
 
-    def unverified(self, num_streams: int = 1) -> _Unverified:  # pragma: no cover - needs a GPU
+    def unverified(self) -> _Unverified:  # pragma: no cover - needs a GPU
         """Return what copies by copy engines alone, without a look at what comes."""
         assert isinstance(self.transfers, CudaTransfers)
-        return _Unverified(self.transfers, self.device, num_streams)
+        return _Unverified(self.transfers, self.device)
 
     def jobs(self, num_states: int, num_blocks: int) -> list[CopyJob]:
         """Return copies of the first states and blocks to or from the rows of their numbers."""
@@ -285,13 +285,10 @@ class _Copies:
 class _Unverified:  # pragma: no cover - needs a GPU
     """Copies by copy engines, in place, and no checksums: nothing but a benchmark does that."""
 
-    def __init__(self, transfers: CudaTransfers, device: torch.device, num_streams: int) -> None:
+    def __init__(self, transfers: CudaTransfers, device: torch.device) -> None:
         self._transfers = transfers
-        self._streams = {
-            to_device: [
-                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                for _ in range(num_streams)
-            ]
+        self._streams: dict[bool, Any] = {
+            to_device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for to_device in (False, True)
         }
 
@@ -304,15 +301,11 @@ class _Unverified:  # pragma: no cover - needs a GPU
         return self._copy(jobs, to_device=False)
 
     def _copy(self, jobs: Sequence[CopyJob], *, to_device: bool) -> torch.cuda.Event:
-        copy, streams = cuda_rectangles(to_device=to_device), self._streams[to_device]
-        now = torch.cuda.current_stream().record_event()
-        for stream in streams:
-            stream.wait_event(now)
-        for index, job in enumerate(jobs):
-            self._transfers._entries[job.kind].copy(copy, [job], streams[index % len(streams)])
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
-        done: torch.cuda.Event = streams[0].record_event()
+        copy, stream = cuda_rectangles(to_device=to_device), self._streams[to_device]
+        stream.wait_event(torch.cuda.current_stream().record_event())
+        for job in jobs:
+            self._transfers._entries[job.kind].copy(copy, [job], stream)
+        done: torch.cuda.Event = stream.record_event()
         return done
 
 
@@ -508,31 +501,29 @@ def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cove
 
 
 def _measure_sweep(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
-    """Try other sizes of launches, and copy engines alone."""
+    """Load in other pieces and by other sizes of launches, and without a comparison."""
     steps, jobs = _Steps(copies), copies.jobs(1, _PREFIX_BLOCKS)
     num_bytes = copies.num_bytes(jobs)
-    ways: dict[str, Transfers | _Unverified] = {
-        f"copy engines alone on {count} streams": copies.unverified(count) for count in (1, 2, 3)
-    }
-    for programs, load_programs in ((2, 8), (4, 16), (8, 32), (16, 64), (32, 132)):
-        name = f"{load_programs} programs that load, {programs} that spill"
-        ways[name] = copies.make_transfers(programs=programs, load_programs=load_programs)
+    ways: dict[str, Transfers | _Unverified] = {"copy engines alone": copies.unverified()}
+    for programs in (2, 4, 8, 16):
+        for mib in (8, 16, 32):
+            ways[f"{programs} programs, pieces of {mib} MiB"] = copies.make_transfers(
+                comparing_programs=programs, piece_bytes=mib * 2**20
+            )
     for name, transfers in ways.items():
         progress(name)
-        times = _in_turn(
-            partial(_to_its_end, transfers.load, jobs), partial(_to_its_end, transfers.spill, jobs)
-        )
-        load, spill = (num_bytes / each / 1e9 for each in times)
-        detail = f"spill {spill:.1f} GB/s"
-        yield Measurement(f"{name}: load", load, "GB/s", None, True, _RUNS, detail)
-        for copying in ("spill", "load"):
-            alone, _ = steps.under("nothing", transfers)
-            beside, _ = steps.under(copying, transfers)
-            torch.cuda.synchronize()
-            slower = np.percentile(beside, 99) / np.percentile(alone, 99)
-            detail = f"median {np.median(beside) / np.median(alone):.3f}x"
-            title = f"{name}: p99 of a step under {copying}s"
-            yield Measurement(title, float(slower), "x", runs=_STEPS, detail=detail)
+        run = partial(_to_its_end, transfers.load, jobs)
+        load, other = _in_turn(run, partial(_to_its_end, ways["copy engines alone"].load, jobs))
+        detail = f"copy engines alone {num_bytes / other / 1e9:.1f} GB/s"
+        title = f"{name}: load"
+        yield Measurement(title, num_bytes / load / 1e9, "GB/s", None, True, _RUNS, detail)
+        alone, _ = steps.under("nothing", transfers)
+        beside, _ = steps.under("load", transfers)
+        torch.cuda.synchronize()
+        slower = np.percentile(beside, 99) / np.percentile(alone, 99)
+        detail = f"median {np.median(beside) / np.median(alone):.3f}x"
+        title = f"{name}: p99 of a step under loads"
+        yield Measurement(title, float(slower), "x", runs=_STEPS, detail=detail)
 
 
 class _OneForAll(WeightMaker):

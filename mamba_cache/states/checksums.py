@@ -13,9 +13,8 @@ from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch, entry_checksum_torch
 from mamba_cache.states.kernels.checksum_plan import (
+    COMPARING_PROGRAMS,
     ENTRY_PROGRAMS,
-    LOAD_PROGRAMS,
-    EntryWork,
     num_entry_chunks,
     plan_checksums,
     plan_entries,
@@ -155,7 +154,7 @@ def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., No
 
 
 class EntryChecksums:
-    """Checksums of entries that lie spread over tensors on one device, and as rows in host memory.
+    """Checksums of entries that lie spread over tensors on one device, kept in rows of host memory.
 
     An entry is one row of each tensor, over all its layers: a slot, or a KV block. Its checksums
     are one for each 64 KiB of each layer of each tensor, in that order, and stand in its row. On a
@@ -164,11 +163,10 @@ class EntryChecksums:
     Args:
         tensors: At least one, each [num_layers, places, *inner], inner axes contiguous. They must
             keep their storage.
-        starts: Where the bytes of each begin in a row, layer behind layer.
-        sums_start: Where the checksums begin there, a multiple of 8.
-        programs: Of a launch that measures, on a GPU. Few, for this runs beside a model's forward
+        sums_start: Where the checksums begin in a row, a multiple of 8.
+        programs: Of a launch that writes, on a GPU. Few, for this runs beside a model's forward
             and need not be faster than the link. Default: measured.
-        load_programs: Of a launch that brings entries. Default: measured.
+        comparing_programs: Of a launch that compares. Default: measured.
         backend: As for ``TensorChecksums``.
 
     Attributes:
@@ -182,16 +180,15 @@ class EntryChecksums:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        starts: Sequence[int],
         sums_start: int,
         *,
         programs: int = ENTRY_PROGRAMS,
-        load_programs: int = LOAD_PROGRAMS,
+        comparing_programs: int = COMPARING_PROGRAMS,
         backend: CopyBackend = "auto",
     ) -> None:
         device = tensors[0].device
-        self._plan = plan_entries(tensors, starts, sums_start)
-        self._programs, self._load_programs = programs, load_programs
+        self._plan = plan_entries(tensors, sums_start)
+        self._programs, self._comparing_programs = programs, comparing_programs
         kernels = kernels_for(backend, device, kernels=_ENTRY_KERNELS, twins=entry_checksum_torch)
         self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
         self.num_sums = num_entry_chunks(tensors)
@@ -209,7 +206,7 @@ class EntryChecksums:
             which: Which of the n.
         """
         chunks = slice(0, self.num_sums)
-        self._measure(EntryWork.WRITE, entries, entries, which, chunks, self._programs)
+        self._measure(False, entries, entries, which, chunks, self._programs)
 
     def compare(
         self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
@@ -222,15 +219,4 @@ class EntryChecksums:
             which: Which of the n.
             chunks: Which of the checksums of each.
         """
-        self._measure(EntryWork.COMPARE, entries, changed, which, chunks, self._programs)
-
-    def bring(self, entries: torch.Tensor, changed: torch.Tensor, which: slice) -> None:
-        """Copy entries from their rows, and compare what comes with the checksums there.
-
-        Args:
-            entries: [n, 2] int64. Where each is to be, and the address of its row.
-            changed: [n] int32; becomes 1 for each whose checksums are not those in its row.
-            which: Which of the n.
-        """
-        chunks = slice(0, self.num_sums)
-        self._measure(EntryWork.BRING, entries, changed, which, chunks, self._load_programs)
+        self._measure(True, entries, changed, which, chunks, self._comparing_programs)

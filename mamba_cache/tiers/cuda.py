@@ -1,15 +1,14 @@
 """Copies between a GPU and pinned host memory, by its copy engines, on streams of their own.
 
-What is spilled runs beside a model's forward. So copy engines move it, from where it lies to its
-row, and only its checksums take multiprocessors, a few of them.
-
-What is loaded a forward waits for. One kernel reads it from the row, across the link, compares it
-as it comes, and writes it where it belongs: there is one call however many parts an entry has,
-nothing is read twice, and all is verified when it has come.
+Copies run beside a model's forward. So copy engines move entries between where they lie and their
+rows, one copy a tensor, and only checksums take multiprocessors, a few of them: what is spilled is
+measured while it crosses the link, what is loaded is compared where it has come, piece by piece,
+while the next piece crosses.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +16,21 @@ import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.states.checksums import EntryChecksums
+from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES
 from mamba_cache.tiers.dma import MOST_PITCH, Rectangles, cuda_rectangles
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
 
-__all__ = ["CudaTransfers", "pinner_for"]
+__all__ = ["PIECE_BYTES", "CudaTransfers", "pinner_for"]
 
-_PORTABLE, _MAPPED = 1, 2
+PIECE_BYTES = 2**24
+"""At most so much of a load is compared at once, but for lines that are longer: 0.3 ms of a PCIe 5
+link, beside 20 us of host time for each piece."""
+
+_LEAST_PIECE_BYTES = 2**21
+
+_PORTABLE, _MAPPED = 1, 2  # kernels write checksums to the rows, and read them there
 
 
 def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu run it
@@ -63,6 +69,41 @@ class _Rectangle(NamedTuple):
     num_lines: int
 
 
+class _Tensor(NamedTuple):
+    """A tensor's part of an entry: one line a layer.
+
+    Attributes:
+        offset: Where it begins in a row of host memory.
+        address: Where it begins in place 0 on the GPU.
+        step: Bytes from place to place there.
+        pitch: Bytes from line to line there.
+        num_bytes: Of a line.
+        lines: Which of the entry's lines are its.
+    """
+
+    offset: int
+    address: int
+    step: int
+    pitch: int
+    num_bytes: int
+    lines: range
+
+    def rectangles(self, lines: slice) -> Iterator[_Rectangle]:
+        """Cut those of some of the entry's lines that are its into as few copies as may be."""
+        first, stop = max(lines.start, self.lines.start), min(lines.stop, self.lines.stop)
+        together = max(1, stop - first) if self.pitch <= MOST_PITCH else 1
+        for line in range(first, stop, together):
+            layer = line - self.lines.start
+            yield _Rectangle(
+                offset=self.offset + layer * self.num_bytes,
+                address=self.address + layer * self.pitch,
+                step=self.step,
+                pitch=self.pitch,
+                num_bytes=self.num_bytes,
+                num_lines=together,
+            )
+
+
 class _Entries:
     """The entries of one kind: where they lie on both sides, and what measures them.
 
@@ -70,40 +111,65 @@ class _Entries:
         layout: How they lie in rows.
         memory: The rows.
         **programs: How many a launch has: options of ``EntryChecksums``.
+
+    Attributes:
+        num_lines: Of one entry: the layers of all its tensors, as far as they hold anything.
+        num_bytes: Of all of them.
     """
 
     def __init__(self, layout: RowLayout, memory: RowMemory, **programs: Any) -> None:
         self.memory = memory
-        starts = [part.start for part in layout.parts]
-        sums_start = layout.checksums.start
-        self.checksums = EntryChecksums(layout.tensors, starts, sums_start, **programs)
-        self._rectangles = list(_rectangles(layout))
+        self.checksums = EntryChecksums(layout.tensors, layout.checksums.start, **programs)
+        self._tensors: list[_Tensor] = []
+        # What stands before each line, and at the end of all.
+        self._bytes, self._chunks = [0], [0]
+        for tensor, part in zip(layout.tensors, layout.parts, strict=True):
+            if part.start == part.stop:
+                continue
+            num_layers, size, first = tensor.shape[0], tensor.element_size(), len(self._bytes) - 1
+            line = (part.stop - part.start) // num_layers
+            pitch, step = tensor.stride(0) * size, tensor.stride(1) * size
+            lines = range(first, first + num_layers)
+            each = _Tensor(part.start, tensor.data_ptr(), step, pitch, line, lines)
+            self._tensors.append(each)
+            for _ in lines:
+                self._bytes.append(self._bytes[-1] + line)
+                self._chunks.append(self._chunks[-1] + -(-line // CHUNK_BYTES))
+        self.num_lines, self.num_bytes = len(self._bytes) - 1, self._bytes[-1]
+        self._whole = list(self._rectangles(slice(0, self.num_lines)))
 
-    def copy(self, copy: Rectangles, jobs: Sequence[CopyJob], stream: torch.cuda.Stream) -> None:
-        """Enqueue the copies of entries, without their checksums."""
+    def copy(
+        self,
+        copy: Rectangles,
+        jobs: Sequence[CopyJob],
+        stream: torch.cuda.Stream,
+        lines: slice | None = None,
+    ) -> None:
+        """Enqueue the copies of entries, or of some lines of each, without their checksums."""
+        rectangles = self._whole if lines is None else list(self._rectangles(lines))
         for _, place, row in jobs:
             start = self.memory.address(row)
-            for offset, address, step, pitch, num_bytes, num_lines in self._rectangles:
+            for offset, address, step, pitch, num_bytes, num_lines in rectangles:
                 on_device = address + place * step
                 copy(start + offset, num_bytes, on_device, pitch, num_bytes, num_lines, stream)
 
+    def lines_within(self, first: int, num_bytes: int) -> slice:
+        """Return the lines from the first one on that have at most so many bytes; at least one."""
+        end = bisect_right(self._bytes, self._bytes[first] + num_bytes) - 1
+        return slice(first, max(end, first + 1))
 
-def _rectangles(layout: RowLayout) -> Iterator[_Rectangle]:
-    """Cut an entry into as few copies as may be."""
-    for tensor, part in zip(layout.tensors, layout.parts, strict=True):
-        num_layers, size = tensor.shape[0], tensor.element_size()
-        pitch, step = tensor.stride(0) * size, tensor.stride(1) * size
-        line = (part.stop - part.start) // max(num_layers, 1)
-        together = num_layers if pitch <= MOST_PITCH else 1
-        for layer in range(0, num_layers if line else 0, together):
-            yield _Rectangle(
-                offset=part.start + layer * line,
-                address=tensor.data_ptr() + layer * pitch,
-                step=step,
-                pitch=pitch,
-                num_bytes=line,
-                num_lines=together,
-            )
+    def bytes_of(self, lines: slice) -> int:
+        """Return the bytes of some lines of one entry."""
+        num_bytes: int = self._bytes[lines.stop] - self._bytes[lines.start]
+        return num_bytes
+
+    def chunks_of(self, lines: slice) -> slice:
+        """Return which checksums are of some lines."""
+        return slice(self._chunks[lines.start], self._chunks[lines.stop])
+
+    def _rectangles(self, lines: slice) -> Iterator[_Rectangle]:
+        for tensor in self._tensors:
+            yield from tensor.rectangles(lines)
 
 
 class _CudaTicket:
@@ -166,6 +232,50 @@ class _Group(NamedTuple):
     order: list[int]
 
 
+class _Piece(NamedTuple):
+    """What of a load is compared at once: whole entries of one kind, or a part of one.
+
+    Attributes:
+        entries: Their kind's.
+        which: Where they stand in what a launch is given.
+        order: Which of all jobs they are.
+        lines: Which lines of each; None: all.
+        chunks: Which checksums of each.
+    """
+
+    entries: _Entries
+    which: slice
+    order: list[int]
+    lines: slice | None
+    chunks: slice
+
+
+def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
+    """Cut a load into pieces, smaller and smaller ones at its end.
+
+    Each is compared while the next one crosses the link, which must not take longer; and what
+    follows the link is the last one's comparison.
+    """
+    left = sum(len(order) * entries.num_bytes for entries, _, order in groups)
+    for entries, which, order in groups:
+        index = line = 0
+        while index < len(order):
+            most = max(_LEAST_PIECE_BYTES, min(piece_bytes, left // 3))
+            count, lines = 1, None
+            if not line and entries.num_bytes <= most:
+                count = min(most // max(entries.num_bytes, 1), len(order) - index)
+                chunks, size = slice(0, entries.checksums.num_sums), count * entries.num_bytes
+            else:
+                lines = entries.lines_within(line, most)
+                chunks, size = entries.chunks_of(lines), entries.bytes_of(lines)
+            start, left = which.start + index, left - size
+            yield _Piece(
+                entries, slice(start, start + count), order[index : index + count], lines, chunks
+            )
+            line = 0 if lines is None or lines.stop == entries.num_lines else lines.stop
+            index += 0 if line else count
+
+
 class CudaTransfers:
     """Copies between a GPU and rows of pinned host memory.
 
@@ -173,6 +283,7 @@ class CudaTransfers:
         layouts: How the entries of each kind lie in rows.
         memory: The rows of each kind.
         device: The GPU.
+        piece_bytes: At most so much of a load is compared at once, but for longer lines.
         **programs: How many a launch has: options of ``EntryChecksums``.
     """
 
@@ -182,18 +293,23 @@ class CudaTransfers:
         layouts: Mapping[EntryKind, RowLayout],
         memory: Mapping[EntryKind, RowMemory],
         device: torch.device,
+        *,
+        piece_bytes: int = PIECE_BYTES,
         **programs: Any,
     ) -> None:
-        self._device = device
+        self._device, self._piece_bytes = device, piece_bytes
+        # States first: their lines are long, and what is compared last should be little.
         self._entries = {
             kind: _Entries(layouts[kind], rows, **programs)
-            for kind, rows in memory.items()
+            for kind, rows in sorted(memory.items(), key=lambda each: each[0] is EntryKind.KV)
             if rows.num_rows
         }
         self._to_host = cuda_rectangles(to_device=False)
-        # The copies of each direction, and the launches beside those to the host.
+        self._to_device = cuda_rectangles(to_device=True)
+        # The copies of each direction, and the launches beside them.
         self._sending, self._summing = _stream(device), _stream(device)
-        self._receiving = _stream(device)
+        self._receiving, self._comparing = _stream(device), _stream(device)
+        self._arrived: list[Any] = []  # an event for each piece of a load
         self._now, self._summed = _event(), _event()
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
@@ -223,26 +339,40 @@ class CudaTransfers:
         # What is overwritten may still be in use.
         self._now.record(current)
         self._receiving.wait_event(self._now)
+        begun.record(self._receiving)
         groups = self._by_kind(jobs)
-        with torch.cuda.stream(self._receiving):
-            begun.record(self._receiving)
-            table = self._table(groups, jobs)
+        pieces = list(_pieces(groups, self._piece_bytes))
+        while len(self._arrived) < len(pieces):
+            self._arrived.append(_event())
+        table: Any = None
+        try:
+            for (entries, _, order, lines, _), arrived in zip(pieces, self._arrived, strict=False):
+                mine = [jobs[index] for index in order]
+                entries.copy(self._to_device, mine, self._receiving, lines)
+                if table is None:
+                    # Among the copies: behind them all it would wait for them, and before them
+                    # the link would wait for it.
+                    with torch.cuda.stream(self._receiving):
+                        table = self._table(groups, jobs)
+                    _keep_for(table, self._comparing)
+                arrived.record(self._receiving)
+        finally:
+            received.record(self._receiving)
+            current.wait_event(received)  # whatever came of it, it is over by then
+        with torch.cuda.stream(self._comparing):
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
-            try:
-                for entries, which, _ in groups:
-                    entries.checksums.bring(table, changed, which)
-            finally:
-                received.record(self._receiving)
-                current.wait_event(received)  # whatever came of it, it is over by then
+            for (entries, which, _, _, chunks), arrived in zip(pieces, self._arrived, strict=False):
+                self._comparing.wait_event(arrived)
+                entries.checksums.compare(table, changed, which, chunks)
             verdicts = _pinned((len(jobs),), torch.int32)
             verdicts.copy_(changed, non_blocking=True)
-            ended.record(self._receiving)
+            ended.record(self._comparing)
         order = [index for _, _, each in groups for index in each]
         return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
         """Wait until all copies are over."""
-        for stream in (self._sending, self._summing, self._receiving):
+        for stream in (self._sending, self._summing, self._receiving, self._comparing):
             stream.synchronize()
 
     def mark(self) -> Mark:
@@ -279,6 +409,11 @@ class CudaTransfers:
 
     def _bytes_of(self, jobs: Sequence[CopyJob]) -> int:
         return sum(self._entries[job.kind].memory.row_bytes for job in jobs)
+
+
+def _keep_for(tensor: torch.Tensor, stream: Any) -> None:  # pragma: no cover - tests/gpu run it
+    """Have the memory of a tensor given to nobody else before a stream's present work is over."""
+    tensor.record_stream(stream)
 
 
 def _pinned(  # pragma: no cover - tests/gpu run it

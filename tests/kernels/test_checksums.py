@@ -193,9 +193,8 @@ class Entries:
             for shape in ((2, 4, CHUNK_BYTES + 48), (1, 4, 5, 7), (1, 4, 2 * CHUNK_BYTES))
         ]
         sizes = [tensor[:, 0].numel() for tensor in self.tensors]
-        self.starts = [16, 16 + sizes[0], 16 + 16 * -(-sum(sizes[:2]) // 16)]
         self.count = EntryChecksums.count(self.tensors)
-        self.sums_start = self.starts[2] + sizes[2]
+        self.sums_start = 16 * -(-sum(sizes) // 16)
         row_bytes = self.sums_start + 8 * self.count
         # On a GPU its kernels read and write host memory.
         is_gpu = device.type == "cuda"
@@ -203,8 +202,7 @@ class Entries:
         table = [[place, self.rows[row].data_ptr()] for row, place in enumerate(self.PLACES)]
         self.table = torch.tensor(table, device=device)
         self.checksums = EntryChecksums(
-            self.tensors, self.starts, self.sums_start,
-            programs=3, load_programs=2, backend=backend,
+            self.tensors, self.sums_start, programs=3, comparing_programs=2, backend=backend
         )  # fmt: skip
 
     @property
@@ -215,20 +213,9 @@ class Entries:
         self.checksums.write(self.table, which)
         self.wait()
 
-    def copy_to_rows(self):
-        for row, place in enumerate(self.PLACES):
-            for tensor, start in zip(self.tensors, self.starts, strict=True):
-                part = tensor[:, place].flatten().cpu()
-                self.rows[row, start : start + len(part)] = part
-
     def compared(self, which=slice(0, 3), chunks=None):
         verdicts = torch.zeros(3, dtype=torch.int32, device=self.table.device)
         self.checksums.compare(self.table, verdicts, which, chunks or slice(0, self.count))
-        return verdicts.tolist()
-
-    def brought(self, which=slice(0, 3)):
-        verdicts = torch.zeros(3, dtype=torch.int32, device=self.table.device)
-        self.checksums.bring(self.table, verdicts, which)
         return verdicts.tolist()
 
     def wait(self):
@@ -254,9 +241,7 @@ def test_entries_and_the_checksums_of_their_layers(entries, device):
     entries.write()
     sums = entries.sums.clone()
     entries.rows.zero_()
-    entries.checksums = EntryChecksums(
-        entries.tensors, entries.starts, entries.sums_start, backend="torch"
-    )
+    entries.checksums = EntryChecksums(entries.tensors, entries.sums_start, backend="torch")
     entries.write()
     assert torch.equal(sums, entries.sums)
     assert len(set(sums.flatten().tolist())) == sums.numel()
@@ -280,32 +265,3 @@ def test_every_byte_of_an_entry_counts(entries):
     entries.sums[2, 3] ^= 1
     assert compared() == [0, 0, 1]
     assert compared(slice(0, 0)) == [0, 0, 0]
-
-
-def test_entries_are_brought_to_their_places_and_nowhere_else(entries):
-    entries.write()
-    entries.copy_to_rows()
-    before = [tensor.clone() for tensor in entries.tensors]
-    for tensor in entries.tensors:
-        tensor[:, [0, 2, 3]] = 0
-    assert entries.brought() == [0, 0, 0]
-    for tensor, old in zip(entries.tensors, before, strict=True):
-        assert torch.equal(tensor, old)
-    entries.tensors[2].zero_()
-    assert entries.brought(slice(1, 2)) == [0, 0, 0]
-    assert torch.equal(entries.tensors[2][:, 0], before[2][:, 0])
-    assert not entries.tensors[2][:, 1:].any()
-
-
-def test_every_byte_that_is_brought_counts(entries):
-    entries.write()
-    entries.copy_to_rows()
-    for tensor, layer, byte, _ in BYTES:
-        line = entries.tensors[tensor][0, 0].numel()
-        at = entries.starts[tensor] + layer * line + byte
-        entries.rows[1, at] ^= 4
-        assert entries.brought() == [0, 1, 0]
-        assert entries.brought(slice(0, 1)) == entries.brought(slice(2, 3)) == [0, 0, 0]
-        entries.rows[1, at] ^= 4
-    entries.sums[2, 3] ^= 1
-    assert entries.brought() == [0, 0, 1]

@@ -58,6 +58,8 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "_event", lambda timed=False: Done())
     monkeypatch.setattr(cuda, "_stream", lambda device: Done())
     monkeypatch.setattr(cuda, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(cuda, "_keep_for", lambda tensor, stream: None)
+    monkeypatch.setattr(cuda, "_LEAST_PIECE_BYTES", 2**12)
     monkeypatch.setattr(cuda, "cuda_rectangles", copies_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
@@ -65,12 +67,13 @@ def device(monkeypatch):
 
 
 class Rig:
-    def __init__(self, device):
+    def __init__(self, device, piece_bytes=cuda.PIECE_BYTES):
         generator = torch.Generator().manual_seed(1)
         self.tensors = {
             KV: [torch.randn(4, 11, 3, 96, generator=generator)],
             STATE: [
                 torch.randn(3, 5, 7, generator=generator).bfloat16(),
+                torch.empty(2, 5, 0),
                 torch.randn(2, 5, 9001, generator=generator),
                 torch.randn(1, 5, 40_001, generator=generator),
             ],
@@ -81,16 +84,23 @@ class Rig:
             for kind, count in ((KV, 11), (STATE, 5))
         ]
         self.host = HostTier(*formats)
-        self.transfers = CudaTransfers(self.layouts, self.host.memory, device)
+        self.transfers = CudaTransfers(
+            self.layouts, self.host.memory, device, piece_bytes=piece_bytes
+        )
         self.jobs = [CopyJob(KV, place, 10 - place) for place in range(11)]
         self.jobs += [CopyJob(STATE, place, 2 * place % 5) for place in range(5)]
 
 
+PIECES = pytest.mark.parametrize("piece_bytes", [2**12, 2**16, cuda.PIECE_BYTES])
+"""Of a line each, of some lines of one entry or some entries, and of all that the tail allows."""
+
+
+@PIECES
 @pytest.mark.parametrize("most_pitch", [cuda.MOST_PITCH, 1000])
-def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch):
+def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch, piece_bytes):
     """Of lines that one copy may take, and may not."""
     monkeypatch.setattr(cuda, "MOST_PITCH", most_pitch)
-    rig = Rig(device)
+    rig = Rig(device, piece_bytes)
     before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
     spilled = rig.transfers.spill(rig.jobs)
     assert spilled.is_done()
@@ -111,8 +121,9 @@ def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch):
     assert rig.transfers.seconds_between(mark, rig.transfers.mark()) == 0.002
 
 
-def test_a_turned_bit_is_found_where_it_is(device):
-    rig = Rig(device)
+@PIECES
+def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
+    rig = Rig(device, piece_bytes)
     rig.transfers.spill(rig.jobs)
     for index, job in enumerate(rig.jobs):
         layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
@@ -141,23 +152,108 @@ def test_swapped_checksums_are_found(device):
     assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
 
 
-def test_few_copies_and_launches(device, monkeypatch):
-    """One copy an entry and tensor where a forward runs beside; no copy where it waits."""
-    copies, launches = [], []
+class Journal:
+    """A device that writes down what it is given, in order."""
 
-    def counted(*, to_device):
+    def __init__(self, monkeypatch, rig_of):
+        self.entries = []
+        streams = iter(("sending", "summing", "receiving", "comparing"))
+        monkeypatch.setattr(cuda, "_stream", lambda device: self.Stream(self, next(streams)))
+        monkeypatch.setattr(cuda, "_event", lambda timed=False: self.Event(self))
+        monkeypatch.setattr(cuda, "cuda_rectangles", self.copies_of)
+        current = self.Stream(self, "current")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+        self.rig = rig_of()
+        for entries in self.rig.transfers._entries.values():
+            measure = entries.checksums._measure
+            entries.checksums._measure = lambda *a, m=measure: (self.add("launch", *a), m(*a))
+
+    def add(self, *entry):
+        self.entries.append(entry)
+
+    def copies_of(self, *, to_device):
         copy = copies_of(to_device=to_device)
-        return lambda *arguments: (copies.append(arguments), copy(*arguments))
+        return lambda *arguments: (self.add("copy", *arguments), copy(*arguments))
 
-    monkeypatch.setattr(cuda, "cuda_rectangles", counted)
-    rig = Rig(device)
-    for entries in rig.transfers._entries.values():
-        measure = entries.checksums._measure
-        entries.checksums._measure = lambda *a, m=measure: (launches.append(a), m(*a))
-    rig.transfers.spill(rig.jobs)
-    assert len(copies) == 11 * 1 + 5 * 3
-    assert len(launches) == 2
-    copies.clear(), launches.clear()
-    assert rig.transfers.load(rig.jobs).damaged() == []
-    assert not copies
-    assert len(launches) == 2
+    def of(self, what):
+        return [entry for entry in self.entries if entry[0] == what]
+
+    class Stream(Done):
+        def __init__(self, journal, name):
+            self.journal, self.name = journal, name
+
+        def wait_event(self, event):
+            self.journal.add("wait", self.name, event, event.copies)
+
+    class Event(Done):
+        def __init__(self, journal):
+            self.journal = journal
+
+        def record(self, stream=None):
+            self.copies = len(self.journal.of("copy"))
+
+
+@pytest.fixture
+def journal(device, monkeypatch):
+    """After a spill, in pieces of 64 KiB."""
+    made = Journal(monkeypatch, lambda: Rig(device, 2**16))
+    made.rig.transfers.spill(made.rig.jobs)
+    return made
+
+
+def test_few_copies_and_launches(journal):
+    """One copy an entry and tensor, and one launch a kind; a load has these for each piece."""
+    assert len(journal.of("copy")) == 11 * 1 + 5 * 3
+    assert len(journal.of("launch")) == 2
+    journal.entries.clear()
+    pieces = list(cuda._pieces(journal.rig.transfers._by_kind(journal.rig.jobs), 2**16))
+    assert journal.rig.transfers.load(journal.rig.jobs).damaged() == []
+    assert len(journal.of("launch")) == len(pieces)
+    assert 11 + 5 * 3 < len(journal.of("copy")) < 11 + 5 * 3 + len(pieces)
+
+
+def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_these_alone(journal):
+    journal.entries.clear()
+    transfers, jobs = journal.rig.transfers, journal.rig.jobs
+    transfers.load(jobs)
+    kinds = [entry[0] for entry in journal.entries]
+    # The link is given all its work before anything else is enqueued.
+    assert "launch" not in kinds[: len(kinds) - kinds[::-1].index("copy")]
+    copies = len(journal.of("copy"))
+    [forward] = [entry for entry in journal.of("wait") if entry[1] == "current"]
+    assert forward[3] == copies
+    assert kinds.index("launch") > journal.entries.index(forward)
+    compared = journal.entries[journal.entries.index(forward) + 1 :]
+    waits, launches = compared[::2], compared[1::2]
+    assert {(kind, name) for kind, name, *_ in waits} == {("wait", "comparing")}
+    assert {kind for kind, *_ in launches} == {"launch"}
+    arrived = [copies for *_, copies in waits]
+    assert arrived == sorted(set(arrived))
+    assert arrived[-1] == copies
+    # Every checksum of every entry is compared once.
+    seen = [
+        (entry, chunk)
+        for _, compares, _, _, which, chunks, _ in launches
+        for entry in range(16)[which]
+        for chunk in range(99)[chunks]
+    ]
+    state, kv = (transfers._entries[kind].checksums.num_sums for kind in (STATE, KV))
+    assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
+
+
+def test_little_is_compared_behind_the_last_copy(journal):
+    """Pieces become smaller to the end, where a line is shorter than they."""
+    transfers, jobs = journal.rig.transfers, journal.rig.jobs
+    pieces = list(cuda._pieces(transfers._by_kind(jobs), 2**16))
+    sizes = [
+        len(piece.order)
+        * (piece.entries.num_bytes if piece.lines is None else piece.entries.bytes_of(piece.lines))
+        for piece in pieces
+    ]
+    assert sum(sizes) == sum(transfers._entries[job.kind].num_bytes for job in jobs)
+    assert sizes[-1] <= 2**12
+    left = sum(sizes)
+    for piece, size in zip(pieces, sizes, strict=True):
+        one_line = piece.lines is not None and piece.lines.stop - piece.lines.start == 1
+        assert one_line or size <= max(2**12, min(2**16, left // 3))
+        left -= size

@@ -19,19 +19,7 @@ from mamba_cache.states.kernels.checksum_plan import (
     ChecksumPlan,
 )
 
-__all__ = [
-    "NUM_WARPS",
-    "checksum",
-    "chunk_sum",
-    "ended",
-    "mixed",
-    "narrow_words",
-    "seeds",
-    "store_narrow",
-    "store_wide",
-    "whole_rounds",
-    "wide_words",
-]
+__all__ = ["NUM_WARPS", "checksum", "chunk_sum"]
 
 NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
 _LANES = tl.constexpr(LANES)
@@ -49,7 +37,7 @@ def _shifted(value, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mixed(lanes, words):  # type: ignore[no-untyped-def]
+def _mixed(lanes, words):  # type: ignore[no-untyped-def]
     """Mix a round into the lanes."""
     # The shift comes before the product: a change of the highest bit alone, the sign of a float,
     # would go through the product as it is, and a second one could undo it.
@@ -58,7 +46,7 @@ def mixed(lanes, words):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
+def _wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
     """Read one round: ``LANES`` words, zero where there are no bytes."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
     index = tl.arange(0, _LANES)
@@ -66,7 +54,7 @@ def wide_words(address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
+def _narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
     """Put words together byte by byte, as far as there are any, so that any address will do."""
     pointer = address.to(tl.pointer_type(tl.uint8))
     first = tl.arange(0, _LANES) * 8
@@ -78,59 +66,23 @@ def narrow_words(address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_wide(address, num_bytes, words):  # type: ignore[no-untyped-def]
-    """Write what ``wide_words`` has read."""
-    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), _WIDE_BYTES)
-    index = tl.arange(0, _LANES)
-    tl.store(pointer + index, words, mask=index < tl.multiple_of(num_bytes // 8, 2))
-
-
-@triton.jit
-def store_narrow(address, num_bytes, words):  # type: ignore[no-untyped-def]
-    """Write what ``narrow_words`` has read."""
-    pointer = address.to(tl.pointer_type(tl.uint8))
-    first = tl.arange(0, _LANES) * 8
-    for byte in tl.static_range(8):
-        piece = (words >> (8 * byte)).to(tl.uint8)
-        tl.store(pointer + first + byte, piece, mask=first + byte < num_bytes)
-
-
-@triton.jit
-def whole_rounds(num_bytes):  # type: ignore[no-untyped-def]
-    """Return the bytes of the rounds that a chunk takes: they come in groups."""
-    group = _UNROLLED_ROUNDS * _ROUND_BYTES
-    return (num_bytes + group - 1) // group * group
-
-
-@triton.jit
-def seeds():  # type: ignore[no-untyped-def]
-    """Return what the lanes begin with."""
-    return (tl.arange(0, _LANES) + 1).to(tl.int64) * _SEED
-
-
-@triton.jit
-def ended(lanes):  # type: ignore[no-untyped-def]
-    """Return the checksum of lanes."""
-    # The final mix of MurmurHash3 (Appleby, public domain), with another pair of odd constants.
-    lanes = (lanes ^ _shifted(lanes, 33)) * _MULTIPLIER
-    lanes = (lanes ^ _shifted(lanes, 29)) * _SEED
-    return tl.sum(lanes ^ _shifted(lanes, 32), axis=0)
-
-
-@triton.jit
 def chunk_sum(address, num_bytes, is_wide):  # type: ignore[no-untyped-def]
     """Measure one chunk; ``is_wide``: address and bytes are multiples of 16."""
-    lanes = seeds()
+    lanes = (tl.arange(0, _LANES) + 1).to(tl.int64) * _SEED
     if is_wide != 0:
         for start in range(0, num_bytes, _UNROLLED_ROUNDS * _ROUND_BYTES):
             for number in tl.static_range(_UNROLLED_ROUNDS):
                 first = start + number * _ROUND_BYTES
-                lanes = mixed(lanes, wide_words(address + first, num_bytes - first))
+                lanes = _mixed(lanes, _wide_words(address + first, num_bytes - first))
     else:
         # Not unrolled: it would take the registers that the rest of the GPU needs.
-        for start in range(0, whole_rounds(num_bytes), _ROUND_BYTES):
-            lanes = mixed(lanes, narrow_words(address + start, num_bytes - start))
-    return ended(lanes)
+        group = _UNROLLED_ROUNDS * _ROUND_BYTES
+        for start in range(0, (num_bytes + group - 1) // group * group, _ROUND_BYTES):
+            lanes = _mixed(lanes, _narrow_words(address + start, num_bytes - start))
+    # The final mix of MurmurHash3 (Appleby, public domain), with another pair of odd constants.
+    lanes = (lanes ^ _shifted(lanes, 33)) * _MULTIPLIER
+    lanes = (lanes ^ _shifted(lanes, 29)) * _SEED
+    return tl.sum(lanes ^ _shifted(lanes, 32), axis=0)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +12,15 @@ import torch
 
 __all__ = [
     "CHUNK_BYTES",
+    "COMPARING_PROGRAMS",
     "ENTRY_PROGRAMS",
     "LANES",
-    "LOAD_PROGRAMS",
     "MULTIPLIER",
     "ROUND_BYTES",
     "SEED",
     "UNROLLED_ROUNDS",
     "ChecksumPlan",
     "EntryPlan",
-    "EntryWork",
     "entry_chunks",
     "num_entry_chunks",
     "plan_checksums",
@@ -45,12 +43,12 @@ MULTIPLIER = 0x2545F4914F6CDD1D
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
 
 ENTRY_PROGRAMS = 4
-"""Programs that measure what is spilled beside a model's forward: each reads about 20 GB/s from an
+"""Programs that measure what is spilled beside a model's forward: each reads about 15 GB/s from an
 H200's memory, and a PCIe 5 link takes 55 GB/s."""
 
-LOAD_PROGRAMS = 32
-"""Programs that bring entries: each has 16 KiB of them in flight, and what comes across the link
-comes within some 2 us."""
+COMPARING_PROGRAMS = 8
+"""Programs that compare what is loaded: twice as fast as the link, for they begin later and what is
+left to do when all has crossed is waited for."""
 
 _WIDE_BYTES = 16
 
@@ -89,67 +87,46 @@ class ChecksumPlan:
         return self.num_heads + len(range(self.num_heads + phase, self.num_chunks, stride))
 
 
-class EntryWork(IntEnum):
-    """What is done with entries."""
-
-    WRITE = 0
-    """Their checksums are written to their rows."""
-
-    COMPARE = 1
-    """They are compared with the checksums in their rows."""
-
-    BRING = 2
-    """Their bytes are brought from their rows, and compared with the checksums there."""
-
-
 @dataclass(frozen=True, slots=True)
 class EntryPlan:
     """Where the chunks of an entry lie: of each layer of each tensor, ``CHUNK_BYTES`` or its end.
 
     Attributes:
         tensors: Each [num_layers, places, bytes] uint8, kept alive as the table holds addresses.
-        starts: Where the bytes of each begin in a row, layer behind layer.
-        sums_start: Where the checksums begin there.
-        chunks: [num_chunks, 5] int64 on their device: the address in place 0, bytes from place to
-            place, bytes, whether all and the next are multiples of 16, and where it is in a row.
+        sums_start: Where the checksums begin in a row.
+        chunks: [num_chunks, 4] int64 on their device: the address in place 0, bytes from place to
+            place, bytes, and whether all of these are multiples of 16.
     """
 
     tensors: tuple[torch.Tensor, ...]
-    starts: tuple[int, ...]
     sums_start: int
     chunks: torch.Tensor
 
 
-def plan_entries(
-    tensors: Sequence[torch.Tensor], starts: Sequence[int], sums_start: int
-) -> EntryPlan:
+def plan_entries(tensors: Sequence[torch.Tensor], sums_start: int) -> EntryPlan:
     """Plan checksums of entries: one row of ``tensors``, each [num_layers, places, *inner]."""
     parts = tuple(tensor.unsqueeze(-1).view(torch.uint8).flatten(2) for tensor in tensors)
     device = tensors[0].device
-    table = torch.from_numpy(entry_chunks(tensors, starts))
+    table = torch.from_numpy(entry_chunks(tensors))
     if device.type == "cuda":
         table = table.pin_memory()
     chunks = table.to(device, non_blocking=True)
-    return EntryPlan(parts, tuple(starts), sums_start, chunks)
+    return EntryPlan(parts, sums_start, chunks)
 
 
-def entry_chunks(
-    tensors: Sequence[torch.Tensor], row_starts: Sequence[int]
-) -> npt.NDArray[np.int64]:
+def entry_chunks(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     """Return ``EntryPlan.chunks`` as an array."""
-    tables = [np.empty((0, 5), dtype=np.int64)]
-    for tensor, row_start in zip(tensors, row_starts, strict=True):
+    tables = [np.empty((0, 4), dtype=np.int64)]
+    for tensor in tensors:
         size = tensor.element_size()
         num_bytes = math.prod(tensor.shape[2:]) * size
         starts = np.arange(0, num_bytes, CHUNK_BYTES, dtype=np.int64)
         for layer in range(tensor.shape[0]):
-            table = np.empty((len(starts), 5), dtype=np.int64)
+            table = np.empty((len(starts), 4), dtype=np.int64)
             table[:, 0] = tensor.data_ptr() + layer * tensor.stride(0) * size + starts
             table[:, 1] = tensor.stride(1) * size
             table[:, 2] = np.minimum(num_bytes - starts, CHUNK_BYTES)
-            table[:, 4] = row_start + layer * num_bytes + starts
-            is_wide = table[:, (0, 1, 2, 4)] % _WIDE_BYTES == 0
-            table[:, 3] = is_wide.all(axis=1)
+            table[:, 3] = (table[:, :3] % _WIDE_BYTES == 0).all(axis=1)
             tables.append(table)
     return np.concatenate(tables)
 

@@ -13,7 +13,6 @@ from mamba_cache.states.kernels.checksum_plan import (
     ROUND_BYTES,
     UNROLLED_ROUNDS,
     EntryPlan,
-    EntryWork,
 )
 from mamba_cache.states.kernels.checksum_torch import as_words, measure_ends, sums_of
 
@@ -22,18 +21,18 @@ __all__ = ["entry_checksums"]
 
 def entry_checksums(  # noqa: PLR0917 - the kernel's signature
     plan: EntryPlan,
-    work: EntryWork,
+    compares: bool,
     entries: torch.Tensor,
     changed: torch.Tensor,
     which: slice,
     chunks: slice,
     programs: int,
 ) -> None:
-    """Write checksums of entries, compare them, or bring entries and compare.
+    """Write checksums of entries to their rows, or compare with those there.
 
     Args:
         plan: Where their chunks lie.
-        work: What to do; entries are brought with all their chunks.
+        compares: Whether to compare.
         entries: [n, 2] int64. The place of each, and the address of its row.
         changed: [n] int32; becomes 1 for each that has another checksum than stands in its row.
         which: Which of the n.
@@ -43,16 +42,12 @@ def entry_checksums(  # noqa: PLR0917 - the kernel's signature
     for entry in range(which.start, which.stop):
         place, row = entries[entry].tolist()
         layers = [layer for tensor in plan.tensors for layer in tensor[:, place]]
-        if work is EntryWork.BRING:
-            for tensor, start in zip(plan.tensors, plan.starts, strict=True):
-                brought = tensor[:, place]
-                brought.copy_(_memory(row + start, brought.numel()).view(brought.shape))
         found = torch.cat([_sums_of_layer(layer) for layer in layers]).cpu()
         sums = _memory(row + plan.sums_start, 8 * len(found)).view(torch.int64)
-        if work is EntryWork.WRITE:
-            sums[chunks] = found[chunks]
-        else:
+        if compares:
             changed[entry] |= int((sums[chunks] != found[chunks]).any())
+        else:
+            sums[chunks] = found[chunks]
 
 
 def _memory(address: int, num_bytes: int) -> torch.Tensor:
