@@ -22,8 +22,8 @@ def _headers_unseen(_):
 
 
 def _disk_believed(read_row):
-    def broken(slab, load):
-        read_row(slab, load)
+    def broken(*arguments):
+        read_row(*arguments)
 
     return broken
 
@@ -40,8 +40,8 @@ def _another_row(load):
 
 
 def _another_row_of_the_disk(read):
-    def broken(self, row, into):
-        return read(self, (row + 1) % max(1, self.num_rows), into)
+    def broken(self, row, *arguments):
+        return read(self, (row + 1) % max(1, self.num_rows), *arguments)
 
     return broken
 
@@ -72,13 +72,13 @@ def _a_block_early(read):
     """The state is that at the end of the block before."""
 
     def broken(self, active, match):
-        facts = self._facts
+        facts = self._facts(active)
 
-        def early(request, kind, index):
+        def early(kind, index):
             is_state = kind is EntryKind.STATE and index > 0
-            return facts(request, kind, index - is_state)
+            return facts(kind, index - is_state)
 
-        with mock.patch.object(self, "_facts", early):
+        with mock.patch.object(self, "_facts", return_value=early):
             return read(self, active, match)
 
     return broken

@@ -535,9 +535,9 @@ def slow_copy(rig):
     other = (number + 1) % NUM_ENTRIES
     go, read = threading.Event(), SlabFile.read
 
-    def slow(slab, row, into):
+    def slow(*arguments):
         go.wait(PATIENCE)
-        return read(slab, row, into)
+        return read(*arguments)
 
     facts, answer = rig.facts(number, kind), Answer()
     lease = rig.host.reserve(facts, for_lower=True)
