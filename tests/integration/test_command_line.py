@@ -11,6 +11,7 @@ import sys
 import pytest
 from sources import ROOT
 
+from mamba_cache._version import __version__
 from mamba_cache.bench.command import BENCHMARKS
 from mamba_cache.bench.measure import Measurement
 from mamba_cache.cli import demo, doctor, main
@@ -209,7 +210,7 @@ def test_no_command_is_wrong_usage(call):
 
 
 def test_version(call):
-    assert call("--version")[:2] == (0, "mamba-cache 0.1.0\n")
+    assert call("--version")[:2] == (0, f"mamba-cache {__version__}\n")
 
 
 def test_colour_is_for_terminals_that_want_it():

@@ -162,6 +162,16 @@ def test_what_cannot_be_computed_is_counted():
     assert context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
 
 
+def test_who_cannot_compute_a_hit_says_so():
+    context, _ = make_verified()
+    context.skip_verification(SkippedVerification.SETTINGS)
+    assert context.verification_stats().skipped == {SkippedVerification.SETTINGS: 1}
+    off = make_context()
+    off.skip_verification(SkippedVerification.SETTINGS)
+    assert off.take_verification() is None
+    assert off.verification_stats() == VerificationStats()
+
+
 def test_a_part_of_the_hits_is_chosen():
     sampler = HitSampler(0.25)
     chosen = sum(sampler.chooses() for _ in range(4000))
