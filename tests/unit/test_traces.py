@@ -52,14 +52,14 @@ def test_a_log_says_how_large_its_blocks_are(trace):
     assert first.hash_ids == second.hash_ids
     assert len(prompt_tokens(first)) == 40
     assert read_trace(path, block_size=16) == [first, second]
-    with pytest.raises(InvalidArgumentError, match="line 1 .* have 16 tokens, not 32"):
+    with pytest.raises(InvalidArgumentError, match=r"line 1 .* have 16 tokens, not 32"):
         read_trace(path, block_size=32)
 
 
 def test_logs_of_two_runs_in_one_file_are_one_trace(trace):
     assert len(read_trace(trace(HEADER, LOGGED, HEADER, LOGGED))) == 2
     other = HEADER | {"block_size_tokens": 32}
-    with pytest.raises(InvalidArgumentError, match="line 3 of the trace: .* have 32 tokens"):
+    with pytest.raises(InvalidArgumentError, match=r"line 3 of the trace: .* have 32 tokens"):
         read_trace(trace(HEADER, LOGGED, other, LOGGED))
 
 
