@@ -7,7 +7,7 @@ from interrupt_tiers_rig import Made
 from tier_rig import make_tiered
 from tiers_machine import LateTier
 
-from mamba_cache.context import Request
+from mamba_cache.context import Prefetch, Request
 from mamba_cache.errors import TokenCapacityError
 from mamba_cache.slots import AdaptiveSlotPolicy
 from mamba_cache.tiers import DiskTier
@@ -87,7 +87,8 @@ def made():
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(RowPool, "read"), (DiskTier, "load"), (DiskTier, "_check_size")]
+    ("owner", "name"),
+    [(RowPool, "read"), (RowPool, "_lease"), (DiskTier, "load"), (DiskTier, "_check_size")],
 )
 def test_a_prefetch_that_is_interrupted_keeps_no_row(made, monkeypatch, owner, name):
     """A row was lent to the disk, which had never heard of it: it was held for ever."""
@@ -128,4 +129,22 @@ def test_a_close_that_is_interrupted_can_be_called_again(made, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         made.context.close()
     made.leave()
+    assert not made.check()
+
+
+def test_rows_of_a_disk_that_is_not_done_in_time_are_given_back_by_a_reset(made, monkeypatch):
+    """Until then they may be written; nothing else gets them."""
+    late = LateTier(made.context.disk_tier)
+    late.is_late = True
+    made.context._tiering.lower.tier = late
+    with monkeypatch.context() as patch:
+        patch.setattr(late, "flush", lambda _: False, raising=False)
+        made.prefetch()
+        interrupt_once(patch, Prefetch, "begin")
+        with pytest.raises(KeyboardInterrupt):
+            made.context.prefetch(Request(request_id="b", prompt_tokens=ON_DISK[0]))
+    assert made.context.host_tier._lower
+    made.context.reset()
+    assert not made.context.host_tier._lower
+    made.context._tiering.lower.tier = late.tier
     assert not made.check()
