@@ -31,7 +31,11 @@ from mamba_cache.integrations.transformers.batching.batcher import (
     BatcherSettings,
     BatchStats,
 )
-from mamba_cache.integrations.transformers.batching.calls import BatchCall, check_batcher
+from mamba_cache.integrations.transformers.batching.calls import (
+    BatchCall,
+    check_batcher,
+    configure,
+)
 from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -402,7 +406,7 @@ class PrefixCache:
                 )
 
         begin()
-        batcher.configure()
+        configure(batcher, manager.batching_config)
         batcher.warm_up(self._max_batch_size)
         manager.run(batcher, begin)
 

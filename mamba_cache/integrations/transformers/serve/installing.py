@@ -248,7 +248,9 @@ def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callab
         if cache is None:
             original(self, model, gen_config)
         elif self._cb is None:
-            self._cb = BatchManager(cache, _describe_arrival, model)
+            self._cb = BatchManager(
+                cache, _describe_arrival, model, getattr(self, "_cb_config", None)
+            )
             self._cb.start()
 
     return init_cb
