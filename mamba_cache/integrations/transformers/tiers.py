@@ -83,6 +83,7 @@ class PrefixTiers:
 
     Attributes:
         hasher: Makes the hashes of blocks; with a disk, the same in each process.
+        hash_secret: Its key.
 
     Raises:
         BudgetError: A budget holds no row of a kind.
@@ -119,8 +120,8 @@ class PrefixTiers:
             pinner=pinner_for(layout.device) if on_gpu else None,
         )
         self._copies = self._make_copies()
-        self._secret = secrets.token_bytes(32) if self._path is None else _secret_in(self._path)
-        self.hasher = BlockHasher("xxh3_128", self._secret)
+        self.hash_secret = secrets.token_bytes(32) if self._path is None else _secret_in(self._path)
+        self.hasher = BlockHasher("xxh3_128", self.hash_secret)
         self._offers: list[_Offer] = []
         self._lengths: set[int] = set()
         self._keys: dict[ExtraKey, str | None] = {}
@@ -134,14 +135,6 @@ class PrefixTiers:
                 "outlive the weights that they were computed with, and must not be used with others"
             )
         self._begin()
-
-    def move_to(self, store: PrefixStore) -> None:
-        """Serve another store of the same layout; what the tiers hold stays."""
-        self._store = store
-        self._offers = []
-        self._lay_out()
-        self._copies = self._make_copies()
-        store.tiers = self
 
     def _lay_out(self) -> None:
         """Say how the rows of the store lie in its tensors."""
@@ -167,7 +160,7 @@ class PrefixTiers:
         weights = self._runner.fingerprint.weights_digest()
         is_known = weights is not None
         name = weights or f"unknown {secrets.token_hex(16)}"
-        self._identity = _identity(self._store, self._runner, name, self._secret)
+        self._identity = _identity(self._store, self._runner, name, self.hash_secret)
         self._disk = self._link = None
         if self._path is None or not is_known:
             return
@@ -481,7 +474,7 @@ class PrefixTiers:
         digest = chain.part_hash(depth, own).digest(0) if rest else chain.hashes.digest(depth - 1)
         key = EntryKey(
             self._identity.digest,
-            tenant_digest(self._secret, None),  # the salt is in the digest
+            tenant_digest(self.hash_secret, None),  # the salt is in the digest
             kind,
             digest,
             self._identity.rank,

@@ -132,7 +132,6 @@ def install(
             "weights_check": weights_check,
             "measure_costs": measure_costs,
             "max_batch_size": max_batch_size,
-            "batch_share": 1,  # with continuous batching nothing else uses a model's cache
         },
         None if events_endpoint is None else _publishers(events_endpoint, events),
     )
