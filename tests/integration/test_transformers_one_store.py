@@ -231,3 +231,17 @@ def test_autocast_does_not_mix_with_what_is_cached_without(nemotron, generator):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         alone(cache, prompt)
     assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
+def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):
+    room = budgets(nemotron.cache(), slots=8, blocks=28)
+    with nemotron.cache(**room, host_cache_gb=0.01) as cache:
+        prompts = [tokens(generator, 4 * BLOCK + 3) for _ in range(8)]
+        answered = answers(batch(cache, prompts[:4], max_new_tokens=BLOCK))
+        answered += answers(batch(cache, prompts[4:], max_new_tokens=BLOCK))
+        assert cache.tier_stats()[0].stored > 8 * 4
+        for prompt, answer in zip(prompts, answered, strict=True):
+            longer = prompt + answer + [5]
+            assert hit(cache, lambda longer=longer: batch(cache, [longer])) == 5 * BLOCK
+            assert alone(cache, longer) == nemotron.answer(longer, 6)
+        assert cache.tier_stats()[0].restored > 0

@@ -291,8 +291,10 @@ class PrefixStore:
         hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        hit = self.find(chain, tokens, min_computed=min_computed, with_logits=with_logits)
         is_told = self.is_told(cache_salt, lora_id)
+        hit = self.find(
+            chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+        )
         return SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
 
     def find(
@@ -302,6 +304,7 @@ class PrefixStore:
         *,
         min_computed: int,
         with_logits: bool,
+        is_told: bool,
     ) -> PrefixHit:
         """Finds how much of a sequence is cached, once what lies below has been brought.
 
@@ -310,10 +313,35 @@ class PrefixStore:
             tokens: Its token ids.
             min_computed: Tokens that must be left to compute.
             with_logits: None need be left if the logits that follow are cached.
+            is_told: Whether observers are told the tokens of what is brought.
         """
         if self.tiers is not None:
-            self.tiers.bring(chain, tokens, min_computed=min_computed, with_logits=with_logits)
+            self.tiers.bring(
+                chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+            )
         return self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
+
+    def offer(
+        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], lora_id: ExtraKey
+    ) -> None:
+        """Offer what is cached of a sequence's whole blocks to the tiers below.
+
+        Args:
+            chain: The sequence, hashed.
+            tokens: Its token ids.
+            lora_id: The key that it was computed under.
+        """
+        if self.tiers is None or lora_id in self.live_dtypes:
+            return
+        hashes, size = chain.hashes, self.layout.block_size_tokens
+        for index, hash_id in enumerate(hashes):
+            block = self.kv_blocks.find_block(hash_id, hashes.digest(index))
+            if block is None:
+                return
+            end = (index + 1) * size
+            self.tiers.offer(EntryKind.KV, chain, tokens, end, block)
+            if self.slots.has_state(block):
+                self.tiers.offer(EntryKind.STATE, chain, tokens, end, block)
 
     def logits_of(self, hit: PrefixHit) -> torch.Tensor:
         """Returns the logits, [1, vocabulary], that follow what was found whole; not copied."""

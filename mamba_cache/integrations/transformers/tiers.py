@@ -127,6 +127,7 @@ class PrefixTiers:
         self._keys: dict[ExtraKey, str | None] = {}
         self._key: str | None = None
         self._last_has_logits = False
+        self._is_told = False
         self._disk: DiskTier | None = None
         self._link: LowerTierLink | None = None
         if runner.fingerprint.weights_digest() is None:
@@ -224,6 +225,11 @@ class PrefixTiers:
         elif self._has_kv:
             self._offers.append(_Offer(facts, block, block, 0))
 
+    @property
+    def num_offers(self) -> int:
+        """What was offered and is not copied yet, some of it perhaps more than once."""
+        return len(self._offers)
+
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
         offers, self._offers = self._offers, []
@@ -253,6 +259,7 @@ class PrefixTiers:
         *,
         min_computed: int,
         with_logits: bool,
+        is_told: bool,
     ) -> None:
         """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
 
@@ -261,8 +268,10 @@ class PrefixTiers:
             tokens: Its tokens.
             min_computed: Tokens that are left to compute in any case,
             with_logits: but where all are cached, with the logits that follow.
+            is_told: Whether observers are told the tokens of what becomes findable.
         """
         self._host.poll()
+        self._is_told = is_told
         if self._key is None:
             return
         num_tokens = len(tokens)
@@ -379,15 +388,17 @@ class PrefixTiers:
         whole = blocks[:-1] if rest and part is None else blocks
         first = depth - len(whole)
         if whole:
-            parent = hashes[first - 1] if first else None
+            parent, size = hashes[first - 1] if first else None, store.layout.block_size_tokens
+            told = tokens[first * size : depth * size] if self._is_told else None
             holders = store.kv_blocks.register_kv_block_hashes(
-                whole, hashes[first:depth], parent_hash=parent
+                whole, hashes[first:depth], parent_hash=parent, tokens=told
             )
             if None in holders:
                 return False
         if rest:
             if part is None:
-                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=None)
+                told = part_tokens if self._is_told else None
+                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=told)
             hash_id, block = chain.part_hash(depth, part_tokens)[0], part
         else:
             hash_id = hashes[depth - 1]

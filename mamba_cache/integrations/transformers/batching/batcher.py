@@ -46,6 +46,9 @@ _COPIED_BYTES = 2**31
 _LONGEST = 2**17
 """Tokens of a sequence, for models that do not say: block tables are as wide."""
 
+_MOST_OFFERS = 1024
+"""Blocks and states that wait to be copied to the tiers below."""
+
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
 
@@ -555,14 +558,27 @@ class Batcher:
         over, self._over = self._over, []
         for request, value in [*zip(sampled, values, strict=True), *forks]:
             if self._take(request, value):
+                self._offer(request)
                 self._queues.finish(request)
                 over.append(self._end(request))
+        tiers = self._store.tiers
+        # A copy is waited for, so it comes when nobody else does, or when much has gathered.
+        if tiers is not None and (not self._num_unfinished or tiers.num_offers > _MOST_OFFERS):
+            tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(
                 "the model was changed while generate_batch ran, by a streamer or a processor: "
                 "call reset(), for what is cached may come from both models"
             )
         return over
+
+    def _offer(self, request: BatchRequest) -> None:
+        """Offer what a request has computed to the tiers below, if there are some."""
+        if self._store.tiers is None:
+            return
+        tokens, chain = [*request.prompt, *request.answer], request.prepared.chain.copy()
+        chain.append(tokens[chain.num_tokens :])
+        self._store.offer(chain, np.array(tokens, dtype=np.int32), self._runner.fingerprint.key)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Makes a token part of an answer; says whether it is the last one."""

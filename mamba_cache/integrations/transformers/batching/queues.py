@@ -270,6 +270,7 @@ class BatchQueues:
             request.prepared.tokens,
             min_computed=self._fewest_tokens,
             with_logits=with_logits,
+            is_told=bool(request.prepared.request.tells_tokens),
         )
 
     def _begin_with_token(self, request: BatchRequest, hit: PrefixHit) -> bool:
