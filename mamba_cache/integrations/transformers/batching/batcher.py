@@ -478,7 +478,7 @@ class Batcher:
                 self._add(pieces, probabilities, _rows_of(chunks.logits, rows), draws)
         if not pieces:
             return np.zeros(0, dtype=np.int64), {}
-        host = self._fetch(torch.cat(pieces))
+        host = self._fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
         if probabilities:
             self._note_probabilities(self._fetch(torch.cat(probabilities)), step, names, size)
         found = dict(zip(names, host[size:].tolist(), strict=True))
