@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers_rig import BLOCK, budgets
 
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy
 
 LENGTHS = (1, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 7)
 
@@ -223,6 +224,33 @@ def test_what_was_brought_from_host_memory_is_found_by_batches(nemotron, generat
         assert hit(cache, lambda: batch(cache, [longer])) >= 5 * BLOCK
         assert answers(batch(cache, [longer])) == [nemotron.answer(longer, 6)]
         assert cache.tier_stats()[0].restored > 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_that_was_made_in_inference_mode_or_out_of_it(nemotron, generator, first):
+    prompts = [tokens(generator, 2 * BLOCK + n) for n in (3, 5)]
+    with torch.inference_mode(first):
+        cache = nemotron.cache()
+        assert alone(cache, prompts[0]) == nemotron.answer(prompts[0], 6)
+        cache.prepare_batches()
+    with torch.inference_mode(not first):
+        found = answers(batch(cache, prompts))
+    assert found == [nemotron.answer(prompt, 6) for prompt in prompts]
+    with torch.inference_mode(first):
+        assert alone(cache, prompts[1]) == nemotron.answer(prompts[1], 6)
+        cache.reset()
+
+
+@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy])
+def test_one_policy_decides_for_both(nemotron, generator, policy):
+    room = budgets(nemotron.cache(), slots=3, blocks=24)
+    cache = nemotron.cache(**room, eviction=policy())
+    prompts = [tokens(generator, 2 * BLOCK + n) for n in range(5)]
+    for _ in range(2):
+        for prompt in prompts:
+            assert alone(cache, prompt) == nemotron.answer(prompt, 6)
+        assert answers(batch(cache, prompts)) == [nemotron.answer(one, 6) for one in prompts]
+    assert cache.stats().evicted_slots + cache.stats().refused_states > 0
 
 
 def test_autocast_does_not_mix_with_what_is_cached_without(nemotron, generator):

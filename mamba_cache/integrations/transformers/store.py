@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._guard import CallGuard
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
@@ -90,6 +91,7 @@ class PrefixStore:
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
 
+    @outside_inference_mode
     def _make_slots(self, num_slots: int, eviction: SlotEvictionPolicy) -> SlotPool:
         """Make the slots: those of a context, if one can be made for the model."""
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
@@ -113,6 +115,7 @@ class PrefixStore:
             evicts_held=True,
         )
 
+    @outside_inference_mode
     def share(self, layout: BatchLayout) -> SharedStore:
         """Return what a context needs to have its prefixes here as well.
 
