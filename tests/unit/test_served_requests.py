@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from mamba_cache.integrations.transformers.serve.requests import ServedRequest  # noqa: E402
+from mamba_cache.integrations.transformers.serve.requests import ServedRequest
 
 
 @pytest.mark.parametrize(
