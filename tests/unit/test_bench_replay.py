@@ -330,3 +330,12 @@ def test_the_benchmarks_page_quotes_the_runs_with_tiers():
         tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table.splitlines()
     }
     assert quoted == expected
+
+
+def test_the_benchmarks_page_quotes_the_run_with_one_budget():
+    folder = ROOT / "docs" / "benchmarks"
+    [path] = folder.glob("replayed-trace-80gib-*.json")
+    [record] = json.loads(path.read_text(encoding="utf-8"))["records"]
+    quoted = f"`--cache-gb 80 --bound` | {record['token_hit_rate']:.1%}, of at most "
+    quoted += f"{record['bound']:.1%} |"
+    assert quoted in (folder / "index.md").read_text(encoding="utf-8")
