@@ -7,7 +7,16 @@ from functools import partial
 
 from context_rig import MODEL, UncachedRuns, add, generate, run_step
 from interrupt_rig import Leak, Wedged, WrongAnswer
-from tier_rig import STATE, LateTransfers, always, cached_rows, flip, install, make_tiered
+from tier_rig import (
+    STATE,
+    LateTransfers,
+    always,
+    cached_rows,
+    flip,
+    flip_header,
+    install,
+    make_tiered,
+)
 
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
@@ -36,12 +45,12 @@ class Made:
                 "disk_cache_path": self.folder,
                 "disk_cache_gb": 2**-9,
                 "disk_write_on_use": 1,
-                "hash_secret": b"of this test",
             }
         context = make_tiered(
             num_kv_blocks=9,
             max_slots=2,
             num_host_states=self.num_host_states,
+            hash_secret=b"of this test",
             options={"identity": ModelIdentity(name="model", weights="w")},
             **disk,
         )
@@ -70,6 +79,11 @@ class Made:
     def damage(self):
         for row in cached_rows(self.context, STATE):
             flip(self.context, STATE, row, 5)
+        return self
+
+    def damage_headers(self):
+        for row in cached_rows(self.context, STATE):
+            flip_header(self.context, STATE, row, 9)
         return self
 
     def leave(self):
@@ -107,6 +121,8 @@ class Made:
         context.check_invariants()
         with suppress(StepOrderError):
             context.abort_step()
+        with suppress(UnknownRequestError):
+            context.finish("only")
         self._bring_to_its_end()
         for prompt in (PROMPT, *OTHERS, PROMPT):
             self._check_answer(prompt)
@@ -193,7 +209,7 @@ _on_disk = partial(Made, on_disk=True)
 TIER_CALLS = {
     "Tiers, add_request that loads": TierCall(_full, Made.load),
     "Tiers, add_request that finds damage": TierCall(
-        lambda: Made().fill().damage(), lambda made: add(made.context, "a", PROMPT)
+        lambda: Made().fill().damage_headers(), lambda made: add(made.context, "a", PROMPT)
     ),
     "Tiers, begin_step that loads": TierCall(
         lambda: _full().load(), lambda made: made.context.begin_step()
