@@ -346,6 +346,9 @@ class DiskTier:
             Whether it is.
         """
         with self._lock:
+            # Once more: a call that was interrupted may have queued something and told nobody.
+            self._load_came.notify_all()
+            self._put_came.notify_all()
             return self._one_over.wait_for(lambda: not self.num_queued, timeout_seconds)
 
     def close(self) -> None:
