@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import numpy as np
 import torch
-from store_kill_rig import PATIENCE, Counts, Rig
+from store_kill_rig import PATIENCE, ROLES, Counts, Rig
 from store_rig import find_mooncake_master, find_valkey
 
 COLUMNS = (
@@ -53,18 +53,18 @@ def main():
         if found[kind] is None:
             print(f"{kind}: not installed", file=sys.stderr)
             continue
-        started = time.perf_counter()
-        rig = Rig(kind, seed=options.seed, flips=options.flips, verifies=not options.believe)
-        for role in rig.roles():
-            if set(options.only) & set(rig.roles()) and role not in options.only:
+        for role in ROLES[kind]:
+            if set(options.only) & set().union(*ROLES.values()) and role not in options.only:
                 continue
+            started = time.perf_counter()
             counts = Counts()
-            for _ in range(options.count):
-                rig.kill(role, counts)
+            belief = {"flips": options.flips, "verifies": not options.believe}
+            with Rig(kind, seed=options.seed, **belief) as rig:
+                for _ in range(options.count):
+                    rig.kill(role, counts)
             print(row(kind, role, counts), flush=True)
             is_right &= not (counts.wrong or counts.hung or counts.crashed)
             print(f"{kind} {role}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-        rig.close()
     return 0 if is_right else 1
 
 

@@ -201,6 +201,9 @@ class MooncakeStore:
             with self._lock:
                 self._num_calls -= 1
             self._leave_if_last()
+        if len(codes) != len(names):
+            self._last_error = f"{len(codes)} answers came for {len(names)} keys"
+            return [StoreFault.REJECTED] * len(names)
         return [*codes]
 
     def _connected(self) -> Any:

@@ -366,7 +366,7 @@ def _fault_in(answer: int | StoreFault) -> StoreFault | None:
 
 
 def _groups(keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[list[_Part]]]:
-    """Yield the GET commands in groups whose answers are not too much at once."""
+    """Yield the GET commands of keys, of which there are some, in groups of not too many bytes."""
     group: list[list[_Part]] = []
     num_bytes = 0
     for key, view in zip(keys, views, strict=True):
@@ -375,5 +375,4 @@ def _groups(keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[l
             group, num_bytes = [], 0
         group.append([b"GET", key.encode()])
         num_bytes += len(view)
-    if group:
-        yield group
+    yield group

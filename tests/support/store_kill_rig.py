@@ -37,6 +37,12 @@ PROBE_SECONDS = 0.5
 """How often a store that failed is asked again; 5 s outside of this rig, which has no time."""
 
 CALL_SECONDS = 2.0
+SLOW_RECOVERY = 10.0
+ROLES = {
+    "valkey": ("writer", "server", "reader"),
+    "mooncake": ("writer", "holder", "master", "reader"),
+}
+"""What can be killed."""
 
 
 def content_of(number):
@@ -154,6 +160,7 @@ def write(url, shared):
         pause = threading.Event()
         while True:
             number = shared.next_number()
+            payload = memoryview(content_of(number))
             before, over, refusals = tier.stats().not_written, threading.Event(), []
 
             def done(refusal, refusals=refusals, over=over):
@@ -161,7 +168,7 @@ def write(url, shared):
                 over.set()
 
             started = time.perf_counter()
-            taken = tier.put(facts(number), memoryview(content_of(number)), done)
+            taken = tier.put(facts(number), payload, done)
             in_call = time.perf_counter() - started
             if taken and not over.wait(HUNG_SECONDS):
                 tell("put", "hung", in_call, 0.0, {})
@@ -288,24 +295,15 @@ class Rig:
             Child("reader", read(url, self._shared, flips, verifies)),
         ]
         self.counts = Counts()
-        self.run_until(lambda: self.counts.loads["right"] >= 3, 60.0)
 
-    def close(self):
+    def __enter__(self):
+        self.run_until(lambda: self.counts.loads["right"] >= 3, 60.0)
+        return self
+
+    def __exit__(self, *error):
         for child in self.children:
             child.kill()
         self.server.kill()
-
-    def roles(self):
-        """What can be killed."""
-        return (
-            ["writer", "holder", "master", "reader"]
-            if self.kind == "mooncake"
-            else [
-                "writer",
-                "server",
-                "reader",
-            ]
-        )
 
     def kill(self, role, counts):
         """Kill one, start it again, and go on until entries are read again."""
@@ -323,12 +321,22 @@ class Rig:
             child.start()
             self.children.append(child)
         counts.kills += 1
-        began, right = time.monotonic(), counts.loads["right"]
-        stored = counts.puts["stored"]
+        began = time.monotonic()
+        loads, puts, gained = counts.loads.copy(), counts.puts.copy(), counts.gained.copy()
         self.run_until(
-            lambda: counts.loads["right"] > right and counts.puts["stored"] > stored, 60.0
+            lambda: (
+                counts.loads["right"] > loads["right"] and counts.puts["stored"] > puts["stored"]
+            ),
+            60.0,
         )
         counts.recoveries.append(time.monotonic() - began)
+        if counts.recoveries[-1] > SLOW_RECOVERY:
+            what = (
+                dict(counts.loads - loads),
+                dict(counts.puts - puts),
+                dict(counts.gained - gained),
+            )
+            print(f"{role} {counts.kills}: {counts.recoveries[-1]:.0f} s, {what}", file=sys.stderr)
 
     def run_until(self, is_reached, seconds):
         """Collect lines; a process that ended by itself, or says nothing any more, is counted."""

@@ -15,8 +15,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
-
 PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
 LOOPBACK = "127.0.0.1"
 
@@ -106,7 +104,9 @@ def mooncake_master(lease="2s", *options):
 class Speaker:
     """A server in a thread that answers what it was told to, one connection after the other.
 
-    Of each connection it reads ``reads`` bytes or more before each of its ``answers``.
+    Args:
+        conversations: Of each connection the answers, one for each command of Valkey's protocol, or
+            for each piece of anything else; after the last one it closes the connection.
     """
 
     def __init__(self, *conversations):
@@ -118,19 +118,30 @@ class Speaker:
 
     def _serve(self, conversations):
         for answers in conversations:
-            connection, _ = self._server.accept()
-            with connection:
+            with contextlib.suppress(OSError), self._server.accept()[0] as connection:
                 for answer in answers:
-                    self.heard.append(connection.recv(2**20))
+                    self.heard.append(self._listen(connection))
                     connection.sendall(answer)
+
+    @staticmethod
+    def _listen(connection):
+        if connection.recv(1, socket.MSG_PEEK) != b"*":
+            return connection.recv(2**16)
+        with connection.makefile("rb", buffering=0) as stream:
+            heard = [stream.readline()]
+            for _ in range(int(heard[0][1:])):
+                heard.append(stream.readline())
+                left = int(heard[-1][1:]) + 2
+                while left:
+                    heard.append(stream.read(left))
+                    left -= len(heard[-1])
+        return b"".join(heard)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-
-
-def blob(rng, size):
-    """A writable array of random bytes, and its view."""
-    return rng.integers(0, 256, size, dtype=np.uint8)
+        self._thread.join()

