@@ -147,7 +147,7 @@ class CacheConfig:
     disk_write_on_use: int = 2
     store: Any = None
     store_write_on_use: int = 2
-    store_patience_seconds: float = 0.05
+    store_patience_seconds: float = 0.04
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None
 
