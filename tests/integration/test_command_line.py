@@ -148,6 +148,7 @@ def test_a_plan_takes_every_option(call):
         (["bench", "cpy"], 2, "copy"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
+        (["doctor", "--store", "ftp://host"], 2, "a store must be one of mooncake://"),
         (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
         (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
         (["bench", "replay", "--policy", "LRU"], 2, "did you mean 'lru'?"),
