@@ -111,7 +111,9 @@ class Admitter:
     ) -> tuple[PrefixMatch, PlannedLoad | None]:
         """Find where a request resumes, and keep the rows if it is by loading."""
         tiering.poll()
+        refused: PrefixMatch | None = None
         while (extended := tiering.extend(match, active.hashes)).loads_state:
+            assert extended != refused, "what was refused is not found again"
             # Before anything is evicted for it: what raises later must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
             if not self._slots.can_reserve(blocks[index] if index < len(blocks) else None, blocks):
@@ -119,7 +121,7 @@ class Admitter:
             load = tiering.read(active, extended)
             if load is not None:
                 return extended, load
-            # An entry was damaged, and is not found again.
+            refused = extended  # an entry was damaged, and is not found again
         return match, None
 
     def _enter(  # noqa: PLR0917 (one admission, part by part)

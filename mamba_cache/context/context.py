@@ -1052,7 +1052,8 @@ class DynamicInferenceContext:
         """
         if self._tiering is not None and self._tiering.lower is not None:
             self._wait_for_lower(self._tiering)
-            self._closes_lower()
+            self._tiering.lower.close()
+            self._closes_lower.detach()
 
     @exclusive
     def wait_for_tiers(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -33,6 +34,9 @@ _ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
 
 _ASSUMED_OF_STORES: Final = Rates(bytes_per_second=1e9, latency_seconds=2e-3)
 """Of a store, likewise."""
+
+_PATIENCE_SECONDS: Final = 5.0
+"""How long a call that breaks off waits for what lower tiers were handed."""
 
 _FactsOf = Callable[[EntryKind, int], EntryFacts]
 """What a request derives of the entry of a kind at one of its blocks."""
@@ -341,6 +345,7 @@ class LowerTierLink:
         self._under_way: dict[bytes, tuple[Prefetch, LoadPlanner | None]] = {}
         self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
+        self._has_broken_off = False
 
     @property
     def tiers(self) -> list[LowerTier]:
@@ -357,10 +362,31 @@ class LowerTierLink:
         for tier in self.tiers:
             tier.flush()
 
+    @contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """Have no row left to a lower tier that was not handed it, where a call breaks off."""
+        try:
+            yield
+        except BaseException:
+            self._has_broken_off = True
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """End all that lower tiers were to do, once they have done what they were handed."""
+        if all(tier.flush(_PATIENCE_SECONDS) for tier in self.tiers):
+            self._host.end_lower()
+            for flight in self._flights.values():
+                if not flight.is_over:
+                    flight.end(Refusal.ABORTED, _nothing)
+            self._flights.clear()
+            self._has_broken_off = False
+
     def offer(self, facts: EntryFacts) -> None:
         """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""
-        for tier in self.tiers:
-            self._offer_to(tier, facts)
+        with self._taking_back():
+            for tier in self.tiers:
+                self._offer_to(tier, facts)
 
     def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
         if not tier.is_healthy:
@@ -413,10 +439,11 @@ class LowerTierLink:
         prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
         key_of = key_of or (lambda kind, index: facts_of(kind, index).key)
         asked = _Asked(match, hashes, key_of, facts_of, prefetch)
-        if self._ask(asked):
-            self._asked.append(asked)
-        else:
-            self._begin(asked)
+        with self._taking_back():
+            if self._ask(asked):
+                self._asked.append(asked)
+            else:
+                self._begin(asked)
         return prefetch
 
     def find(self, keys: Sequence[EntryKey]) -> list[bool]:
@@ -451,7 +478,8 @@ class LowerTierLink:
             timeout_seconds: When it is to be given up; None: never.
         """
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds)
-        self._bring(prefetch, wanted, kept, skip_tokens)
+        with self._taking_back():
+            self._bring(prefetch, wanted, kept, skip_tokens)
         return prefetch
 
     def _bring(
@@ -507,7 +535,8 @@ class LowerTierLink:
         """Forget what is over, learn from it, and go on where a store has answered."""
         for asked in [each for each in self._asked if each.prefetch.is_answered]:
             self._asked.remove(asked)
-            self._begin(asked)
+            with self._taking_back():
+                self._begin(asked)
         for boundary, (prefetch, planner) in list(self._under_way.items()):
             if prefetch.is_over:
                 del self._under_way[boundary]
@@ -518,6 +547,8 @@ class LowerTierLink:
 
     def reset(self) -> None:
         """Cancel what is under way."""
+        if self._has_broken_off:
+            self._take_back()
         for prefetch, _ in self._under_way.values():
             prefetch.cancel()
         for asked in self._asked:
@@ -667,3 +698,7 @@ class LowerTierLink:
             host.end_later(lease, refusal)
 
         return end
+
+
+def _nothing(_: Refusal | None) -> None:
+    """Do nothing with a row that is given back already."""

@@ -65,7 +65,9 @@ class DivergenceGuard:
             With 1 each call waits for the exchange.
 
     Raises:
-        InvalidArgumentError: ``every`` is not an int >= 1.
+        InvalidArgumentError: ``every`` is not an int >= 1, or ``watched`` is a context with tiers
+            below the GPU and there are several ranks: what has arrived in a tier is not the same
+            on all ranks at a time, so they would resume at different boundaries.
         StepOrderError: ``torch.distributed`` is not initialised.
     """
 
@@ -75,6 +77,14 @@ class DivergenceGuard:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(f"every must be an int >= 1, got {every!r}")
         _check_initialised()
+        tier_stats = getattr(watched, "tier_stats", None)  # slot allocators have none
+        if tier_stats is not None and tier_stats() and dist.get_world_size(group) > 1:
+            names = ", ".join(stats.name for stats in tier_stats())
+            raise InvalidArgumentError(
+                f"tiers ({names}) are for one rank: ranks do not agree on what has arrived in "
+                "theirs, so they would resume at different boundaries; make the contexts of "
+                "several ranks without host_cache_gb, disk_cache_path and store"
+            )
         self._watched = watched
         self._group = group
         self._waits = every == 1

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from weakref import finalize
 
 from mamba_cache.errors import InvalidArgumentError, TierInUseError
 from mamba_cache.tiers.entry import EntryKind
@@ -91,10 +92,11 @@ class FolderLock:
         except (OSError, TierInUseError):
             os.close(self._fd)
             raise
+        self._closes = finalize(self, os.close, self._fd)
 
     def release(self) -> None:
-        """Let others have it."""
-        os.close(self._fd)
+        """Let others have it, if they could not."""
+        self._closes()
 
 
 def folder_of(path: Path, identity: CacheIdentity) -> Path:

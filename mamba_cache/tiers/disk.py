@@ -298,13 +298,19 @@ class DiskTier:
             if self._is_closing or len(self._loads) >= self._max_queued:
                 return False
             self._counts["loads"] += 1
-            lease = None
-            if name is not None:
-                lease = self._files[expected.key.kind].rows.read(name)
-            if lease is not None:
-                self._loads.append(_Load(expected, lease, into, done))
-                self._load_came.notify()
-                return True
+            rows = self._files[expected.key.kind].rows
+            number = rows.next_number
+            try:
+                lease = None if name is None else rows.read(name)
+                if lease is not None:
+                    self._loads.append(_Load(expected, lease, into, done))
+                    self._load_came.notify()
+                    return True
+            except BaseException:
+                last = self._loads[-1] if self._loads else None
+                if last is None or (last.expected, last.lease.number) != (expected, number):
+                    rows.take_back(number)
+                raise
             self._refused[refusal] += 1
         done(refusal)
         return True
@@ -325,23 +331,23 @@ class DiskTier:
         """End its threads; what is queued is given up, and ``done`` called for each."""
         if os.getpid() != self._pid:
             return  # the threads, and what they hold, are the parent's
+        # Each part may be done again: a call that was interrupted is followed by another.
         with self._lock:
-            if self._is_closing:
-                return
             self._is_closing = True
             self._load_came.notify_all()
             self._put_came.notify_all()
         for thread in self._threads:
             thread.join()
-        for load in self._loads:
-            self._files[load.expected.key.kind].rows.release(load.lease)
-            self._refused[Refusal.ABORTED] += 1
+        while self._loads:
+            load = self._loads[0]
             _tell(load.done, Refusal.ABORTED)
-        for put in self._puts:
+            self._refused[Refusal.ABORTED] += 1
+            self._loads.popleft()
+            self._files[load.expected.key.kind].rows.release(load.lease)
+        while self._puts:
+            _tell(self._puts[0].done, Refusal.ABORTED)
             self._not_written["aborted"] += 1
-            _tell(put.done, Refusal.ABORTED)
-        self._loads.clear()
-        self._puts.clear()
+            self._puts.popleft()
         self._pending.clear()
         self._close_files()
 

@@ -390,6 +390,16 @@ class HostTier:
         """Return how many rows of a kind there will be."""
         return self._entries[kind].format.num_rows
 
+    @guarded(nests=True)
+    def end_lower(self) -> None:
+        """End all leases of lower tiers, which have done what they were handed."""
+        self.poll()
+        for lease in list(self._lower.values()):
+            if lease.lease.writes:
+                self.cancel(lease)
+            else:
+                self.release(lease)
+
     def end_later(self, lease: HostLease, refusal: Refusal | None) -> None:
         """End a lower tier's copy at the next ``poll``. Any thread may call it.
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
+from weakref import finalize
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class SlabFile:
         except OSError:
             os.close(self._fd)
             raise
+        self._closes = finalize(self, os.close, self._fd)
 
     @property
     def growth(self) -> int:
@@ -165,8 +167,8 @@ class SlabFile:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        """Close the file, if it was not."""
+        self._closes()
 
     def _pages(self) -> tuple[memoryview, memoryview]:
         """Return two pages of this thread, at an address that direct reads and writes take."""

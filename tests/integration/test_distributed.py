@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shard_rig import EVERY, assert_joined, assert_noticed, run_alone, run_shard, spawn
+from shard_rig import EVERY, assert_joined, assert_noticed, run_alone, run_shard, run_tiered, spawn
 from slot_rig import full, make_allocator
 
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
@@ -84,6 +84,18 @@ def test_only_the_steps_that_are_due_cost_a_fingerprint(alone, every, asked):
     for _ in range(32):
         guard.check()
     assert watched.asked == asked
+
+
+def test_tiers_over_several_ranks_are_refused(tmp_path, stream_seed):
+    """They would resume at different boundaries: each at what has arrived in its own tier."""
+    for said in spawn(run_tiered, 2, tmp_path, stream_seed, 0, "gloo"):
+        assert list(said) == ["tiers"]
+        assert "tiers (host) are for one rank" in said["tiers"]
+
+
+def test_tiers_of_one_rank_are_none_of_the_guards_business(alone):
+    config = context_rig.make_config(num_host_blocks=4, num_host_states=2)
+    DivergenceGuard(context_rig.make_context(config))
 
 
 @pytest.mark.parametrize("given", [0, -1, 2.0, True])

@@ -1,10 +1,20 @@
-"""Context, host tier and disk together under every order of calls, and of copies that come late."""
+"""Context, host tier and disk together under every order of calls, and of copies that come late.
 
+``FAULTS`` are put into the tiers one at a time, to see that the machine notices.
+"""
+
+import pytest
+from broken_tiers import FAULTS, FOUND_SOON, broken
 from example_counts import few_examples
-from fresh_examples import all_drawn
-from hypothesis import settings
+from fresh_examples import all_drawn, only_drawn
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 from store_machine import StoreMachine
 from tiers_machine import DiskMachine, TieredMachine
+
+from mamba_cache.errors import MambaCacheError
+
+NIGHTLY = settings.default.max_examples > 100
 
 TestTieredMachine = all_drawn(TieredMachine.TestCase)
 TestTieredMachine.settings = settings(max_examples=2 * settings.default.max_examples)
@@ -12,3 +22,26 @@ TestDiskMachine = all_drawn(DiskMachine.TestCase)
 TestDiskMachine.settings = few_examples(50)
 TestStoreMachine = all_drawn(StoreMachine.TestCase)
 TestStoreMachine.settings = few_examples(20)
+
+
+@pytest.mark.parametrize("fault", FAULTS if NIGHTLY else FOUND_SOON)
+def test_a_fault_of_the_tiers_is_noticed(fault):
+    """Whatever it raises: an assertion of the machine, or a contradiction in the books."""
+    once = settings(
+        max_examples=100,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[*HealthCheck],
+    )
+    with broken(fault), only_drawn(), pytest.raises((AssertionError, MambaCacheError)):
+        run_state_machine_as_test(DiskMachine, settings=once)
+
+
+def test_the_faults_are_still_put_in():
+    """Each names what it takes the place of, and undoes it."""
+    for fault in FAULTS:
+        with broken(fault):
+            pass

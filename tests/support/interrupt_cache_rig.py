@@ -1,5 +1,9 @@
 """A prefix cache of a transformers model that is interrupted, and what must hold then."""
 
+import shutil
+import tempfile
+import weakref
+
 import torch
 from interrupt_rig import Leak, Wedged, WrongAnswer
 from transformers_rig import BLOCK, budgets, make_cache, make_model
@@ -23,6 +27,8 @@ FOREIGN = _text(4, 2 * BLOCK + 1)
 class Cached:
     """One model, and the states that it has after each prompt, computed without a cache."""
 
+    tiers = {}
+
     def __init__(self, name="granite 4"):
         self.model = make_model(name)
         self.wanted = {}
@@ -45,7 +51,7 @@ class Cached:
     def fresh(self):
         """A cache as it was made, of few slots and blocks."""
         if self.cache is None:
-            self.cache = make_cache(self.model, **self.budgets)
+            self.cache = make_cache(self.model, **self.budgets, **self.tiers)
         self.cache.reset()
         return self.cache
 
@@ -54,6 +60,38 @@ class Cached:
         for state, wanted in zip(found, self.wanted[id(ids)], strict=True):
             if not torch.allclose(state, wanted, rtol=0, atol=1e-5):
                 raise WrongAnswer(f"a prompt of {ids.shape[1]} tokens under salt {salt!r}")
+
+
+class TieredCached(Cached):
+    """The same over a tier in host memory and one on disk, which a reset leaves as it is."""
+
+    def __init__(self, name="granite 4"):
+        super().__init__(name)
+        folder = tempfile.mkdtemp(prefix="mamba-cache-tiers-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.tiers = {"host_cache_gb": 0.01, "disk_cache_path": folder, "disk_cache_gb": 0.05}
+
+    def go_down(self, cache):
+        """What was computed lies on the disk, and nowhere else."""
+        cache.prefill(ONE, cache_salt="a")
+        cache._store.tiers._disk.flush()
+        cache.reset()
+
+    def go_out(self, cache):
+        """What was computed lies in host memory, and no longer beside the model."""
+        cache.prefill(ONE, cache_salt="a")
+        for seed in range(10, 14):
+            cache.prefill(_text(seed, 2 * BLOCK + 1), cache_salt="b")
+
+    def check_tiers(self, cache):
+        tiers = cache._store.tiers
+        if not tiers._disk.flush(60):
+            raise Wedged("the disk does not end what it was given")
+        tiers._host.poll()
+        if any(tiers._host.leases.values()) or tiers._host._lower:
+            raise Leak("rows of host memory are held")
+        if any(file.rows.leases for file in tiers._disk._files.values()):
+            raise Leak("rows of the disk are held")
 
 
 class CacheCall:
@@ -77,6 +115,8 @@ class CacheCall:
             return self._judge(cache)
         except BaseException:
             self.cached.cache = None
+            if self.cached.tiers:
+                cache.close()  # its disk, for the next one
             raise
 
     def _judge(self, cache):
@@ -105,6 +145,8 @@ class CacheCall:
         stats = cache.stats()
         if stats.used_blocks or stats.reserved_slots:
             raise Leak(f"{stats.used_blocks} blocks and {stats.reserved_slots} slots are held")
+        if self.cached.tiers:
+            self.cached.check_tiers(cache)
         return is_poisoned
 
 
@@ -147,4 +189,36 @@ def cache_calls():
         ),
         "PrefixCache.prefill": CacheCall(cached, lambda cache: cache.prefill(ONE, cache_salt="a")),
         "PrefixCache.reset": CacheCall(cached, lambda cache: cache.reset()),
+        **tier_calls(TieredCached()),
     }
+
+
+def tier_calls(cached):
+    """Returns calls of a cache that has tiers."""
+    mask = torch.ones_like(ONE)
+
+    def prefill(salt):
+        return lambda cache: cache.prefill(ONE, cache_salt=salt)
+
+    return {
+        "PrefixCache over tiers, from the disk": CacheCall(cached, prefill("a"), cached.go_down),
+        "PrefixCache over tiers, from host memory": CacheCall(cached, prefill("a"), cached.go_out),
+        "PrefixCache over tiers, to the tiers": CacheCall(cached, prefill("c"), _forget_disk),
+        "PrefixCache over tiers, generate": CacheCall(
+            cached,
+            lambda cache: cache.generate(ONE, attention_mask=mask, cache_salt="a", **OPTIONS),
+            cached.go_down,
+        ),
+        "PrefixCache over tiers, reset": CacheCall(
+            cached, lambda cache: cache.reset(), cached.go_out
+        ),
+    }
+
+
+def _forget_disk(cache):
+    """Nothing lies on the disk, so that all is written anew."""
+    disk = cache._store.tiers._disk
+    disk.flush()
+    with disk._lock:
+        for file in disk._files.values():
+            file.rows.reset()

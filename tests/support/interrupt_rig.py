@@ -599,7 +599,9 @@ BARE_CALLS = {
 
 def subjects(prefix=""):
     """Yields (name, subject, injector) of every search; those of transformers if it is there."""
-    calls = {**BARE_CALLS, **ENGINE_CALLS}
+    from interrupt_tiers_rig import TIER_CALLS  # noqa: PLC0415 - it needs this module
+
+    calls = {**BARE_CALLS, **ENGINE_CALLS, **TIER_CALLS}
     if "PrefixCache".startswith(prefix) or prefix.startswith("PrefixCache"):
         try:
             from interrupt_cache_rig import cache_calls  # noqa: PLC0415 - needs an extra

@@ -5,7 +5,7 @@ exactly: what a rank computes for its heads and channels is what one process com
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.multiprocessing
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.errors import CapacityError, DivergenceError
+from mamba_cache.errors import CapacityError, DivergenceError, InvalidArgumentError
 from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.slots import ConsumedSlotPolicy
@@ -263,6 +263,22 @@ def run_model(rank, world_size, folder, seed, num_steps, backend):
     guard = DivergenceGuard(context)
     fingerprints, snapshots = drive(context, model, seed, num_steps, guard=guard)
     torch.save({"fingerprints": fingerprints, "snapshots": snapshots}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_tiered(rank, world_size, folder, seed, num_steps, backend):
+    """One rank whose context has a host tier; what its guard says of that."""
+    join(rank, world_size, folder, backend)
+    config = replace(CONFIG, num_host_blocks=4, num_host_states=2)
+    model = HybridModelConfig(ssm_chunk_size=CHUNK, vocab_size=VOCAB)
+    specs = model.state_spec(torch.float32), model.kv_spec(torch.float32)
+    said = {}
+    for name, settings in (("tiers", config), ("none", CONFIG)):
+        try:
+            DivergenceGuard(DynamicInferenceContext(settings, *specs))
+        except InvalidArgumentError as error:
+            said[name] = str(error)
+    torch.save(said, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -12,12 +12,14 @@ def always():
     return LoadPlanner(Rates(1e18, 0.0, 1.0), learns=False)
 
 
-def make_tiered(*, transfers=None, **changes):
-    """A context with small pools and a tier that holds everything."""
+def make_tiered(*, transfers=None, options=None, **changes):
+    """A context with small pools and a tier that holds everything; with options of a context."""
     settings = {
         "num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 60, "num_host_states": 30,
     }  # fmt: skip
-    context = make_context(make_config(**(settings | changes)), load_planner=always())
+    context = make_context(
+        make_config(**(settings | changes)), load_planner=always(), **(options or {})
+    )
     if transfers is not None:
         install(context, transfers)
     return context
