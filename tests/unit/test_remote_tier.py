@@ -246,6 +246,13 @@ def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
     assert sum(stats.refused.values()) == 1
 
 
+def test_without_an_answer_whether_it_is_there_an_entry_is_not_put(bench) -> None:
+    bench.faulty.inject("exists_many", Trouble.FAIL, fault=StoreFault.REJECTED, times=1)
+    assert bench.put(1) is Refusal.IO_ERROR
+    assert bench.tier.stats().not_written == {"rejected": 1}
+    assert bench.names() == []
+
+
 def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> None:
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.FAIL)
