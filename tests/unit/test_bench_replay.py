@@ -339,3 +339,15 @@ def test_the_benchmarks_page_quotes_the_run_with_one_budget():
     quoted = f"`--cache-gb 80 --bound` | {record['token_hit_rate']:.1%}, of at most "
     quoted += f"{record['bound']:.1%} |"
     assert quoted in (folder / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_benchmarks_page_quotes_the_bounds_of_slots():
+    folder = ROOT / "docs" / "benchmarks"
+    [path] = folder.glob("replayed-trace-adaptive-*.json")
+    records = json.loads(path.read_text(encoding="utf-8"))["records"]
+    hits, bounds = (
+        ", ".join(f"{record[name]:.1%}" for record in records)
+        for name in ("token_hit_rate", "bound")
+    )
+    page = (folder / "index.md").read_text(encoding="utf-8")
+    assert f"`--slots 50 200 800 --bound` | {hits}, of at most {bounds} |" in page
