@@ -23,6 +23,7 @@ from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference import SamplingParams
 from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.states import PrefixContent, compare_prefixes
+from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, ModelIdentity
 
 PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
@@ -145,6 +146,33 @@ def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
     tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
     tiering.lower.tier = SimpleNamespace()  # a store that others write to
     tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))
+
+
+def test_a_corrupted_entry_goes_from_the_store_too():
+    """Nobody else is to find it either: its manifest is removed, and no other entry's."""
+    memory = MemoryStore()
+    context = make_context(
+        make_config(
+            verify_hits=1.0, num_host_blocks=60, num_host_states=30, hash_secret=b"secret",
+            store=memory, store_write_on_use=1,
+        ),
+        load_planner=always(), identity=ModelIdentity(name="tiny", weights="7"),
+    )  # fmt: skip
+    generate(context, PROMPT, 1)
+    generate(context, PROMPT, 1)
+    context.wait_for_tiers()
+    hit = context.take_verification()
+    manifests = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
+
+    def found():
+        return [any(name.endswith(end) for name in memory._blobs) for end in manifests]
+
+    assert found() == [True, True]
+    context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
+    assert len(verify(context, hit)) == 1
+    context.wait_for_tiers()
+    assert found() == [True, False]
+    context.close()
 
 
 def test_hits_whose_entries_are_gone_are_passed_over():
