@@ -41,7 +41,7 @@ nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
     (
         r"py:.*",
-        r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|types|typing)\..*",
+        r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|types|typing)\..*",
     ),
     (r"py:.*", r"(np|numpy|prometheus_client|rich|torch|typer|zmq)\..*"),
     # An alias of one of numpy's types.
@@ -189,11 +189,19 @@ def in_words(value: object) -> str:
 
 def records_table(records: list[dict]) -> list[str]:
     """Records as a table, without the columns that are the same in every row."""
-    columns = [name for name in (records or [{}])[0] if len({str(r[name]) for r in records}) > 1]
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = [
+        name
+        for name in names
+        if len({str(record.get(name)) for record in records}) > 1
+        and not any(isinstance(record.get(name), dict) for record in records)
+    ]
     if not columns:
         return []
     rows = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
-    rows += [[in_words(record[name]) for name in columns] for record in records]
+    rows += [
+        [in_words(record[name]) if name in record else "" for name in columns] for record in records
+    ]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 

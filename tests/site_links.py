@@ -54,9 +54,8 @@ def breaches(site: Path) -> list[str]:
             target = target / "index.html" if target.is_dir() else target
             if not target.exists():
                 found.append(f"{name} leads to {link}, which is not there")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].places:
-                    found.append(f"{name} leads to {link}, where there is no such place")
+            elif target in pages and unquote(parts.fragment) not in pages[target].places | {""}:
+                found.append(f"{name} leads to {link}, where there is no such place")
             if link in page.own_links and target in pages and target != path:
                 targets.add(target)
         is_made = {"_modules", "results", "api"} & set(name.parts)

@@ -692,7 +692,6 @@ class _Report:
             num_tokens=2 * tokens,
             num_calls=max(len(one.prompts) for one in self._workloads) + 8,
             max_batch_size=max([*self._decode_rows, *(one.num_answers for one in self._workloads)]),
-            batch_share=0.9 if "batch" in self._ways else 0.5,
         )
 
     def _compare(self, workload: Workload) -> Iterator[Measurement]:

@@ -19,6 +19,9 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     block_size_tokens: Annotated[
         int, typer.Option(help="Tokens of a block; a multiple of the model's SSM chunk.")
     ] = 256,
+    max_batch_size: Annotated[
+        int, typer.Option(help="Requests that run at once, with --continuous-batching.", min=1)
+    ] = 64,
     events_endpoint: Annotated[
         str | None,
         typer.Option(help="Where routers hear what is cached: tcp://127.0.0.1:5557 (ZMQ PUB)."),
@@ -48,6 +51,7 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     )
 
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
+    settings["max_batch_size"] = max_batch_size
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
     settings |= {"verify_hits": verify_hits, "log_requests": log_requests}

@@ -7,6 +7,7 @@ from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.forks import Forks
 from mamba_cache.context.matching import MissReason, PrefixMatch
+from mamba_cache.context.memory import SharedStore
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
 from mamba_cache.context.requests import (
@@ -41,6 +42,7 @@ __all__ = [
     "RequestProgress",
     "RequestStatus",
     "ScheduledRequest",
+    "SharedStore",
     "SkippedVerification",
     "Step",
     "TraceLog",

@@ -10,6 +10,7 @@ from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
+from mamba_cache.context.memory import BlockCopier
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -19,7 +20,7 @@ from mamba_cache.context.requests import (
     RequestStatus,
 )
 from mamba_cache.context.tiering import Tiering
-from mamba_cache.errors import SequenceLengthError, TokenCapacityError
+from mamba_cache.errors import BlockCapacityError, SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
 
 __all__ = ["Admitter"]
@@ -35,6 +36,7 @@ class Admitter:
         rows: Rows and blocks of requests.
         checkpoints: Which states are saved.
         tiering: What can be loaded from tiers below the GPU; None: nothing.
+        copier: Copies KV blocks; None: an embedder keeps them.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Admitter:
         checkpoints: Checkpoints,
         *,
         tiering: Tiering | None = None,
+        copier: BlockCopier | None = None,
     ) -> None:
+        self._copier = copier
         self._tiering = tiering
         self._config = config
         self._kv_blocks = kv_blocks
@@ -78,13 +82,20 @@ class Admitter:
             min_computed_tokens=self._config.min_computed_tokens,
         )
 
-    def admit(self, active: ActiveRequest, chunk_tokens: int | None, token_room: int) -> None:
+    def admit(
+        self,
+        active: ActiveRequest,
+        chunk_tokens: int | None,
+        token_room: int,
+        resume_at: int | None = None,
+    ) -> None:
         """Match a request, give it memory, and plan its first chunk for the next step.
 
         Args:
             active: A request that holds nothing.
             chunk_tokens: Tokens to compute; None: all that are left.
             token_room: Tokens that the step's buffers can still hold.
+            resume_at: A position inside a block at which it may resume, as in ``add_request``.
 
         Raises:
             InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
@@ -99,12 +110,60 @@ class Admitter:
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
         match = self._match_on_gpu(active.hashes, active.num_tokens)
+        if resume_at is not None and self._enter_inside_block(
+            active, match, chunk_tokens, token_room, resume_at
+        ):
+            return
         if self._tiering is None:
             self._enter(active, match, chunk_tokens, token_room)
             return
         found, load = self._find_below(self._tiering, active, match)
         self._enter(active, found, chunk_tokens, token_room, load, match.skip_tokens)
         self._tiering.offer_used(active, found.state_matched_blocks)
+
+    def _enter_inside_block(
+        self,
+        active: ActiveRequest,
+        match: PrefixMatch,
+        chunk_tokens: int | None,
+        token_room: int,
+        position: int,
+    ) -> bool:
+        """Admit a request that resumes inside a block, if what it needs for that is cached.
+
+        Args:
+            active: The request.
+            match: What of its whole blocks is cached.
+            chunk_tokens: As in ``admit``.
+            token_room: Likewise.
+            position: Where it resumes.
+
+        Returns:
+            Whether it was admitted. If not, it holds nothing.
+        """
+        depth, rest = divmod(position, self._config.block_size_tokens)
+        last = active.num_tokens - self._config.min_computed_tokens
+        is_farther = rest and match.skip_tokens < position <= last
+        if self._copier is None or not is_farther or match.kv_matched_blocks < depth:
+            return False
+        block = self._kv_blocks.find_block(*active.part_key(position))
+        if block is None or not self._slots.has_state(block):
+            return False
+        match = replace(match, state_matched_blocks=depth, skip_tokens=position, miss_reason=None)
+        self._kv_blocks.retain_memory_blocks([block])  # it is read before others may have it
+        try:
+            self._enter(active, match, chunk_tokens, token_room, state_block=block)
+            if match.kv_matched_blocks == depth:  # else the whole block is there
+                self._copier.copy(block, active.block_ids[depth])
+        except BlockCapacityError:
+            return False  # that one block more was too many, perhaps
+        except BaseException:
+            if active.row >= 0:
+                self.release(active)
+            raise
+        finally:
+            self._kv_blocks.release_memory_blocks([block])
+        return True
 
     def _find_below(
         self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
@@ -133,6 +192,7 @@ class Admitter:
         token_room: int,
         load: PlannedLoad | None = None,
         state_position: int | None = None,
+        state_block: int | None = None,
     ) -> None:
         """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``.
 
@@ -143,9 +203,12 @@ class Admitter:
             token_room: Likewise.
             load: What it loads for that.
             state_position: Where it could resume without a load. Default: where it resumes.
+            state_block: The block whose slot it resumes from, if it is not the last that it skips.
         """
         try:
-            self._try_to_enter(active, match, chunk_tokens, token_room, load, state_position)
+            self._try_to_enter(
+                active, match, chunk_tokens, token_room, load, state_position, state_block
+            )
         except BaseException:
             self._cancel_load(load)
             raise
@@ -158,6 +221,7 @@ class Admitter:
         token_room: int,
         load: PlannedLoad | None,
         state_position: int | None,
+        state_block: int | None,
     ) -> None:
         num_tokens = self._chunk_tokens(active, match.skip_tokens, chunk_tokens, token_room)
         end = match.skip_tokens + num_tokens
@@ -173,7 +237,9 @@ class Admitter:
             chunk_tokens=num_tokens,
         )
         lease = None
-        if load is None:
+        if state_block is not None:
+            lease = self._pin([state_block], 1)
+        elif load is None:
             lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
             row = self._rows.take(match.block_ids, end, active.request_id)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import cast
 from weakref import ReferenceType, finalize, proxy, ref
 
 import numpy as np
@@ -28,7 +29,10 @@ from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
     BatchCounts,
+    BlockCopier,
     LiveRows,
+    SharedStore,
+    check_shared,
     fingerprint_of_kinds,
     kv_pool_size,
     layer_labels,
@@ -74,7 +78,7 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.protocols import StatesOfBlocks
+from mamba_cache.protocols import SlotContext, StatesOfBlocks
 from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
@@ -150,6 +154,8 @@ class DynamicInferenceContext:
             the model, or all of it. Default: nobody shares.
         clock: Returns the seconds by which pins end, and never goes back. Processes that must
             decide alike need one whose readings are alike, or pins without an end.
+        shared: KV blocks and slots that are not the context's alone; ``slot_policy`` is theirs
+            then. They must fit the settings. Default: it makes its own.
 
     Attributes:
         config: Settings.
@@ -186,6 +192,7 @@ class DynamicInferenceContext:
         disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         clock: Callable[[], float] = time.monotonic,
+        shared: SharedStore | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -196,12 +203,15 @@ class DynamicInferenceContext:
         self._kinds_fingerprint = fingerprint_of_kinds(slot_spec(config, state_spec))
         self.config = config
         self.device = as_device(device)
-        self._make_memory(state_spec, kv_spec)
+        if shared is not None:
+            check_shared(shared, config, state_spec, kv_spec)
+        self._make_memory(state_spec, kv_spec, shared)
         self._set_slot_fields()
-        self._make_slots(state_spec, slot_policy)
+        self._make_slots(state_spec, slot_policy, shared)
         self._guard = CallGuard(self.check_invariants)
-        self.kv_block_allocator.join(self._guard)
-        self.slot_allocator.join(self._guard)
+        if shared is None:
+            self.kv_block_allocator.join(self._guard)
+            self.slot_allocator.join(self._guard)
         self._tiering = make_tiering(
             config,
             kv_blocks=self.kv_block_allocator,
@@ -226,6 +236,7 @@ class DynamicInferenceContext:
             )
             # Its thread would outlive a context that nobody closes.
             finalize(self, self.trace_log.close)
+        self._counters = StatsCounters() if shared is None else shared.counters
         self._make_parts(placement)
         self._pins = Pins(
             self.kv_block_allocator,
@@ -236,17 +247,23 @@ class DynamicInferenceContext:
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
-    def _make_memory(self, state_spec: StateSpec, kv_spec: KVCacheSpec | None) -> None:
+    def _make_memory(
+        self, state_spec: StateSpec, kv_spec: KVCacheSpec | None, shared: SharedStore | None
+    ) -> None:
         """Allocate the tensors that requests and steps use, and what says who has what of them."""
         config = self.config
-        self.kv_block_allocator = KVBlockAllocator(
-            kv_pool_size(config, kv_spec),
-            eviction_policy=config.eviction_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
-            as_tensor=torch.from_numpy,
-        )
-        blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
-        self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
+        if shared is not None:
+            self.kv_block_allocator = cast(KVBlockAllocator, shared.slots.kv_blocks)
+            self.kv_cache = shared.kv_cache
+        else:
+            self.kv_block_allocator = KVBlockAllocator(
+                kv_pool_size(config, kv_spec),
+                eviction_policy=config.eviction_policy,
+                enable_prefix_caching=config.enable_prefix_caching,
+                as_tensor=torch.from_numpy,
+            )
+            blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
+            self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(
@@ -287,14 +304,20 @@ class DynamicInferenceContext:
         self.batch_dimensions = BatchCounts()
         self.paused_request_count = 0
 
-    def _make_slots(self, state_spec: StateSpec, policy: SlotEvictionPolicy | None) -> None:
+    def _make_slots(
+        self, state_spec: StateSpec, policy: SlotEvictionPolicy | None, shared: SharedStore | None
+    ) -> None:
         """Make the slots, and have them hear of KV blocks that are deregistered."""
         config = self.config
         self.bytes_per_slot = slot_spec(config, state_spec).bytes_per_slot
         # Of its own fields, not of this: it would keep all tensors until a garbage collection.
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
-        self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        if shared is not None:
+            self.slot_allocator = shared.slots
+            self.slot_allocator.embed(cast(SlotContext, fields))
+            return
+        self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         slots = ref(self.slot_allocator)
         self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
@@ -304,14 +327,19 @@ class DynamicInferenceContext:
     def _make_parts(self, placement: CheckpointPlacement) -> None:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_table
-        self._counters = StatsCounters()
         tiering = self._tiering
         self._preparer = RequestPreparer(config)
         self._checkpoints = Checkpoints(
             config, placement, self.kv_block_allocator, slots, self._counters, tiering=tiering
         )
         self._admitter = Admitter(
-            config, self.kv_block_allocator, slots, rows, self._checkpoints, tiering=tiering
+            config,
+            self.kv_block_allocator,
+            slots,
+            rows,
+            self._checkpoints,
+            tiering=tiering,
+            copier=None if self.kv_cache is None else BlockCopier(self.kv_cache),
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._sampler = HitSampler(config.verify_hits) if config.verify_hits else None
@@ -415,6 +443,7 @@ class DynamicInferenceContext:
         *,
         chunk_tokens: int | None = None,
         checkpoint_positions: Sequence[int] = (),
+        resume_at: int | None = None,
     ) -> Admission:
         """Admit a request to the next step: match it, reserve its memory, plan its first chunk.
 
@@ -422,10 +451,13 @@ class DynamicInferenceContext:
             request: The request, prepared or not.
             chunk_tokens: Tokens to compute in the next step. Default: all that are left.
             checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
+            resume_at: A position inside a block at which somebody has saved a state, beside the
+                tokens of that block up to it, registered under ``BlockHashChain.part_hash``. If
+                they are still cached, the request resumes there; if not, as without.
 
         Raises:
             InvalidArgumentError: The request is malformed or was prepared by another context, its
-                id is in use, or ``chunk_tokens`` is not an int >= 1.
+                id is in use, ``chunk_tokens`` is not an int >= 1, or ``resume_at`` none >= 0.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk beside the other
@@ -446,7 +478,9 @@ class DynamicInferenceContext:
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(checkpoint_positions)
-        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
+        if resume_at is not None:
+            check_int("resume_at", resume_at, minimum=0)
+        self._admitter.admit(active, chunk_tokens, self.request_table.token_room(), resume_at)
         self.request_table.add(active)
         if self.trace_log is not None:
             self.trace_log.add(

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import (
@@ -23,6 +24,7 @@ from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
+    StateCopier,
     StateSpec,
     blocks_in_budget,
     slots_in_budget,
@@ -31,8 +33,11 @@ from mamba_cache.states import (
 __all__ = [
     "SLOT_FIELDS",
     "BatchCounts",
+    "BlockCopier",
     "KindLayers",
     "LiveRows",
+    "SharedStore",
+    "check_shared",
     "fingerprint_of_kinds",
     "kv_pool_size",
     "layer_labels",
@@ -71,6 +76,44 @@ class LiveRows:
             self.request_to_mamba_state_idx[:] = -1
         self.intermediate_count = 0
         self.per_request_intermediate_counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStore:
+    """Prefixes that a context shares with somebody else who computes them with the same model.
+
+    Whoever made it keeps its bookkeeping: has slots hear of KV blocks that are deregistered, puts
+    both behind a guard, and holds none of them while a call of the context runs, beside what it
+    has cached.
+
+    Attributes:
+        slots: The slots; their ``kv_blocks`` are the KV blocks, a ``KVBlockAllocator``. The context
+            is embedded in them.
+        kv_cache: As the context's; None without ``kv_spec``.
+        counters: Where the context counts.
+    """
+
+    slots: MambaSlotAllocator
+    kv_cache: torch.Tensor | None
+    counters: StatsCounters
+
+
+class BlockCopier:
+    """Copies KV blocks within a cache, all layers in one launch.
+
+    Args:
+        kv_cache: The cache.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        self._layers = [kv_cache.flatten(0, 1)]
+        self._copier: StateCopier | None = None
+
+    def copy(self, source: int, target: int) -> None:
+        """Enqueue the copy of one block to another."""
+        if self._copier is None:
+            self._copier = StateCopier(self._layers, self._layers)
+        self._copier.copy([source], [target])
 
 
 @dataclass(slots=True)
@@ -220,6 +263,30 @@ def make_slot_allocator(
     if config.max_salt_share < 1:
         slots.max_owned = int(config.max_salt_share * slots.max_slots)
     return slots
+
+
+def check_shared(
+    shared: SharedStore, config: CacheConfig, state_spec: StateSpec, kv_spec: KVCacheSpec | None
+) -> None:
+    """Check that what is shared is what the settings describe.
+
+    Raises:
+        InvalidArgumentError: It is not, or the settings ask for what cannot be shared.
+    """
+    slots, kv_cache = shared.slots, shared.kv_cache
+    pool_size = kv_pool_size(config, kv_spec)
+    shape = None
+    if kv_spec is not None:
+        part = pool_size, config.block_size_tokens, kv_spec.num_kv_heads, kv_spec.head_dim
+        shape = (kv_spec.num_layers, 2, *part), kv_spec.dtype
+    given = slots.kv_blocks.pool_size, slots.max_slots, slots.states.spec
+    own = pool_size, _num_slots(config, slot_spec(config, state_spec)), state_spec
+    has = None if kv_cache is None else (tuple(kv_cache.shape), kv_cache.dtype)
+    if given != own or has != shape:
+        raise InvalidArgumentError(
+            "what a context shares must have its KV blocks, slots, states, and keys and values: "
+            f"{own} and {shape}, got {given} and {has}"
+        )
 
 
 def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:

@@ -66,10 +66,12 @@ class Request:
         will_continue: Whether a longer prompt that begins with this one will follow, as after a
             tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
         source: Who says so: hints of each source are trusted as far as they came true.
+        tells_tokens: Whether observers of KV blocks are told its tokens. None: if they say all that
+            its hashes are made of, so that it has no salt, adapter or multimodal keys.
 
     Raises:
-        InvalidArgumentError: ``checkpoint_positions``, ``will_continue`` or ``source`` is of a
-            wrong kind.
+        InvalidArgumentError: ``checkpoint_positions``, ``will_continue``, ``source`` or
+            ``tells_tokens`` is of a wrong kind.
     """
 
     request_id: Hashable
@@ -80,14 +82,15 @@ class Request:
     checkpoint_positions: Sequence[int] = ()
     will_continue: bool | None = None
     source: Hashable = None
+    tells_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         positions = check_positions(self.checkpoint_positions)
         object.__setattr__(self, "checkpoint_positions", positions)
-        if not (self.will_continue is None or isinstance(self.will_continue, bool)):
-            raise InvalidArgumentError(
-                f"will_continue must be True, False or None, got {self.will_continue!r}"
-            )
+        for name in ("will_continue", "tells_tokens"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise InvalidArgumentError(f"{name} must be True, False or None, got {value!r}")
         if not isinstance(self.source, Hashable):
             raise InvalidArgumentError(f"source must be hashable, got {self.source!r}")
 
@@ -102,12 +105,13 @@ class PreparedRequest:
         request: The request.
         tokens: [prompt length] int32 prompt tokens, on the CPU; read-only.
         hashes: Hashes of the prompt's complete blocks; none if prefix caching is off.
+        chain: What these are from, not to be appended to.
     """
 
     request: Request
     tokens: TokenArray
     hashes: BlockHashes
-    _chain: BlockHashChain = field(repr=False)
+    chain: BlockHashChain = field(repr=False)
     _maker: object = field(repr=False)
 
     def chain_for(self, maker: object) -> BlockHashChain:
@@ -124,7 +128,7 @@ class PreparedRequest:
                 f"request {self.request.request_id!r} was prepared by another context; "
                 "prepare it with the one that runs it"
             )
-        return self._chain
+        return self.chain
 
 
 class RequestPreparer:
@@ -537,8 +541,10 @@ class ActiveRequest:
 
     @property
     def is_told_by_tokens(self) -> bool:
-        """Whether its tokens say all that its block hashes are made of: no salt, adapter or key."""
+        """Whether observers are told its tokens: they say all that its block hashes are made of."""
         request = self.request
+        if request.tells_tokens is not None:
+            return request.tells_tokens
         keys = request.cache_salt, request.lora_id
         return keys == (None, None) and not len(request.multimodal_keys)
 
@@ -556,6 +562,12 @@ class ActiveRequest:
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         # unnoticed: a shortcut, the longer way gives the same
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
+
+    def part_key(self, position: int) -> tuple[int, bytes]:
+        """Return hash id and digest of the tokens between the last whole block and a position."""
+        depth, rest = divmod(position, self._rows.block_size_tokens)
+        part = self._chain.part_hash(depth, self.tokens(position - rest, position))
+        return part[0], part.digest(0)
 
     def block_content(self, index: int) -> tuple[bytes, TokenArray]:
         """Return what a complete block is chained on, and its tokens."""

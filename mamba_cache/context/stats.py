@@ -108,9 +108,12 @@ class StatsCounters:
 
     def reset(self) -> None:
         """Set every counter to 0."""
-        fresh = StatsCounters()
+        self.restore(StatsCounters())
+
+    def restore(self, counters: StatsCounters) -> None:
+        """Set every counter to what another's says."""
         for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
+            setattr(self, name, getattr(counters, name))
 
     def count_admission(self, admission: PrefixMatch) -> None:
         """Count a request that began to run."""

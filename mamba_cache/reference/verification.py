@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, HitToVerify, Request
 from mamba_cache.states import PrefixContent
 
@@ -35,22 +35,16 @@ def compute_prefix(
     """
     config, tokens = context.config, hit.tokens
     size, count = config.block_size_tokens, len(tokens)
-    own = replace(
-        config,
-        enable_prefix_caching=False,
+    own = CacheConfig(
+        block_size_tokens=size,
         max_requests=1,
+        max_tokens=config.max_tokens,
         max_sequence_length=count + 1,
         num_kv_blocks=-(-(count + 1) // size),
-        max_slots=0,
-        num_speculative_tokens=0,
-        restore_on_side_stream=False,
-        host_cache_gb=None,
-        num_host_blocks=None,
-        num_host_states=None,
-        disk_cache_path=None,
-        disk_cache_gb=None,
-        verify_hits=0.0,
-        log_requests=False,
+        ssm_chunk_size=config.ssm_chunk_size,
+        ssm_chunk_alignment=config.ssm_chunk_alignment,
+        enable_prefix_caching=False,
+        vocab_size=config.vocab_size,
     )
     shape = model.config
     alone = DynamicInferenceContext(

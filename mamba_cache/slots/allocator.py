@@ -114,19 +114,45 @@ class MambaSlotAllocator(SlotPool):
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         quantization: SlotQuantization | None = None,
+        states: StatePool | None = None,
+        evicts_held: bool = False,
     ) -> MambaSlotAllocator:
         """Make an allocator for the states that a spec describes, of whatever kinds of layers.
 
         The scratch, and calls that take conv and SSM states, are for ``StateSpec.mamba`` alone.
         With other kinds live states are read from ``context.live_states``.
 
+        Args:
+            context: As above, like those that are not named here.
+            max_slots: As above.
+            spec: What one state holds.
+            policy: As above.
+            placement: As above.
+            quantization: As above.
+            states: Where the slots' states are, for who has allocated them; None: nobody has.
+            evicts_held: As for ``SlotPool``.
+
         Raises:
             InvalidArgumentError: The context has a scratch, and the spec is not one that
                 ``StateSpec.mamba`` makes; or as above.
         """
         slots = cls.__new__(cls)
-        slots._set_up(context, max_slots, spec, policy, placement, quantization)
+        slots._set_up(
+            context, max_slots, spec, policy, placement, quantization, states, evicts_held
+        )
         return slots
+
+    def embed(self, context: SlotContext) -> None:
+        """Become a part of a context made later, whose requests and live states are served then.
+
+        Slots and what is in them stay as they are.
+
+        Raises:
+            InvalidArgumentError: The context's model is of a kind that is not supported.
+        """
+        check_model(context)
+        self.context = context
+        self._connect(self.states, self._scratch)
 
     def _set_up(  # noqa: PLR0917 - what both ways of making one have in common
         self,
@@ -136,6 +162,8 @@ class MambaSlotAllocator(SlotPool):
         policy: SlotEvictionPolicy | None,
         placement: CheckpointPlacement | None,
         quantization: SlotQuantization | None,
+        states: StatePool | None = None,
+        evicts_held: bool = False,
     ) -> None:
         check_model(context)
         check_kind("spec", spec, StateSpec)
@@ -143,24 +171,35 @@ class MambaSlotAllocator(SlotPool):
         if policy is None:
             policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
         kv_blocks = context.kv_block_allocator
-        SlotPool.__init__(self, max_slots, kv_blocks, policy=policy, as_tensor=torch.from_numpy)
+        SlotPool.__init__(
+            self,
+            max_slots,
+            kv_blocks,
+            policy=policy,
+            evicts_held=evicts_held,
+            as_tensor=torch.from_numpy,
+        )
         self.context = context
         self.num_mamba_layers = sum(kind.num_layers for kind in spec.kinds)
         self.placement = placement
-        self._make_states(spec, quantization)
-        self._make_tables()
+        self._make_states(spec, quantization, states)
 
-    def _make_states(self, spec: StateSpec, quantization: SlotQuantization | None) -> None:
+    def _make_states(
+        self, spec: StateSpec, quantization: SlotQuantization | None, states: StatePool | None
+    ) -> None:
         device = _state_device(self.context)
         self.max_intermediate_count = _num_scratch_rows(self.context, spec)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
-        states = StatePool(slot_spec, self.max_slots, device=device)
+        if states is None:
+            states = StatePool(slot_spec, self.max_slots, device=device)
+        elif (states.spec, states.num_rows) != (slot_spec, self.max_slots):
+            raise InvalidArgumentError(
+                f"states must have {self.max_slots} rows of {slot_spec}, got {states.num_rows} of "
+                f"{states.spec}"
+            )
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        names = None if spec.is_mamba else [tensor.name for tensor in spec.tensors]
-        self._live_states = partial(_live_states, self.context, names)
-        self.transfers = StateTransfers(states, scratch, self._live_states, quantization)
-        self.states, self._scratch = states, scratch
+        self._connect(states, scratch)
         # Any: to those who know that states are of conv and SSM these are never None.
         saved, scratched = (pool.tensors if spec.is_mamba else {} for pool in (states, scratch))
         self.conv_states: Any = saved.get("conv")
@@ -169,7 +208,13 @@ class MambaSlotAllocator(SlotPool):
         self.intermediate_conv_out: Any = scratched.get("conv")
         self.intermediate_ssm_out: Any = scratched.get("ssm")
 
-    def _make_tables(self) -> None:
+    def _connect(self, states: StatePool, scratch: StatePool) -> None:
+        """Make what depends on the context's size, and on where its live states are."""
+        spec = scratch.spec
+        names = None if spec.is_mamba else [tensor.name for tensor in spec.tensors]
+        self._live_states = partial(_live_states, self.context, names)
+        self.transfers = StateTransfers(states, scratch, self._live_states, self.quantization)
+        self.states, self._scratch = states, scratch
         self._tables = IntermediateTables(self.context.max_requests, self.states.device)
         self._intermediate_offsets_cpu = self._tables.offsets_cpu
         self._intermediate_counts_cpu = self._tables.counts_cpu

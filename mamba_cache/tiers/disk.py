@@ -300,17 +300,18 @@ class DiskTier:
             if self._is_closing or len(self._loads) >= self._max_queued:
                 return False
             self._counts["loads"] += 1
-            lease = None
+            rows = self._files[expected.key.kind].rows
+            number = rows.next_number
             try:
-                if name is not None:
-                    lease = self._files[expected.key.kind].rows.read(name)
+                lease = None if name is None else rows.read(name)
                 if lease is not None:
                     self._loads.append(_Load(expected, lease, into, done))
                     self._load_came.notify()
                     return True
             except BaseException:
-                if lease is not None and all(load.lease is not lease for load in self._loads):
-                    self._files[expected.key.kind].rows.release(lease)
+                last = self._loads[-1] if self._loads else None
+                if last is None or (last.expected, last.lease.number) != (expected, number):
+                    rows.take_back(number)
                 raise
             self._refused[refusal] += 1
         done(refusal)
@@ -345,6 +346,9 @@ class DiskTier:
             Whether it is.
         """
         with self._lock:
+            # Once more: a call that was interrupted may have queued something and told nobody.
+            self._load_came.notify_all()
+            self._put_came.notify_all()
             return self._one_over.wait_for(lambda: not self.num_queued, timeout_seconds)
 
     def close(self) -> None:

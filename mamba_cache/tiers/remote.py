@@ -128,9 +128,9 @@ class _Probe:
 
 @dataclass(slots=True, eq=False)
 class _Removal:
-    """A bad entry that is to be removed from the store."""
+    """A bad entry that is to be removed from the store: the keys of its parts, manifest last."""
 
-    facts: EntryFacts
+    names: list[str]
 
 
 _Job: TypeAlias = "_Ask | _Load | _Put | _Probe | _Removal"
@@ -364,6 +364,18 @@ class RemoteTier:
         if is_bad:
             done(Refusal.MISSING)
         return True
+
+    def remove(self, key: EntryKey) -> None:
+        """Have an entry that is known to be wrong not found again: its manifest goes.
+
+        Its chunks go before it is written anew, or when the store needs room.
+        """
+        with self._lock:
+            self._stored.pop(key, None)
+            _remember(self._bad, key, time.monotonic())
+            if self._takes_calls:
+                self._removals.append(_Removal([str(key)]))
+                self._work_came.notify()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over.
@@ -621,7 +633,7 @@ class RemoteTier:
         elif isinstance(first, _Probe):
             self._probe(worker, first)
         elif isinstance(first, _Removal):
-            self._remove(worker, first.facts)
+            self._remove(worker, first.names)
             self._finish(worker, first, None)
         elif isinstance(first, _Load):
             self._load_all(worker, [job for job in jobs if isinstance(job, _Load)])
@@ -856,13 +868,12 @@ class RemoteTier:
                 _remember(self._bad, key, now)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (has_manifest and refusal is Refusal.MISSING):
-                self._removals.append(_Removal(load.expected))
+                self._removals.append(_Removal(self._names(load.expected)))
                 self._work_came.notify()
         self._finish(worker, load, refusal)
 
-    def _remove(self, worker: _Worker, facts: EntryFacts) -> bool:
-        """Remove an entry, its manifest first; say whether it is gone."""
-        names = self._names(facts)
+    def _remove(self, worker: _Worker, names: list[str]) -> bool:
+        """Remove an entry's parts, its manifest first; say whether they are gone."""
         answers = [
             *self._call(worker, lambda: self.store.remove(names[-1:])),
             *self._call(worker, lambda: self.store.remove(names[:-1])),
@@ -900,7 +911,7 @@ class RemoteTier:
         """Remove what was found bad under the keys of entries: a store keeps the first bytes."""
         good = []
         for put in puts:
-            if put.facts.key in self._bad and not self._remove(worker, put.facts):
+            if put.facts.key in self._bad and not self._remove(worker, self._names(put.facts)):
                 self._finish(worker, put, Refusal.IO_ERROR, "not_removed")
                 continue
             with self._lock:

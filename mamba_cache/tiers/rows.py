@@ -119,6 +119,7 @@ class RowPool:
         generations: [num_rows] int64. Another number whenever a row is given to an entry.
         evicted_total: Entries given up for others.
         refused_total: Entries that the policy refused, because others were worth more.
+        next_number: Of the next lease.
         pool_size: ``num_rows``, as policies call it.
         block_ref_counts: ``readers``, likewise.
         block_timestamps: [num_rows] int64. When each row was last used, likewise.
@@ -145,7 +146,7 @@ class RowPool:
         self._free: deque[int] = deque()
         self._queue = EvictionQueue()
         self._leases: dict[int, RowLease] = {}
-        self._next_number = 0
+        self.next_number = 0
         self._clock = 0
         if policy is not None:
             policy.reset(num_rows)
@@ -312,6 +313,20 @@ class RowPool:
         else:
             self._queue.push(row, self.block_timestamps.item(row))
 
+    def take_back(self, number: int) -> None:
+        """End the lease of a reader, whatever it is a part of: the call that took it broke off.
+
+        Args:
+            number: Of the lease.
+        """
+        self._leases.pop(number, None)
+        self.readers[:] = 0
+        for lease in self._leases.values():
+            self.readers[lease.row] += not lease.writes
+        for row in self._row_of.values():
+            if not self.readers[row]:
+                self._queue.push(row, self.block_timestamps.item(row))
+
     def drop(self, lease: RowLease) -> None:
         """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
         row = lease.row
@@ -395,8 +410,8 @@ class RowPool:
             self._prefix_policy.check_invariants([*cached, *self._arriving])
 
     def _lease(self, row: int, *, writes: bool) -> RowLease:
-        lease = RowLease(row, self.generations.item(row), self._next_number, writes)
-        self._next_number += 1
+        lease = RowLease(row, self.generations.item(row), self.next_number, writes)
+        self.next_number += 1
         self._leases[lease.number] = lease
         return lease
 

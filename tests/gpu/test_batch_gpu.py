@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.batching.kernels import decode_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +95,40 @@ def test_replayed_steps_compute_what_eager_ones_do(family, generator):
     assert graphs.warm_up_seconds > 0
     assert eager.batch_stats().graphs.replays == 0
     assert eager.batch_stats().graphs.eager_reason == "use_cuda_graph is False"
+
+
+@pytest.mark.parametrize(("family", "num_attention"), [("nemotron_h", 1), ("mamba2", 0)])
+def test_what_a_step_takes_beside_the_models_own_code(family, num_attention, generator):
+    """One launch sorts its inputs, and three serve each attention layer."""
+    cache = make_cache(make_model(family))
+    run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
+    compute, names = cache._batcher._graphs.compute, []
+
+    def profiled(size):
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            logits = compute(size)
+            torch.cuda.synchronize()
+        on_gpu = torch.profiler.DeviceType.CUDA
+        names.append([one.name for one in profile.events() if one.device_type is on_gpu])
+        return logits
+
+    cache._batcher._graphs.compute = profiled
+    run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER, max_new_tokens=4)
+    kernels = {"_sort_kernel": 1}
+    kernels |= dict.fromkeys(("_write_kernel", "_attend_kernel", "_combine_kernel"), num_attention)
+    counted = {name: sum(one.startswith(name) for one in names[-1]) for name in kernels}
+    assert counted == kernels
+    assert not any("index_copy" in one or "indexFunc" in one for one in names[-1])
+
+
+def test_keys_and_values_past_the_reach_of_32_bits_are_written(generator):
+    pool = torch.zeros(2, 2_200_000, 8, 128, dtype=torch.uint8, device="cuda")
+    slots = torch.tensor([5, 2_199_999, 2_100_000], device="cuda")
+    new = torch.randint(1, 99, (2, 3, 8, 1, 128), generator=generator).to("cuda", torch.uint8)
+    decode_inputs.write_tokens(pool, slots, *new.unbind())
+    assert torch.equal(pool[:, slots], new[:, :, :, 0])
+    assert int((pool.view(torch.int64) != 0).any(-1).sum()) == 2 * 3 * 8
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "mamba2"])

@@ -11,6 +11,7 @@ import sys
 import pytest
 from sources import ROOT
 
+from mamba_cache._version import __version__
 from mamba_cache.bench.command import BENCHMARKS
 from mamba_cache.bench.measure import Measurement
 from mamba_cache.cli import demo, doctor, main
@@ -148,6 +149,7 @@ def test_a_plan_takes_every_option(call):
         (["bench", "cpy"], 2, "copy"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
+        (["doctor", "--store", "ftp://host"], 2, "a store must be one of mooncake://"),
         (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
         (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
         (["bench", "replay", "--policy", "LRU"], 2, "did you mean 'lru'?"),
@@ -208,7 +210,7 @@ def test_no_command_is_wrong_usage(call):
 
 
 def test_version(call):
-    assert call("--version")[:2] == (0, "mamba-cache 0.1.0\n")
+    assert call("--version")[:2] == (0, f"mamba-cache {__version__}\n")
 
 
 def test_colour_is_for_terminals_that_want_it():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from injectors import LineInterrupt
+from injectors import LineAboveDisk, LineInterrupt
 from interrupt_rig import Search
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -27,7 +27,7 @@ CALLS = cache_calls()
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_cache_serves_nothing_wrong_and_lets_the_model_go(name):
     """Removed to see it fail: ``remove_hooks``, and ``let_go``, in ``PrefixCache._take_back``."""
-    search = Search(CALLS[name])
+    search = Search(CALLS[name], LineAboveDisk)  # without tiers there is no disk
     assert search.survey(search.moments(12))[1] == []
 
 

@@ -6,11 +6,14 @@ The checks are functions of a store: stores that are wrong on purpose show that 
 import contextlib
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from sources import ROOT
 from store_rig import (
     LOOPBACK,
     PAUSE,
@@ -546,6 +549,22 @@ def test_what_a_mooncake_holder_had_is_gone_with_it(rng):
         answers = reader.get_many_into(list(blobs), views(into))
         assert set(answers) <= {MISSING, StoreFault.TRANSFER_FAILED}
         reader.close()
+
+
+@with_valkey
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--believe"], 1)])
+def test_the_command_that_kills_notices_wrong_bytes(options, code):
+    """With damaged reads: verified they are refused, believed they are found out."""
+    command = [sys.executable, ROOT / "tests" / "store_kills.py", "--count=3", "--flips=0.2"]
+    result = subprocess.run(
+        [*command, *options, "--only", "valkey", "reader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    [row] = [line for line in result.stdout.splitlines() if line.startswith("| valkey")]
+    assert ("WRONG" in row) == bool(code)
 
 
 def test_a_full_memory_store(rng):

@@ -14,18 +14,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers_rig import (
     BLOCK,
-    assert_same,
     budgets,
-    cached,
     make_cache,
     make_model,
-    plain,
-    skipped,
-    text,
 )
 
 from mamba_cache.errors import (
-    BudgetError,
     InvalidArgumentError,
     ModelChangedError,
     SequenceLengthError,
@@ -75,10 +69,10 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
 @pytest.mark.parametrize("name", SERVED)
 def test_requests_that_are_preempted_go_on_as_before(name, generator):
     one = subject(name)
-    room = budgets(one.cache(), slots=16, blocks=44)
+    room = budgets(one.cache(), slots=16, blocks=17)
     if name == "mamba2":  # without attention no block is ever short
         room["kv_cache_gb"] = 0.01
-    cache = one.cache(**room, batch_share=0.4)
+    cache = one.cache(**room)
     prompts = [tokens(generator, n) for n in (3 * BLOCK + 5, 2 * BLOCK + 1, 30, 25, 7)]
     wanted = [one.answer(prompt, 20) for prompt in prompts]
     assert answers(batch(cache, prompts, max_new_tokens=20)) == wanted
@@ -126,8 +120,8 @@ def test_what_is_returned(cache, nemotron, generator):
 
 
 def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, generator):
-    room = budgets(nemotron.cache(), slots=16, blocks=12)
-    cache = nemotron.cache(**room, batch_share=0.5)
+    room = budgets(nemotron.cache(), slots=16, blocks=6)
+    cache = nemotron.cache(**room)
     prompts = [tokens(generator, 5), tokens(generator, 4 * BLOCK), tokens(generator, 6)]
     outputs = batch(cache, prompts, max_new_tokens=20)
     assert [output.error is None for output in outputs] == [True, False, True]
@@ -139,8 +133,8 @@ def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, gene
 
 
 def test_a_prompt_that_is_too_long(nemotron, generator):
-    room = budgets(nemotron.cache(), slots=16, blocks=12)
-    cache = nemotron.cache(**room, batch_share=0.5)
+    room = budgets(nemotron.cache(), slots=16, blocks=6)
+    cache = nemotron.cache(**room)
     with pytest.raises(SequenceLengthError, match="max_sequence_length is 48"):
         cache.generate_batch([[5, 6], tokens(generator, 49)])
     cache.check_invariants()
@@ -275,37 +269,6 @@ def test_answers_are_reused_if_they_are_kept(nemotron, generator):
         assert cache.batch_stats().cache.kv_matched_blocks == hit // BLOCK
 
 
-def test_generate_and_generate_batch_share_the_budgets(nemotron, generator):
-    prompt = tokens(generator, 3 * BLOCK)
-    room = budgets(nemotron.cache(), slots=10, blocks=30)
-    cache = nemotron.cache(**room, batch_share=0.6)
-    assert (cache._store.slots.max_slots, cache.batch_stats()) == (10, None)
-    batch(cache, [prompt])
-    context = cache._batcher.context
-    assert (cache._store.slots.max_slots, context.slot_allocator.max_slots) == (4, 6)
-    assert cache._store.kv_blocks.pool_size + context.kv_block_allocator.pool_size == 30 + 2
-    ids = torch.tensor([prompt])
-    output = cache.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
-    assert output[0, len(prompt) :].tolist() == nemotron.answer(prompt, 6)
-    cache.check_invariants()
-    batches, both = cache.batch_stats().cache, cache.stats()
-    assert (batches.requests, both.requests) == (1, 2)
-    assert sum(both.misses.values()) == 2
-    assert both.free_slots + both.cached_slots == 10
-
-
-def test_what_lies_in_host_memory_stays_when_batches_take_their_share(nemotron, generator):
-    with make_cache(nemotron.model, host_cache_gb=0.01) as cache:
-        prompt = text(generator, 5 * BLOCK)
-        cached(cache, prompt)
-        batch(cache, [tokens(generator, 20)])
-        [host] = cache.tier_stats()
-        assert skipped(
-            cache, lambda: assert_same(plain(nemotron.model, prompt), cached(cache, prompt))
-        )
-        assert cache.tier_stats()[0].restored > host.restored
-
-
 def test_the_example_prints_what_the_page_shows(capsys):
     path = ROOT / "examples" / "transformers_batch.py"
     spec = importlib.util.spec_from_file_location("transformers_batch", path)
@@ -315,20 +278,6 @@ def test_the_example_prints_what_the_page_shows(capsys):
     page = (ROOT / "docs" / "how-to" / "batching.md").read_text(encoding="utf-8")
     command = "$ python examples/transformers_batch.py\n"
     assert capsys.readouterr().out == page.split(command)[1].split("```")[0]
-
-
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, True, "half", None])
-def test_a_share_that_is_none(nemotron, share):
-    with pytest.raises(InvalidArgumentError, match="batch_share must be a number in"):
-        nemotron.cache(batch_share=share)
-
-
-def test_a_share_that_holds_nothing(nemotron):
-    room = budgets(nemotron.cache(), slots=1, blocks=30)
-    cache = nemotron.cache(**room)
-    with pytest.raises(BudgetError, match=r"batch_share=0.5 .* got 0 of 1 and 15 of 30"):
-        cache.generate_batch([[5, 6]])
-    cache.generate([[5, 6]], max_new_tokens=1)
 
 
 def test_weights_that_change_between_calls_are_noticed(generator):

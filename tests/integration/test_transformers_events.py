@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import random
 import weakref
 
 import pytest
@@ -10,15 +11,27 @@ pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import typer  # noqa: E402
 from events_rig import Subscriber, by_hand, catch_up, observe  # noqa: E402
-from transformers_rig import BLOCK, GREEDY, cached, join, make_cache, make_model, text  # noqa: E402
+from transformers_rig import (  # noqa: E402
+    BLOCK,
+    GREEDY,
+    budgets,
+    cached,
+    join,
+    make_cache,
+    make_model,
+    text,
+)
 
+from mamba_cache.blocks import BlockHashChain  # noqa: E402
 from mamba_cache.cli.app import app  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402
+from mamba_cache.integrations.transformers.tiers import PrefixTiers  # noqa: E402
 
 ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
@@ -53,6 +66,65 @@ def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generato
         catch_up(sender, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
         cache.close()
+
+
+def assert_true(cache, known):
+    """A subscriber's blocks and states are those that the cache finds, and all of them."""
+    store = cache._store
+    key = store.key_for(cache._runner.fingerprint.key)
+
+    def prefix(wire):
+        parent, own = known.groups[0][wire]
+        return [*(prefix(parent) if parent is not None else []), *own]
+
+    for group, of_group in known.groups.items():
+        for wire in of_group:
+            chain = BlockHashChain(BLOCK, hasher=store.tiers.hasher, lora_id=key)
+            chain.append(prefix(wire))
+            hashes = chain.hashes
+            block = store.kv_blocks.find_block(hashes[-1], hashes.digest(len(hashes) - 1))
+            assert block is not None
+            assert not group or store.slots.has_state(block)
+    whole = {*np.flatnonzero(store.kv_blocks.block_hashes >= 0).tolist()} - {*store._parts.blocks}
+    assert len(known.groups[0]) == len(whole)
+    assert len(known.groups[1]) == sum(store.slots.has_state(block) for block in whole)
+
+
+def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
+    """A subscriber's set is the cache's own, whoever made a block findable, or gave it up."""
+    probe = make_cache(make_model("granite 4"))
+    room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_batch_size": 3}
+    cache = make_cache(make_model("granite 4"), measure_costs=False, **room)
+    order, brought, publish = random.Random(generator.initial_seed()), [], PrefixTiers._publish
+
+    def noted(self, chain, tokens, end, blocks, slot):
+        brought.extend(blocks)
+        return publish(self, chain, tokens, end, blocks, slot)
+
+    monkeypatch.setattr(PrefixTiers, "_publish", noted)
+    stems = [text(generator, n)[0].tolist() for n in (5 * BLOCK, 3 * BLOCK + 5, 4 * BLOCK)]
+    with (
+        by_hand("resident", block_size=BLOCK) as (publisher, sender),
+        Subscriber(publisher) as subscriber,
+    ):
+        observe(cache, publisher)
+        for _ in range(20):
+            prompts = []
+            for _ in range(order.randrange(1, 4)):
+                stem = order.choice(stems)
+                own = text(generator, order.randrange(1, 7))[0].tolist()
+                prompts.append(stem[: order.randrange(len(stem) + 1)] + own)
+            if order.random() < 0.6:
+                cache.generate_batch(prompts, max_new_tokens=order.randrange(1, 12))
+            else:
+                cache.generate(prompts[:1], **GREEDY)
+            catch_up(sender, subscriber)
+            assert publisher.stats().untold_blocks == 0
+            assert_true(cache, subscriber.known)
+        assert brought
+        assert cache.stats().evicted_blocks
+        assert cache.stats().evicted_slots
+    cache.close()
 
 
 def test_salted_prompts_and_those_of_other_settings_are_not_told(generator):

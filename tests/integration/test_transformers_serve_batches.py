@@ -1,7 +1,14 @@
 """transformers' own server with continuous batching, of hybrid models by their caches."""
 
 import logging
+import os
+import re
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +25,7 @@ from serve_rig import (  # noqa: E402
     Server,
     save,
 )
+from sources import ROOT  # noqa: E402
 from transformers_rig import make_model  # noqa: E402
 
 from mamba_cache.context import DynamicInferenceContext  # noqa: E402
@@ -171,3 +179,58 @@ def test_a_model_that_cannot_be_batched_is_served_request_by_request(server, fol
     told = [record.message for record in caplog.records if "request by request" in record.message]
     assert len(told) == 1
     assert "sliding window" in told[0]
+
+
+# The command, with a line on stderr when the cache begins to run a batch.
+COMMAND = """
+import sys
+
+from mamba_cache.cli.app import app
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+
+run = Batcher.warm_up
+
+def told(self, most):
+    sys.stderr.write(f"<{self.context.max_requests} rows, {self._limits}, {self._is_eager}>\\n")
+    run(self, most)
+
+Batcher.warm_up = told
+app(sys.argv[1:])
+"""
+
+
+def test_the_commands_options_reach_the_batches(folders):
+    """Of the library's own options those that say something of a batch count as well."""
+    command = [sys.executable, "-c", COMMAND, "serve", folders["main"]]
+    command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
+    command += ["--max-batch-size", "3", "--continuous-batching", "--cb-max-batch-tokens", "32"]
+    command += ["--no-cb-use-cuda-graph", "--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        address = next(
+            found[1]
+            for line in process.stderr
+            if (found := re.search(r"running on (http://127\.0\.0\.1:\d+)", line))
+        )
+        told = []
+        drain = threading.Thread(target=lambda: told.extend(process.stderr))
+        drain.start()
+        with (
+            openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+            ThreadPoolExecutor(4) as clients,
+        ):
+            running = SimpleNamespace(client=client)
+            ask = partial(Server.chat, running, folders["main"])
+            answers = [*clients.map(ask, [f"{STEM}Question {n}?" for n in range(4)])]
+        assert all(answer.choices[0].message.content for answer in answers)
+        process.terminate()
+        drain.join()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    batches = {*re.findall(r"<\d+ rows.*?>", "".join(told))}
+    assert batches == {"<3 rows, (32, 3), use_cuda_graph is False>"}

@@ -12,6 +12,7 @@ PRINT_INSTRUCTIONS = """
 import json, re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from mamba_cache.integrations.transformers.batching.kernels import decode_inputs
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention as module
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -47,9 +48,26 @@ combine = compiled(
     {"GROUP": 4, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS": 2, "SPLITS_PAD": 2},
     ("sums", "output"), 1,
 )
+sort = compiled(
+    decode_inputs._sort_kernel,
+    {"rows_of_places": "*i32"}
+    | dict.fromkeys(("token_ids", "positions", "kv_slots"), "*i64")
+    | dict.fromkeys(("places_out", "tokens_out", "positions_out", "slots_out"), "*i64")
+    | dict.fromkeys(("num_places", "num_rows", "place_stride"), "i32") | {"dummy_slot": "i64"},
+    {"ROWS": decode_inputs._ROWS, "PLACES_PAD": 512}, (), 4,
+)
+write = compiled(
+    decode_inputs._write_kernel,
+    dict.fromkeys(("keys", "values", "pool"), "*bf16")
+    | dict.fromkeys(("key_stride", "value_stride"), "i32")
+    | {"slots": "*i64", "half_stride": "i64"},
+    {"SIZE": 1024, "TILE": decode_inputs._TILE}, ("keys", "values", "pool"), 4,
+)
 print(json.dumps([
     attend("bf16", 4, 128, 256), attend("bf16", 4, 64, 256), attend("bf16", 8, 256, 256),
     attend("fp32", 4, 80, 48), bool(combine.asm["ptx"]),
+    bool(write.asm["ptx"]),
+    len(re.findall(r"st[.]local", sort.asm["ptx"])),
 ]))
 """
 
@@ -65,8 +83,10 @@ def test_the_kernels_compile_for_a_gpu():
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    *kernels, combines = json.loads(ran.stdout)
+    *kernels, combines, writes, spilled_when_sorted = json.loads(ran.stdout)
     assert combines
+    assert writes
+    assert spilled_when_sorted == 0
     assert [uses_matrix_units for uses_matrix_units, _, _ in kernels[:3]] == [True] * 3
     assert max(shared for _, shared, _ in kernels) < MOST_SHARED_BYTES
     assert [spilled for _, _, spilled in kernels[:3]] == [0] * 3

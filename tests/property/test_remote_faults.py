@@ -13,19 +13,25 @@ from mamba_cache.tiers import EntryKind, Refusal
 EVERY = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
 NUM_ENTRIES = 4
 
-entries = st.tuples(st.integers(0, NUM_ENTRIES - 1), st.sampled_from(list(EntryKind)))
+entries = st.tuples(st.sampled_from([0, 0, 0, 1, 2, 3]), st.sampled_from(list(EntryKind)))
 troubles = st.tuples(
     st.sampled_from(EVERY),
     st.sampled_from([0.1, 0.5, 1.0]),
     st.sampled_from(list(StoreFault)),
     st.integers(1, 4),
 )
+troubles_of_reads = st.tuples(
+    st.sampled_from([each for each in EVERY if each[0] == "get_many_into"]),
+    st.just(1.0),
+    st.sampled_from(list(StoreFault)),
+    st.integers(1, 4),
+)
 actions = st.one_of(
     st.tuples(st.just("put"), entries),
-    st.tuples(st.just("load"), entries),
-    st.tuples(st.just("load"), entries),
+    *[st.tuples(st.just("load"), entries)] * 4,
     st.tuples(st.just("ask"), entries),
     st.tuples(st.just("trouble"), troubles),
+    st.tuples(st.just("trouble"), troubles_of_reads),
     st.tuples(st.just("heal"), st.none()),
     st.tuples(st.just("turn"), st.sampled_from([0.5, 2.1, 5.1, 61.0])),
     st.tuples(st.just("wait"), st.none()),
@@ -43,6 +49,9 @@ class Run:
         self.other.clock = self.bench.clock
         self.benches = [self.bench, self.other]
         self.open = []
+        for number in range(0, NUM_ENTRIES, 2):
+            for kind in EntryKind:
+                assert self.bench.put(number, kind) is None
 
     def act(self, name, value, which):
         bench = self.benches[which]
@@ -126,7 +135,7 @@ class Run:
 
 
 @given(
-    plan=st.lists(st.tuples(actions, st.integers(0, 1)), max_size=40),
+    plan=st.lists(st.tuples(actions, st.integers(0, 1)), min_size=12, max_size=40),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=2 * settings.default.max_examples)

@@ -124,23 +124,7 @@ def _failure_is_success(end_lower):
     return lambda self, lease, refusal: end_lower(self, lease, None)
 
 
-def _damage_found_again(drop):
-    return lambda self, lease: None if isinstance(self, disk._DiskRows) else drop(self, lease)
-
-
-def _forgets_flights(end):
-    """A second prefetch that waits for the same entry is never told."""
-
-    def broken(self, refusal, end_row):
-        del self._prefetches[1:]
-        end(self, refusal, end_row)
-
-    return broken
-
-
 def _patches():
-    from mamba_cache.context.prefetch import _Flight  # noqa: PLC0415
-
     return {
         "bytes from host memory are not verified": (PlainTransfers, "load", _bytes_unseen),
         "headers in host memory are not verified": (HostTier, "_refusal", _headers_unseen),
@@ -162,8 +146,6 @@ def _patches():
         "what the disk could not bring is findable": (
             HostTier, "_end_lower", _failure_is_success,
         ),
-        "a damaged row of the disk is found again": (RowPool, "drop", _damage_found_again),
-        "who waits for another's flight is not told": (_Flight, "end", _forgets_flights),
     }  # fmt: skip
 
 

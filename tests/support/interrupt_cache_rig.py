@@ -155,6 +155,12 @@ def _batch(cache):
     cache.generate(prompts, cache_salt="a", **OPTIONS)
 
 
+def _generate_batch(cache):
+    """Resumes inside a block, and preempts: not all three have room at once."""
+    prompts = [ids[0].tolist() for ids in (ONE, OTHER, FOREIGN)]
+    cache.generate_batch(prompts, cache_salt=["a", "a", "c"], **OPTIONS)
+
+
 def _declined(cache):
     """Finds what it could restore, and computes it all the same."""
     cache._costs.uses = lambda _: False
@@ -186,6 +192,9 @@ def cache_calls():
             lambda cache: cache.generate(
                 ONE, attention_mask=mask, cache_salt="a", **{**OPTIONS, "max_new_tokens": BLOCK + 2}
             ),
+        ),
+        "PrefixCache.generate_batch": CacheCall(
+            cached, _generate_batch, lambda cache: cache.prepare_batches()
         ),
         "PrefixCache.prefill": CacheCall(cached, lambda cache: cache.prefill(ONE, cache_salt="a")),
         "PrefixCache.reset": CacheCall(cached, lambda cache: cache.reset()),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from engine_rig import BLOCK, MODEL, alone, cache_config, greedy
 from fault_rig import frozen
-from injectors import Interrupt, LineInterrupt
+from injectors import Interrupt, LineAboveDisk, LineInterrupt
 
 from mamba_cache import KVBlockAllocator, MambaSlotAllocator
 from mamba_cache.blocks import BlockHashes
@@ -57,7 +57,7 @@ class Search:
         Left out is the last instruction of all, which returns: before it, the caller has as good as
         nothing; after it, everything; and no signal is delivered there.
         """
-        found = range(1, self.num_moments + (self.injector is LineInterrupt))
+        found = range(1, self.num_moments + issubclass(self.injector, LineInterrupt))
         return found if most is None else found[:: max(1, len(found) // most)]
 
     def strike(self, index):
@@ -611,7 +611,8 @@ def subjects(prefix=""):
             calls.update(cache_calls())
     for name, call in calls.items():
         if name.startswith(prefix):
-            yield name, call, Interrupt if name in BARE_CALLS else LineInterrupt
+            above = LineAboveDisk if " tiers" in name or name in TIER_CALLS else LineInterrupt
+            yield name, call, Interrupt if name in BARE_CALLS else above
 
 
 # Real signals.

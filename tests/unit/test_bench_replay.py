@@ -303,3 +303,51 @@ def test_rates_are_numbers_above_0(text, capsys):
     with pytest.raises(SystemExit):
         command.main(["replay", "--host-rate", text])
     assert "must be a number above 0" in capsys.readouterr().err
+
+
+def test_the_benchmarks_page_quotes_the_runs_with_tiers():
+    folder = ROOT / "docs" / "benchmarks"
+    paths = [*folder.glob("replayed-trace-host-*.json"), *folder.glob("replayed-trace-disk-*.json")]
+    records = [
+        record for path in paths for record in json.loads(path.read_text("utf-8"))["records"]
+    ]
+    [best] = [record["token_hit_rate"] for record in records if record["slots"] is None]
+    expected = set()
+    for record in records:
+        tiers, hit = record.get("tiers", {}), record["token_hit_rate"]
+        numbers = record["slots"], tiers.get("host_states"), tiers.get("disk_states")
+        expected.add((
+            "unlimited" if record["slots"] is None else f"{numbers[0]:,}",
+            *(f"{number:,}" if number else "" for number in numbers[1:]),
+            f"{hit:.1%}",
+            "" if record["slots"] is None else f"{(best - hit) * 100:.1f}",
+            f"{record['bound']:.1%}" if "bound" in record else "",
+            f"{record['ttft_ms_mean']:,.0f} ms",
+        ))  # fmt: skip
+    page = (folder / "index.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"\| slots \| host \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
+    quoted = {
+        tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table.splitlines()
+    }
+    assert quoted == expected
+
+
+def test_the_benchmarks_page_quotes_the_run_with_one_budget():
+    folder = ROOT / "docs" / "benchmarks"
+    [path] = folder.glob("replayed-trace-80gib-*.json")
+    [record] = json.loads(path.read_text(encoding="utf-8"))["records"]
+    quoted = f"`--cache-gb 80 --bound` | {record['token_hit_rate']:.1%}, of at most "
+    quoted += f"{record['bound']:.1%} |"
+    assert quoted in (folder / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_benchmarks_page_quotes_the_bounds_of_slots():
+    folder = ROOT / "docs" / "benchmarks"
+    [path] = folder.glob("replayed-trace-adaptive-*.json")
+    records = json.loads(path.read_text(encoding="utf-8"))["records"]
+    hits, bounds = (
+        ", ".join(f"{record[name]:.1%}" for record in records)
+        for name in ("token_hit_rate", "bound")
+    )
+    page = (folder / "index.md").read_text(encoding="utf-8")
+    assert f"`--slots 50 200 800 --bound` | {hits}, of at most {bounds} |" in page

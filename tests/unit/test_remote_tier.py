@@ -196,6 +196,28 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     assert bench.load(1) == bytes(payload_of(1))
 
 
+def test_what_is_known_to_be_wrong_is_not_found_again(bench) -> None:
+    """By nobody: its manifest goes, and its chunks before it is written anew."""
+    bench.put(1)
+    key = facts_of(1).key
+    bench.tier.remove(key)
+    assert bench.ask(1) == [False]
+    assert bench.load(1) is Refusal.MISSING
+    bench.end()
+    assert str(key) not in bench.names()
+    calls = calls_of(bench)
+    assert bench.put(1) is None
+    assert [name for name, _ in calls][:2] == ["remove", "remove"]
+    assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_nothing_is_removed_by_a_tier_that_has_ended(bench) -> None:
+    bench.put(1)
+    bench.tier.close()
+    bench.tier.remove(facts_of(1).key)
+    assert str(facts_of(1).key) in bench.names()
+
+
 def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
     bench.put(1)
     del bench.memory._blobs[str(replace(facts_of(1).key, chunk=3))]
@@ -244,6 +266,13 @@ def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
     assert stats.not_written == {fault.value: 1}
     assert stats.faults[fault.value] == 2
     assert sum(stats.refused.values()) == 1
+
+
+def test_without_an_answer_whether_it_is_there_an_entry_is_not_put(bench) -> None:
+    bench.faulty.inject("exists_many", Trouble.FAIL, fault=StoreFault.REJECTED, times=1)
+    assert bench.put(1) is Refusal.IO_ERROR
+    assert bench.tier.stats().not_written == {"rejected": 1}
+    assert bench.names() == []
 
 
 def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> None:

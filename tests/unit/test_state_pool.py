@@ -70,3 +70,28 @@ def test_zero_of_a_row_outside_clears_nothing(pool, row):
     with pytest.raises(InvalidArgumentError, match=rf"rows must be in \[0, 6\), got \[{row}\]"):
         pool.zero_([0, row])
     assert all((tensor != 0).all() for tensor in pool.tensors.values())
+
+
+def test_a_pool_over_tensors_of_somebody_elses():
+    rows = torch.zeros(6, 3 * 2, 10, 4, dtype=torch.bfloat16).transpose(0, 1)[1::2]
+    given = {"ssm": torch.zeros(3, 6, 2, 5, 7), "conv": rows}
+    pool = StatePool.over(SPEC, given)
+    assert [*pool.tensors] == ["conv", "ssm"]
+    assert pool["conv"] is rows
+    assert (pool.num_rows, pool.device) == (6, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"conv": torch.zeros(3, 6, 10, 4, dtype=torch.bfloat16)},
+        {"conv": torch.zeros(3, 6, 10, 4), "ssm": torch.zeros(3, 6, 2, 5, 7)},
+        {
+            "conv": torch.zeros(3, 5, 10, 4, dtype=torch.bfloat16),
+            "ssm": torch.zeros(3, 6, 2, 5, 7),
+        },
+    ],
+)
+def test_tensors_that_are_not_the_specs(tensors):
+    with pytest.raises(InvalidArgumentError, match="tensors must be"):
+        StatePool.over(SPEC, tensors)

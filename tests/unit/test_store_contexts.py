@@ -289,11 +289,11 @@ def uncached(seed=1):
 
 
 def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) -> None:
-    """50 ms by default, from the moment on at which the store owes an answer; then nobody does."""
+    """40 ms by default, from the moment on at which the store owes an answer; then nobody does."""
     context = make(store)
     store.inject("exists_many", Trouble.HANG)
     prefetch = ask(context)
-    clock.now += 0.049
+    clock.now += 0.039
     assert prefetch.state is PrefetchState.PENDING
     clock.now += 0.002
     assert prefetch.state is prefetch.wait() is PrefetchState.TIMED_OUT
@@ -311,7 +311,7 @@ def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> N
     store.inject("get_many_into", Trouble.HANG)
     prefetch = ask(context)
     wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
-    clock.now += 0.051
+    clock.now += 0.041
     assert prefetch.wait() is PrefetchState.TIMED_OUT
     run = generate(context, PROMPT, 3)
     assert run[2].skip_tokens == 0
@@ -329,7 +329,7 @@ def test_a_store_that_moves_is_waited_for(store, clock) -> None:
     reads = context.store_tier._get
 
     def slow(*arguments):
-        clock.now += 0.04
+        clock.now += 0.03
         return reads(*arguments)
 
     context.store_tier._get = slow

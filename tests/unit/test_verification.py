@@ -23,6 +23,7 @@ from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference import SamplingParams
 from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.states import PrefixContent, compare_prefixes
+from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, ModelIdentity
 
 PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
@@ -147,6 +148,33 @@ def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
     tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))
 
 
+def test_a_corrupted_entry_goes_from_the_store_too():
+    """Nobody else is to find it either: its manifest is removed, and no other entry's."""
+    memory = MemoryStore()
+    context = make_context(
+        make_config(
+            verify_hits=1.0, num_host_blocks=60, num_host_states=30, hash_secret=b"secret",
+            store=memory, store_write_on_use=1,
+        ),
+        load_planner=always(), identity=ModelIdentity(name="tiny", weights="7"),
+    )  # fmt: skip
+    generate(context, PROMPT, 1)
+    generate(context, PROMPT, 1)
+    context.wait_for_tiers()
+    hit = context.take_verification()
+    manifests = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
+
+    def found():
+        return [any(name.endswith(end) for name in memory._blobs) for end in manifests]
+
+    assert found() == [True, True]
+    context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
+    assert len(verify(context, hit)) == 1
+    context.wait_for_tiers()
+    assert found() == [True, False]
+    context.close()
+
+
 def test_hits_whose_entries_are_gone_are_passed_over():
     context, hit = make_verified()
     generate(context, PROMPT, 1)
@@ -160,6 +188,16 @@ def test_what_cannot_be_computed_is_counted():
     context, hit = make_verified()
     assert context.report_verification(hit, None) == ()
     assert context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
+
+
+def test_who_cannot_compute_a_hit_says_so():
+    context, _ = make_verified()
+    context.skip_verification(SkippedVerification.SETTINGS)
+    assert context.verification_stats().skipped == {SkippedVerification.SETTINGS: 1}
+    off = make_context()
+    off.skip_verification(SkippedVerification.SETTINGS)
+    assert off.take_verification() is None
+    assert off.verification_stats() == VerificationStats()
 
 
 def test_a_part_of_the_hits_is_chosen():

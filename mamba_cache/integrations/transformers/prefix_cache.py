@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +14,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.context import CacheStats, TraceLog, VerificationStats
+from mamba_cache.context import TraceLog, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -32,7 +28,11 @@ from mamba_cache.integrations.transformers.batching.batcher import (
     BatcherSettings,
     BatchStats,
 )
-from mamba_cache.integrations.transformers.batching.calls import BatchCall, check_batcher
+from mamba_cache.integrations.transformers.batching.calls import (
+    BatchCall,
+    check_batcher,
+    configure,
+)
 from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -118,10 +118,8 @@ class PrefixCache:
             inside a prompt that cost more than they will save. False: every hit is used, and what
             is computed depends on the prompts alone. Measured on CPUs and CUDA devices.
         max_batch_size: Requests that ``generate_batch`` runs at once. The states that they read and
-            write take room beside the budgets, as the caches of ``generate`` do.
-        batch_share: What part of both budgets ``generate_batch`` has, from its first call on. It
-            keeps prefixes of its own, and that call forgets those of ``generate``, whose room
-            becomes less.
+            write take room beside the budgets from its first call on, as the caches of ``generate``
+            do while they run; their keys and values are in the budget.
         host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
             hold. Default: none are kept there.
         disk_cache_path: A directory in which prefixes outlive the process: a second one with the
@@ -164,7 +162,6 @@ class PrefixCache:
         weights_check: WeightsCheck = "full",
         measure_costs: bool = True,
         max_batch_size: int = 64,
-        batch_share: float = 0.5,
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
@@ -179,7 +176,6 @@ class PrefixCache:
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
-        _check_share(batch_share)
         self._verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         check_kind("log_requests", log_requests, bool)
         self._logs = log_requests
@@ -196,19 +192,22 @@ class PrefixCache:
         layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
-        self._num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
-        self._num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
-        self._batch_share = batch_share
+        num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
+        num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
         self._capture = probe_capture(self._runner, layout) if fault is None else None
         self._costs = make_cost_model(layout.device, is_on=measure_costs)
         self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
         self._guard = CallGuard(self._take_back)
-        self._placement, self._eviction = placement, eviction
+        self._placement = placement
         self._segment_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
-        self._make_prefiller = partial(
-            Prefiller,
+        self._store = PrefixStore(
+            layout, num_slots=num_slots, num_blocks=num_blocks, eviction=eviction
+        )
+        self._store.join(self._guard)
+        self._prefiller = Prefiller(
             self._runner,
+            self._store,
             filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
             capture=self._capture,
             placement=placement,
@@ -225,7 +224,11 @@ class PrefixCache:
         if trace_path is not None:
             self._trace_log = TraceLog(trace_path, block_size_tokens=block_size_tokens)
             weakref.finalize(self, self._trace_log.close)  # its thread would outlive this
-        self._make_store(layout, self._num_slots, self._num_blocks)
+        self._store.trace_log = self._trace_log
+        if verify_hits or log_requests:
+            self._store.watch = PromptWatch(
+                self._store, verify_hits=self._verify_hits, logs=log_requests
+            )
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
@@ -239,16 +242,6 @@ class PrefixCache:
                 shared=store,
                 hash_secret=hash_secret,
             )
-
-    def _make_store(self, layout: PrefixLayout, num_slots: int, num_blocks: int) -> None:
-        store = PrefixStore(
-            layout, num_slots=num_slots, num_blocks=num_blocks, eviction=self._eviction
-        )
-        store.join(self._guard)
-        if self._verify_hits or self._logs:
-            store.watch = PromptWatch(store, verify_hits=self._verify_hits, logs=self._logs)
-        store.trace_log = self._trace_log
-        self._store, self._prefiller = store, self._make_prefiller(store=store)
 
     def __enter__(self) -> PrefixCache:
         """Returns itself."""
@@ -375,7 +368,6 @@ class PrefixCache:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
                 served, or the model cannot.
             SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
-            BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
@@ -397,8 +389,7 @@ class PrefixCache:
         if not call.prompts:
             return {}
         batcher = self._ready_batcher()
-        is_empty = self._store.is_empty and batcher.is_empty
-        self._runner.fingerprint.begin(may_differ=is_empty)
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
         return call.run(
             batcher,
             warms_up=warmup,
@@ -412,7 +403,6 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: The model cannot be served in batches.
-            BudgetError: The part of a budget that ``batch_share`` gives holds nothing.
             ModelChangedError: The model was moved.
             StepOrderError: The cache is closed.
             UnresumableModelError: The model computes something else for several requests at once.
@@ -436,14 +426,14 @@ class PrefixCache:
 
         def begin() -> None:
             before = fingerprint.key
-            fingerprint.begin(may_differ=self._store.is_empty and batcher.is_empty)
+            fingerprint.begin(may_differ=self._store.is_empty)
             if fingerprint.key != before and batcher.num_unfinished:
                 raise ModelChangedError(
                     "the model's settings were changed while requests ran: call reset()"
                 )
 
         begin()
-        batcher.configure()
+        configure(batcher, manager.batching_config)
         batcher.warm_up(self._max_batch_size)
         manager.run(batcher, begin)
 
@@ -452,11 +442,10 @@ class PrefixCache:
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:
-        """Returns what runs batches; the first time it takes its share of the budgets.
+        """Returns what runs batches; the first time it takes room for their live states.
 
         Raises:
             InvalidArgumentError: The model cannot be served in batches.
-            BudgetError: A budget's share holds nothing.
             UnresumableModelError: The model computes something else for several requests at once.
         """
         if self._batcher is not None:
@@ -466,46 +455,23 @@ class PrefixCache:
                 "generate_batch cannot serve a model that must be given single tokens after a "
                 f"restored state ({self._fault}); generate serves it"
             )
-        layout, share = self._store.layout, self._batch_share
-        slots, blocks = int(self._num_slots * share), int(self._num_blocks * share)
-        if not slots or not blocks:
-            raise BudgetError(
-                f"batch_share={share} of the budgets must hold at least one state and one KV "
-                f"block, got {slots} of {self._num_slots} and {blocks} of {self._num_blocks}"
-            )
-        fewest = self._prefiller.fewest_tokens
-        # What generate has cached goes before new room is taken; what lies below it stays.
-        tiers, self._store.tiers = self._store.tiers, None
-        self._store.reset()
-        self._store.tensors.clear()
-        rest = max(self._num_slots - slots, 1), max(self._num_blocks - blocks, 1)
-        try:
-            batcher = Batcher(
-                self._runner,
-                layout,
-                CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
-                self._capture,
-                BatcherSettings(
-                    max_requests=self._max_batch_size,
-                    chunk_tokens=_chunk_tokens(self._segment_tokens, layout.block_size_tokens),
-                    num_slots=slots,
-                    num_blocks=blocks,
-                    placement=self._placement,
-                    eviction=copy.deepcopy(self._eviction),
-                    saves_answers=self._reuse_answers and fewest == 1,
-                    fewest_tokens=fewest,
-                    verify_hits=self._verify_hits,
-                    log_requests=self._logs,
-                ),
-            )
-            check_batcher(batcher, self._runner)
-        except BaseException:
-            rest = self._num_slots, self._num_blocks
-            raise
-        finally:
-            self._make_store(layout, *rest)
-            if tiers is not None:
-                tiers.move_to(self._store)
+        layout, fewest = self._store.layout, self._prefiller.fewest_tokens
+        batcher = Batcher(
+            self._runner,
+            self._store,
+            CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
+            self._capture,
+            BatcherSettings(
+                max_requests=self._max_batch_size,
+                chunk_tokens=_chunk_tokens(self._segment_tokens, layout.block_size_tokens),
+                placement=self._placement,
+                saves_answers=self._reuse_answers and fewest == 1,
+                fewest_tokens=fewest,
+                verify_hits=self._verify_hits,
+                log_requests=self._logs,
+            ),
+        )
+        check_batcher(batcher, self._runner)
         batcher.context.trace_log = self._trace_log
         self._batcher = batcher
         return batcher
@@ -572,12 +538,9 @@ class PrefixCache:
     def stats(self) -> PrefixCacheStats:
         """Returns what the cache did so far, what that took and saved, and what it holds now.
 
-        What ``generate_batch`` did and holds is in it, but for seconds and ``bytes_per_slot``.
+        What ``generate_batch`` did is in it, but for seconds.
         """
-        stats, batcher = self._store.stats(), self._batcher
-        if batcher is not None:
-            stats = _join_stats(stats, batcher.stats().cache)
-        return PrefixCacheStats.of(stats, self._costs.spent)
+        return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
@@ -683,9 +646,8 @@ class PrefixCache:
             tiers.close()
         if self._trace_log is not None:
             self._trace_log.close()
-        self._store.reset()
-        self._store.tensors.clear()
         self._batcher = None
+        self._store.close()
 
     @guarded(waits=True, trusts=())
     def check_invariants(self) -> None:
@@ -703,9 +665,9 @@ class PrefixCache:
     @guarded(renews=True, waits=True)
     def _reset(self) -> None:
         self._remove_hooks()
-        self._store.reset()
-        if self._batcher is not None:
+        if self._batcher is not None:  # its requests hold what is the store's
             self._batcher.reset()
+        self._store.reset()
         self._costs.spent.reset()
         self._runner.fingerprint.forget()
         if self._store.tiers is not None:
@@ -793,31 +755,9 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
     return max(most // block_size_tokens, 1) * block_size_tokens
 
 
-def _join_stats(stats: CacheStats, of_batches: CacheStats) -> CacheStats:
-    """Adds what two parts of a cache did and hold."""
-    joined: dict[str, Any] = {
-        one.name: getattr(stats, one.name) + getattr(of_batches, one.name)
-        for one in fields(CacheStats)
-        if one.name not in ("misses", "bytes_per_slot")
-    }
-    misses = Counter(stats.misses) + Counter(of_batches.misses)
-    return CacheStats(**joined, misses=dict(misses), bytes_per_slot=stats.bytes_per_slot)
-
-
 def _chunk_tokens(segment_tokens: int, block_size_tokens: int) -> int:
     """Returns how much of prompts one step of a batch computes beside those that decode."""
     return max(min(segment_tokens, _MOST_CHUNK_TOKENS), block_size_tokens)
-
-
-def _check_share(share: object) -> None:
-    """Checks what part of the budgets batches have.
-
-    Raises:
-        InvalidArgumentError: It is no number in (0, 1].
-    """
-    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-    if not is_number or not 0 < share <= 1:  # type: ignore[operator]
-        raise InvalidArgumentError(f"batch_share must be a number in (0, 1], got {share!r}")
 
 
 def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size: int) -> None:

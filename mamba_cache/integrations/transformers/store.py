@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mamba_cache._guard import CallGuard
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
+from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
-from mamba_cache.errors import BlockCapacityError, InvariantError
+from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
+from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
-from mamba_cache.slots import SlotEvictionPolicy, SlotPool
+from mamba_cache.protocols import SlotContext
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool
+from mamba_cache.states import StatePool
 from mamba_cache.tiers import EntryKind
 
 if TYPE_CHECKING:
@@ -76,20 +83,54 @@ class PrefixStore:
     ) -> None:
         self.layout = layout
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
-        # A state is read by a copy that is enqueued at once, so a slot may be given up although its
-        # block is held: the state that a prompt went on from makes room for the one at its end.
-        self.slots = SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
-        self.kv_blocks.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
+        self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
+        self.slots = self._make_slots(num_slots, eviction)
+        # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
+        self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
-        self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
         self.watch: PromptWatch | None = None
         self.trace_log: TraceLog | None = None
+
+    @outside_inference_mode
+    def _make_slots(self, num_slots: int, eviction: SlotEvictionPolicy) -> SlotPool:
+        """Make the slots: those of a context, if one can be made for the model."""
+        # A state is read by a copy that is enqueued at once, so a slot may be given up although its
+        # block is held: the state that a prompt went on from makes room for the one at its end.
+        try:
+            spec = BatchLayout(self.layout).state_spec
+        except InvalidArgumentError:
+            return SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
+        fields = SimpleNamespace(
+            kv_block_allocator=self.kv_blocks,
+            device=self.layout.device,
+            max_requests=1,
+            max_mamba_intermediate_states_per_step=0,
+        )
+        return MambaSlotAllocator.from_spec(
+            cast(SlotContext, fields),  # until a context is embedded
+            num_slots,
+            spec,
+            policy=eviction,
+            states=StatePool.over(spec, self.layout.pool_views(self.tensors.slots)),
+            evicts_held=True,
+        )
+
+    @outside_inference_mode
+    def share(self, layout: BatchLayout) -> SharedStore:
+        """Return what a context needs to have its prefixes here as well.
+
+        Args:
+            layout: What it keeps of the model.
+        """
+        assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
+        kv_cache = layout.kv_cache(self.tensors.blocks, self.kv_blocks.pool_size)
+        return SharedStore(slots=self.slots, kv_cache=kv_cache, counters=self.counters)
 
     @property
     def is_empty(self) -> bool:
@@ -109,6 +150,8 @@ class PrefixStore:
         counts = np.asarray(self.kv_blocks.block_ref_counts)
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
+        for slot in self.slots.reserved:
+            self.forget_logits(slot)
         self.slots.cancel_reserved(list(self.slots.reserved))
         if self.tiers is not None:
             self.tiers.let_go()
@@ -284,26 +327,88 @@ class PrefixStore:
         """
         size = self.layout.block_size_tokens
         tiers = self.tiers
-        hasher = None if tiers is None else tiers.hasher
-        key = lora_id if tiers is None else tiers.key_for(lora_id)
+        hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        num_restored = 0 if tiers is None else tiers.num_restored
         if self.trace_log is not None:
             self.trace_log.add(chain.hashes, len(tokens), cache_salt=cache_salt)
-        if tiers is not None:
-            tiers.bring(chain, tokens, min_computed=min_computed, with_logits=with_logits)
-        hit = self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
-        is_told = self.kv_blocks.is_observed and cache_salt is None
-        if is_told:
-            # Observers know prefixes by their tokens alone, so it must be one key's.
-            self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
-            is_told = self._told_lora_id == lora_id
+        num_restored = 0 if tiers is None else tiers.num_restored
+        is_told = self.is_told(cache_salt, lora_id)
+        hit = self.find(
+            chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+        )
         record = SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
         record.cache_salt = cache_salt
         if tiers is not None and tiers.num_restored > num_restored:
             record.tier = "host"
         return record
+
+    def find(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        *,
+        min_computed: int,
+        with_logits: bool,
+        is_told: bool,
+    ) -> PrefixHit:
+        """Finds how much of a sequence is cached, once what lies below has been brought.
+
+        Args:
+            chain: The sequence, hashed.
+            tokens: Its token ids.
+            min_computed: Tokens that must be left to compute.
+            with_logits: None need be left if the logits that follow are cached.
+            is_told: Whether observers are told the tokens of what is brought.
+        """
+        if self.tiers is not None:
+            self.tiers.bring(
+                chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+            )
+        return self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
+
+    def offer(
+        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], lora_id: ExtraKey
+    ) -> None:
+        """Offer what is cached of a sequence's whole blocks to the tiers below.
+
+        Args:
+            chain: The sequence, hashed.
+            tokens: Its token ids.
+            lora_id: The key that it was computed under.
+        """
+        if self.tiers is None or lora_id in self.live_dtypes:
+            return
+        hashes, size = chain.hashes, self.layout.block_size_tokens
+        for index, hash_id in enumerate(hashes):
+            block = self.kv_blocks.find_block(hash_id, hashes.digest(index))
+            if block is None:
+                return
+            end = (index + 1) * size
+            self.tiers.offer(EntryKind.KV, chain, tokens, end, block)
+            if self.slots.has_state(block):
+                self.tiers.offer(EntryKind.STATE, chain, tokens, end, block)
+
+    def logits_of(self, hit: PrefixHit) -> torch.Tensor:
+        """Returns the logits, [1, vocabulary], that follow what was found whole; not copied."""
+        block = hit.match.block_ids[-1] if hit.part_block is None else hit.part_block
+        slot = self.slots.get_slot(block)
+        self.slots.note_consumed([slot])
+        logits = self.tensors.room(slot, hit.match.skip_tokens).logits
+        assert logits is not None
+        return logits
+
+    def key_for(self, lora_id: ExtraKey) -> ExtraKey:
+        """Return what stands in block hashes for the key that a sequence is computed under."""
+        return lora_id if self.tiers is None else self.tiers.key_for(lora_id)
+
+    def is_told(self, cache_salt: ExtraKey, lora_id: ExtraKey) -> bool:
+        """Say whether observers are told the tokens of sequences of a salt and a key."""
+        if not self.kv_blocks.is_observed or cache_salt is not None:
+            return False
+        # Observers know prefixes by their tokens alone, so it must be one key's.
+        self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
+        return self._told_lora_id == lora_id
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""
@@ -323,6 +428,13 @@ class PrefixStore:
             self.watch.reset()
         if self.tiers is not None:
             self.tiers.reset()
+
+    def close(self) -> None:
+        """Gives the memory back; nothing is cached any more, nor can be."""
+        self.reset()
+        self.tensors.clear()
+        if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
+            self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -640,6 +752,7 @@ class SequenceRecord:
         try:
             self._store.save_state(slot, memory)
         except BaseException:
+            self._store.forget_logits(slot)
             self._store.slots.cancel_reserved([slot])
             raise
         self._commit(slot, block, hash_id, num_tokens)
@@ -660,7 +773,10 @@ class SequenceRecord:
 
     def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:
         saved = max(1, position - self._tokens_to_state)
-        self._store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
+        slots = self._store.slots
+        [kept] = slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
+        if kept != slot:  # whoever gets the slot next must not take over its logits
+            self._store.forget_logits(slot)
         self._tokens_to_state = position
         self._store.counters.saved_states += 1
         self._offer(EntryKind.STATE, position, block)

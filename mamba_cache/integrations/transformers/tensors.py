@@ -28,6 +28,7 @@ class _SlotGroup:
         shape: How many there are, one row, and the shape of each.
         strides: In elements. A tensor has no gaps; between two may be some that align them.
         start: The first element of the first, if all of the slot were of this dtype.
+        name: Of its states in a pool; empty for windows and logits.
     """
 
     indices: tuple[int, ...]
@@ -35,6 +36,7 @@ class _SlotGroup:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class PrefixLayout:
     Attributes:
         layers: As given.
         block_size_tokens: As given.
+        state_kinds: The kinds of layers that keep a state, by name, and what one of them keeps.
+        state_places: By state, in the order of ``SequenceMemory.states``, what it is called in a
+            pool of states, and which of those of this name it is.
         bytes_per_state: Bytes of the states and windows in a slot.
         bytes_per_slot: Bytes of one slot: a state, the logits after it, and what aligns them.
         bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
@@ -100,8 +105,11 @@ class PrefixLayout:
         )
         logits = tuple(sample.logits.shape[1:])
         self.logits_dtype = sample.logits.dtype
-        kinds = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
-        self._slot_groups, self.bytes_per_slot = _arrange([*states, *windows, logits], kinds)
+        dtypes = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
+        self.state_kinds, self.state_places = _sort_states(layers, sample.states)
+        names = [name for name, _ in self.state_places] + [""] * (len(windows) + 1)
+        shapes = [*states, *windows, logits]
+        self._slot_groups, self.bytes_per_slot = _arrange(shapes, dtypes, names)
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
             len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
@@ -151,6 +159,24 @@ class PrefixLayout:
             num_tokens, found[:num_states], found[num_states:-1], logits=found[-1]
         )
 
+    def pool_views(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the states in all slots as a ``StatePool`` has them.
+
+        Args:
+            slots: [num_slots, bytes_per_slot] uint8.
+
+        Returns:
+            [num_layers, num_slots, *shape] by name; not copied.
+        """
+        views = {}
+        for group in self._slot_groups:
+            if group.name:
+                typed = slots.view(group.dtype)
+                shape = (group.shape[0], len(slots), *group.shape[2:])
+                strides = (group.strides[0], typed.stride(0), *group.strides[2:])
+                views[group.name] = typed.as_strided(shape, strides, group.start)
+        return views
+
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
         """Returns a sequence's windows, widened to their full size with zeros at the end."""
         return [
@@ -172,7 +198,7 @@ class PrefixTensors:
     Args:
         layout: What a slot and a block are made of.
         num_slots: Slots.
-        num_blocks: KV blocks.
+        num_blocks: KV blocks, the one that padding is written to not counted.
     """
 
     @outside_inference_mode
@@ -184,7 +210,7 @@ class PrefixTensors:
         )
         self._tokens = [
             torch.zeros(
-                (len(group.indices), num_blocks, size, group.heads, group.head_dim),
+                (len(group.indices), num_blocks + 1, size, group.heads, group.head_dim),
                 dtype=group.dtype,
                 device=device,
             )
@@ -198,7 +224,10 @@ class PrefixTensors:
 
     @property
     def blocks(self) -> list[torch.Tensor]:
-        """[layers, num_blocks, block_size_tokens, heads, head_dim] of each group of layers."""
+        """[layers, num_blocks + 1, block_size_tokens, heads, head_dim] of each group of layers.
+
+        Of a layer keys come first, then values; the last block is the one for padding.
+        """
         return self._tokens
 
     def clear(self) -> None:
@@ -281,20 +310,49 @@ def to_device_indices(values: Sequence[int], device: torch.device) -> torch.Tens
     return indices.pin_memory().to(device, non_blocking=True)
 
 
+_Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""What a layer keeps: of each state what it is called within the layer, its shape and dtype."""
+
+
+def _sort_states(
+    layers: Sequence[LayerParts], states: Sequence[torch.Tensor]
+) -> tuple[dict[str, tuple[int, _Kind]], list[tuple[str, int]]]:
+    """Sorts layers by what they keep; returns the kinds of layers, and each state's place."""
+    names: dict[_Kind, str] = {}
+    kinds: dict[str, tuple[int, _Kind]] = {}
+    places: list[tuple[str, int]] = []
+    left = iter(states)
+    for parts in layers:
+        labels = [f"conv{i}" for i in parts.convs]
+        labels += [f"recurrent{i}" for i in parts.recurrents]
+        if not labels:
+            continue
+        own = [next(left) for _ in labels]
+        kind = tuple(
+            (label, tuple(state.shape[1:]), state.dtype)
+            for label, state in zip(labels, own, strict=True)
+        )
+        name = names.setdefault(kind, f"kind{len(names)}")
+        number = kinds[name][0] if name in kinds else 0
+        kinds[name] = number + 1, kind
+        places += [(f"{name}.{label}", number) for label in labels]
+    return kinds, places
+
+
 def _arrange(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], names: Sequence[str]
 ) -> tuple[list[_SlotGroup], int]:
     """Lays tensors one after the other; returns where they are, and the bytes of all."""
-    alike: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
-    for index, key in enumerate(zip(shapes, dtypes, strict=True)):
+    alike: dict[tuple[tuple[int, ...], torch.dtype, str], list[int]] = {}
+    for index, key in enumerate(zip(shapes, dtypes, names, strict=True)):
         alike.setdefault(key, []).append(index)
     groups, end = [], 0
-    for (shape, dtype), indices in alike.items():
+    for (shape, dtype, name), indices in alike.items():
         num_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         strides = (num_bytes // dtype.itemsize, *torch.empty((1, *shape), device="meta").stride())
         group_shape = (len(indices), 1, *shape)
         groups.append(
-            _SlotGroup(tuple(indices), dtype, group_shape, strides, end // dtype.itemsize)
+            _SlotGroup(tuple(indices), dtype, group_shape, strides, end // dtype.itemsize, name)
         )
         end += len(indices) * num_bytes
     return groups, end

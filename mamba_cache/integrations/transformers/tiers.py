@@ -89,6 +89,7 @@ class PrefixTiers:
 
     Attributes:
         hasher: Makes the hashes of blocks; with a disk or a store, the same in each process.
+        hash_secret: Its key.
 
     Raises:
         BudgetError: A budget holds no row of a kind.
@@ -129,13 +130,14 @@ class PrefixTiers:
         self._copies = self._make_copies()
         if hash_secret is None:
             hash_secret = _secret_in(self._path) if self._path else secrets.token_bytes(32)
-        self._secret = hash_secret
-        self.hasher = BlockHasher("xxh3_128", self._secret)
+        self.hash_secret = hash_secret
+        self.hasher = BlockHasher("xxh3_128", self.hash_secret)
         self._offers: list[_Offer] = []
         self._lengths: set[int] = set()
         self._keys: dict[ExtraKey, str | None] = {}
         self._key: str | None = None
         self._last_has_logits = False
+        self._is_told = False
         self._disk: DiskTier | None = None
         self._link: LowerTierLink | None = None
         self._remote: RemoteTier | None = None
@@ -152,14 +154,6 @@ class PrefixTiers:
             )
             self._closes_remote = weakref.finalize(self, self._remote.close)
         self._begin()
-
-    def move_to(self, store: PrefixStore) -> None:
-        """Serve another store of the same layout; what the tiers hold stays."""
-        self._store = store
-        self._offers = []
-        self._lay_out()
-        self._copies = self._make_copies()
-        store.tiers = self
 
     def _lay_out(self) -> None:
         """Say how the rows of the store lie in its tensors."""
@@ -185,7 +179,7 @@ class PrefixTiers:
         weights = self._runner.fingerprint.weights_digest()
         is_known = weights is not None
         name = weights or f"unknown {secrets.token_hex(16)}"
-        self._identity = _identity(self._store, self._runner, name, self._secret)
+        self._identity = _identity(self._store, self._runner, name, self.hash_secret)
         self._disk = self._link = None
         if (self._path is None and self._remote is None) or not is_known:
             return
@@ -251,6 +245,11 @@ class PrefixTiers:
         elif self._has_kv:
             self._offers.append(_Offer(facts, block, block, 0))
 
+    @property
+    def num_offers(self) -> int:
+        """What was offered and is not copied yet, some of it perhaps more than once."""
+        return len(self._offers)
+
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
         offers, self._offers = self._offers, []
@@ -280,6 +279,7 @@ class PrefixTiers:
         *,
         min_computed: int,
         with_logits: bool,
+        is_told: bool,
     ) -> None:
         """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
 
@@ -288,8 +288,10 @@ class PrefixTiers:
             tokens: Its tokens.
             min_computed: Tokens that are left to compute in any case,
             with_logits: but where all are cached, with the logits that follow.
+            is_told: Whether observers are told the tokens of what becomes findable.
         """
         self._host.poll()
+        self._is_told = is_told
         if self._key is None:
             return
         num_tokens = len(tokens)
@@ -443,15 +445,17 @@ class PrefixTiers:
         whole = blocks[:-1] if rest and part is None else blocks
         first = depth - len(whole)
         if whole:
-            parent = hashes[first - 1] if first else None
+            parent, size = hashes[first - 1] if first else None, store.layout.block_size_tokens
+            told = tokens[first * size : depth * size] if self._is_told else None
             holders = store.kv_blocks.register_kv_block_hashes(
-                whole, hashes[first:depth], parent_hash=parent
+                whole, hashes[first:depth], parent_hash=parent, tokens=told
             )
             if None in holders:
                 return False
         if rest:
             if part is None:
-                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=None)
+                told = part_tokens if self._is_told else None
+                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=told)
             hash_id, block = chain.part_hash(depth, part_tokens)[0], part
         else:
             hash_id = hashes[depth - 1]
@@ -489,7 +493,7 @@ class PrefixTiers:
         """Have an entry that is known to be wrong not found again."""
         self._host.remove(kind, digest)
         if self._link is not None:
-            tenant, identity = tenant_digest(self._secret, None), self._identity
+            tenant, identity = tenant_digest(self.hash_secret, None), self._identity
             self._link.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
 
     def stats(self) -> tuple[TierStats, ...]:
@@ -552,7 +556,7 @@ class PrefixTiers:
         digest = chain.part_hash(depth, own).digest(0) if rest else chain.hashes.digest(depth - 1)
         key = EntryKey(
             self._identity.digest,
-            tenant_digest(self._secret, None),  # the salt is in the digest
+            tenant_digest(self.hash_secret, None),  # the salt is in the digest
             kind,
             digest,
             self._identity.rank,

@@ -98,9 +98,8 @@ class ReturnRates:
             self._parts[self._is_seen],
         )
         flat = [array.reshape(-1) for array in (*counts, self._table[self._is_seen])]
-        return np.concatenate(
-            (*flat, rates.reshape(-1).view(np.int64), np.array([self._num_done], np.int64))
-        )
+        progress = np.array([self._num_done, self._num_bins], np.int64)
+        return np.concatenate((*flat, rates.reshape(-1).view(np.int64), progress))
 
     def begin_spell(self, klass: int, age: int) -> None:
         """Count a candidate that enters a class at an age, 0 if it is new or was just used."""

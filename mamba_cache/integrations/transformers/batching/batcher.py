@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import CacheStats, DynamicInferenceContext, Request, Step
@@ -32,8 +35,8 @@ from mamba_cache.integrations.transformers.batching.sampling import Draw, Sample
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixLayout
-from mamba_cache.slots import CheckpointPlacement, PlacementFacts, SlotEvictionPolicy
+from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 from mamba_cache.states import PrefixContent
 
 __all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
@@ -43,6 +46,9 @@ _COPIED_BYTES = 2**31
 
 _LONGEST = 2**17
 """Tokens of a sequence, for models that do not say: block tables are as wide."""
+
+_MOST_OFFERS = 1024
+"""Blocks and states that wait to be copied to the tiers below."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -55,10 +61,7 @@ class BatcherSettings:
     Attributes:
         max_requests: Requests that run at once.
         chunk_tokens: Tokens of prompts in one step.
-        num_slots: Slots for saved states.
-        num_blocks: KV blocks.
         placement: Where states inside a prompt are saved, beside its last complete block.
-        eviction: Which states are given up first.
         saves_answers: Keep what is computed while decoding.
         fewest_tokens: What a chunk of a prompt must have at least.
         verify_hits: As in ``CacheConfig``, like what follows.
@@ -67,10 +70,7 @@ class BatcherSettings:
 
     max_requests: int
     chunk_tokens: int
-    num_slots: int
-    num_blocks: int
     placement: CheckpointPlacement
-    eviction: SlotEvictionPolicy
     saves_answers: bool
     fewest_tokens: int
     verify_hits: float = 0.0
@@ -105,7 +105,7 @@ class BatchStats:
     """What ``generate_batch`` did so far.
 
     Attributes:
-        cache: What its cache did and holds.
+        cache: What the cache did and holds, ``generate``'s part included.
         counts: What it computed.
         graphs: What CUDA graphs took and did.
     """
@@ -120,9 +120,12 @@ class _AtTheEnd:
 
     def __init__(self, placement: CheckpointPlacement) -> None:
         self._placement = placement
+        self.is_off = False
 
     def positions(self, facts: PlacementFacts) -> list[int]:
-        """Returns the positions."""
+        """Returns the positions; none while it is off."""
+        if self.is_off:
+            return []
         size, count = facts.block_size_tokens, facts.prompt_tokens
         # The same prompt again must compute a token, a longer one need not compute any of it.
         ends = count // size * size, (count - 1) // size * size
@@ -149,11 +152,11 @@ class _Decoding:
 
 
 class Batcher:
-    """Runs requests through a model, on a ``DynamicInferenceContext`` of its own.
+    """Runs requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes.
 
     Args:
         runner: The model.
-        layout: What its layers keep.
+        store: What is cached, and where its KV blocks are.
         filler: Fills caches of it.
         capture: Takes states out of the middle of a forward; None: none are saved there.
         settings: What it may use.
@@ -164,29 +167,32 @@ class Batcher:
 
     Raises:
         InvalidArgumentError: The model keeps what a context has no place for.
-        BudgetError: A budget is too small.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        layout: PrefixLayout,
+        store: PrefixStore,
         filler: CacheFiller,
         capture: StateCapture | None,
         settings: BatcherSettings,
     ) -> None:
         self._runner = runner
+        self._store = store
         self._settings = settings
+        layout = store.layout
         self._layout = BatchLayout(layout)
-        block_size = layout.block_size_tokens
+        self._placement = _AtTheEnd(settings.placement)
+        block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
+        tiers = store.tiers
         self.context = DynamicInferenceContext(
             CacheConfig(
                 block_size_tokens=block_size,
                 max_requests=settings.max_requests,
                 max_tokens=settings.chunk_tokens + settings.max_requests,
-                max_sequence_length=_longest(runner, settings.num_blocks * block_size),
-                num_kv_blocks=settings.num_blocks,
-                max_slots=settings.num_slots,
+                max_sequence_length=_longest(runner, num_blocks * block_size),
+                num_kv_blocks=num_blocks,
+                max_slots=store.slots.max_slots,
                 ssm_chunk_size=runner.chunk_size,
                 vocab_size=runner.vocabulary,
                 min_computed_tokens=settings.fewest_tokens,
@@ -195,12 +201,13 @@ class Batcher:
                 publish_decoded_blocks=settings.saves_answers,
                 verify_hits=settings.verify_hits,
                 log_requests=settings.log_requests,
+                hash_secret=None if tiers is None else tiers.hash_secret,
             ),
             self._layout.state_spec,
             self._layout.kv_spec,
             device=layout.device,
-            slot_policy=settings.eviction,
-            placement=_AtTheEnd(settings.placement),
+            placement=self._placement,
+            shared=store.share(self._layout),
         )
         assert self.context.kv_cache is not None
         self._attention = PagedAttention(runner.model, self.context.kv_cache)
@@ -220,7 +227,13 @@ class Batcher:
         )
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
-        self._queues = BatchQueues(self.context, fewest_tokens=settings.fewest_tokens)
+        self._queues = BatchQueues(
+            self.context,
+            store,
+            fewest_tokens=settings.fewest_tokens,
+            choose_first=WeakCallback(self._choose_first),
+        )
+        self._over: list[BatchRequest] = []
         self.counts = BatchCounts()
         self._decoding = _Decoding()
         self._num_requests = 0
@@ -287,14 +300,16 @@ class Batcher:
             InvalidArgumentError: The prompt or the salt is malformed.
             SequenceLengthError: The prompt is longer than the longest sequence.
         """
+        key = self._runner.fingerprint.key
         request = Request(
             request_id=self._num_requests,
             prompt_tokens=prompt,
             cache_salt=cast("str | bytes | None", cache_salt),  # ints are hashed as well
-            lora_id=self._runner.fingerprint.key,
+            lora_id=cast("str | int | None", self._store.key_for(key)),
             checkpoint_positions=checkpoints,
             will_continue=will_continue,
             source=source,
+            tells_tokens=self._store.is_told(cache_salt, key),
         )
         prepared = self.context.prepare(request)
         size, least = self.context.block_size_tokens, self._settings.fewest_tokens
@@ -358,6 +373,9 @@ class Batcher:
             ModelChangedError: The model's weights are others than those of cached prefixes.
         """
         step = self._begin()
+        if step is None:
+            over, self._over = self._over, []
+            return over
         computed = self._prefill.compute(step) if step.prefills else []
         logits = self._compute_decodes(step)
         if computed:
@@ -367,12 +385,15 @@ class Batcher:
         self._runner.fingerprint.confirm()
         return self._commit(step, tokens, told, computed)
 
-    def _begin(self) -> Step:
+    def _begin(self) -> Step | None:
+        """Begins a step, unless all requests are answered without one."""
         queues = self._queues
         if queues.is_steady:
             self._close_ranks()
         else:
             queues.make_work(*self._limits)
+            if not queues.has_work:
+                return None
         while True:
             try:
                 return self.context.begin_step()
@@ -400,6 +421,7 @@ class Batcher:
                 self._queues.rename(request, self._num_requests)
                 self._num_requests += 1
                 self.counts.moves += 1
+                self._store.counters.forks -= 1  # it is none of an answer
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
         """Computes the decoding requests; returns logits by row of the live states."""
@@ -469,7 +491,7 @@ class Batcher:
                 self._add(pieces, probabilities, _rows_of(chunks.logits, rows), draws)
         if not pieces:
             return np.zeros(0, dtype=np.int64), {}
-        host = self._fetch(torch.cat(pieces))
+        host = self._fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
         if probabilities:
             self._note_probabilities(self._fetch(torch.cat(probabilities)), step, names, size)
         found = dict(zip(names, host[size:].tolist(), strict=True))
@@ -546,17 +568,30 @@ class Batcher:
             if firsts and not request.answer:
                 made = self._queues.fork(request, firsts)
                 forks += [(child, firsts[child.key]) for child in made]
-        over = []
+        over, self._over = self._over, []
         for request, value in [*zip(sampled, values, strict=True), *forks]:
             if self._take(request, value):
+                self._offer(request)
                 self._queues.finish(request)
                 over.append(self._end(request))
+        tiers = self._store.tiers
+        # A copy is waited for, so it comes when nobody else does, or when much has gathered.
+        if tiers is not None and (not self._num_unfinished or tiers.num_offers > _MOST_OFFERS):
+            tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(
                 "the model was changed while generate_batch ran, by a streamer or a processor: "
                 "call reset(), for what is cached may come from both models"
             )
         return over
+
+    def _offer(self, request: BatchRequest) -> None:
+        """Offer what a request has computed to the tiers below, if there are some."""
+        if self._store.tiers is None:
+            return
+        tokens, chain = [*request.prompt, *request.answer], request.prepared.chain.copy()
+        chain.append(tokens[chain.num_tokens :])
+        self._store.offer(chain, np.array(tokens, dtype=np.int32), self._runner.fingerprint.key)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Makes a token part of an answer; says whether it is the last one."""
@@ -578,6 +613,19 @@ class Batcher:
             )
         return True
 
+    def _choose_first(self, request: BatchRequest, logits: torch.Tensor) -> bool:
+        """Chooses a first token from cached logits; says whether it is the last one."""
+        self._runner.fingerprint.confirm()  # before anybody hears of it
+        pieces: list[torch.Tensor] = []
+        probabilities: list[torch.Tensor] = []
+        self._add(pieces, probabilities, logits, [request.draw()])
+        for probability in probabilities:
+            request.logprobs.append(float(self._fetch(probability)[0]))
+        is_over = self._take(request, int(self._fetch(pieces[0])[0]))
+        if is_over:
+            self._over.append(self._end(request))
+        return is_over
+
     def _end(self, request: BatchRequest) -> BatchRequest:
         request.end()
         self._num_unfinished -= 1
@@ -592,12 +640,6 @@ class Batcher:
         """Draws a seed from PyTorch's generator."""
         return int(torch.randint(2**62, (), device="cpu"))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is cached and nobody runs."""
-        blocks = self.context.kv_block_allocator
-        return not (blocks.num_cached_blocks or blocks.num_used_blocks)
-
     def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Computes sequences as requests whose last token is decoded, and forgets them.
 
@@ -607,9 +649,16 @@ class Batcher:
         Returns:
             [vocabulary] logits after the last token of each.
         """
+        blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
+        before.misses = Counter(before.misses)
+        salt, self._placement.is_off = os.urandom(16), True
+        prepared = [
+            self.context.prepare(Request(request_id=n, prompt_tokens=tokens[:-1], cache_salt=salt))
+            for n, tokens in enumerate(sequences)
+        ]
         try:
-            for number, tokens in enumerate(sequences):
-                self.context.add_request(Request(request_id=number, prompt_tokens=tokens[:-1]))
+            for one in prepared:
+                self.context.add_request(one)
             step = self.context.begin_step()
             self._prefill.write_states(self._prefill.compute(step))
             self.context.commit_step([tokens[-1] for tokens in sequences])
@@ -617,7 +666,11 @@ class Batcher:
             logits = self._decode.compute(self._size_for(max(rows) + 1))
             return [logits[row].clone() for row in rows]
         finally:
-            self.context.reset()
+            self._placement.is_off = False
+            self.context.reset(preserve_prefix_cache=True)
+            for one in prepared:
+                blocks.end_leaving(blocks.begin_leaving(blocks.match_prefix(one.hashes)))
+            self._store.counters.restore(before)
             self.counts = BatchCounts()
 
     def content_of(self, memory: SequenceMemory) -> PrefixContent:
@@ -627,11 +680,7 @@ class Batcher:
 
     def stats(self) -> BatchStats:
         """Returns what was done so far."""
-        cache = self.context.stats()
-        cache = replace(
-            cache, forks=cache.forks - self.counts.moves
-        )  # a move is one, and no answer
-        return BatchStats(cache, replace(self.counts), replace(self._graphs.counts))
+        return BatchStats(self._store.stats(), replace(self.counts), replace(self._graphs.counts))
 
     def drop(self) -> None:
         """Ends all requests, and a step in flight; what is cached stays."""
@@ -640,7 +689,7 @@ class Batcher:
         self.context.reset(preserve_prefix_cache=True)
 
     def reset(self) -> None:
-        """Forgets all: requests, prefixes, counts, and graphs of the model as it was."""
+        """Forgets all, the store's prefixes and counts and the graphs of the model as it was."""
         self._attention.put_back()
         self._clear()
         self._graphs.forget()
@@ -651,6 +700,7 @@ class Batcher:
     def _clear(self) -> None:
         self._queues.clear()
         self._decoding = _Decoding()
+        self._over.clear()
         self._num_unfinished = 0
         self._has_listeners = False
 

@@ -18,7 +18,7 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prompts import read_prompt
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
-__all__ = ["BatchCall", "answer_output", "check_batcher", "failed_output"]
+__all__ = ["BatchCall", "answer_output", "check_batcher", "configure", "failed_output"]
 
 _PROMPT_SEED = 0x9E3779B97F4A7C15
 _TOLERANCES = {True: 1e-3, False: 0.15}
@@ -117,13 +117,7 @@ class BatchCall:
         Returns:
             A ``GenerationOutput`` for each request id.
         """
-        config = self._batching
-        batcher.configure(
-            chunk_tokens=getattr(config, "max_batch_tokens", None),
-            max_requests=getattr(config, "max_requests_per_batch", None),
-            is_eager=_why_eager(getattr(config, "use_cuda_graph", None)),
-            wants_logprobs=bool(getattr(config, "return_logprobs", False)),
-        )
+        configure(batcher, self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
         if warms_up:
             batcher.warm_up()
@@ -163,6 +157,16 @@ class BatchCall:
         number = request.request_id.removeprefix("req_")
         if number.isdigit() and self._streamers[int(number)] is not None:
             self._streamers[int(number)].end()
+
+
+def configure(batcher: Batcher, batching_config: Any) -> None:
+    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None."""
+    batcher.configure(
+        chunk_tokens=getattr(batching_config, "max_batch_tokens", None),
+        max_requests=getattr(batching_config, "max_requests_per_batch", None),
+        is_eager=_why_eager(getattr(batching_config, "use_cuda_graph", None)),
+        wants_logprobs=bool(getattr(batching_config, "return_logprobs", False)),
+    )
 
 
 def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,16 @@ import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.integrations.transformers.batching.kernels import decode_inputs_torch
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.states import kernels_for
 
 __all__ = ["DecodeStep", "padded_sizes"]
+
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.decode_inputs"
 
 
 def padded_sizes(max_requests: int) -> tuple[int, ...]:
@@ -60,11 +63,10 @@ class DecodeStep:
         self._live = context.live_states.tensors
         self._metadata = context.step_buffers.tensors
         config, device = context.config, context.device
-        self._num_rows = config.max_requests
         dummy = context.kv_block_allocator.dummy_block_id * config.block_size_tokens
         self._dummy_slot = dummy
-        self._row_places = torch.full((self._num_rows + 1,), -1, device=device)
-        self._numbers = torch.arange(self._num_rows, device=device)
+        self._device = device
+        self._kernels = kernels_for("auto", device, kernels=_KERNELS, twins=decode_inputs_torch)
         self._caches: dict[int, Any] = {}
 
     def compute(self, num_rows: int) -> torch.Tensor:
@@ -77,7 +79,14 @@ class DecodeStep:
             [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
         """
         metadata = self._metadata
-        places, tokens, positions, slots = self._by_row(metadata, num_rows)
+        places, tokens, positions, slots = self._kernels.sort_by_row(
+            metadata["decode_state_rows"][:, 0],
+            metadata["token_ids"],
+            metadata["positions"],
+            metadata["kv_slot_mapping"],
+            num_rows,
+            self._dummy_slot,
+        )
         with self.attention.during(slots, places, metadata["seq_lens"], metadata["block_tables"]):
             logits = self._runner.forward_rows(
                 tokens[:, None], positions[:, None], self._cache(num_rows)
@@ -87,21 +96,6 @@ class DecodeStep:
     def clear_step(self) -> None:
         """Has no row decode, until the next step's metadata come: what is computed is lost."""
         self._metadata["decode_state_rows"].fill_(-1)
-
-    def _by_row(
-        self, metadata: Mapping[str, torch.Tensor], num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sorts what is packed in the step's order by rows of the live states."""
-        rows = metadata["decode_state_rows"][:, 0].long()
-        self._row_places.fill_(-1)
-        # Who does not decode writes to the entry past the last row.
-        self._row_places.index_copy_(0, torch.where(rows < 0, self._num_rows, rows), self._numbers)
-        places = self._row_places[:num_rows].clone()
-        is_known, at = places >= 0, places.clamp(min=0)
-        tokens = torch.where(is_known, metadata["token_ids"][at], 0)
-        positions = torch.where(is_known, metadata["positions"][at], 0)
-        slots = torch.where(is_known, metadata["kv_slot_mapping"][at], -1)
-        return places, tokens, positions, torch.where(slots < 0, self._dummy_slot, slots)
 
     def _cache(self, num_rows: int) -> Any:
         """Returns a cache of the model whose states are the live ones."""
@@ -116,7 +110,7 @@ class DecodeStep:
         nothing = torch.empty(
             (spec.num_layers, 2, num_rows, spec.num_kv_heads, 0, spec.head_dim),
             dtype=spec.dtype,
-            device=self._numbers.device,
+            device=self._device,
         )
         cache = self._runner.new_cache()
         self._filler.fill(cache, self._layout.memory(self._layout.views(first), nothing, 1))

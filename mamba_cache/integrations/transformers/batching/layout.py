@@ -41,31 +41,27 @@ class BatchLayout:
             )
         self.kv_spec = _kv_spec(layout.initial.tokens)
         self.num_attention_layers = len(layout.initial.tokens) // 2
-        self._places: list[tuple[str, int]] = []
-        self.state_spec = self._read_states()
+        self._places = layout.state_places
+        self.state_spec = StateSpec.of(
+            *(LayerKind(name, number, kind) for name, (number, kind) in layout.state_kinds.items())
+        )
         self.num_state_layers = sum(kind.num_layers for kind in self.state_spec.kinds)
 
-    def _read_states(self) -> StateSpec:
-        """Sorts layers by what they keep, and notes where each of their states is."""
-        kinds: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], int] = {}
-        states = iter(self.layout.initial.states)
-        names: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], str] = {}
-        for parts in self.layout.layers:
-            labels = [f"conv{i}" for i in parts.convs]
-            labels += [f"recurrent{i}" for i in parts.recurrents]
-            if not labels:
-                continue
-            own = [next(states) for _ in labels]
-            kind = tuple(
-                (label, tuple(state.shape[1:]), state.dtype)
-                for label, state in zip(labels, own, strict=True)
-            )
-            name = names.setdefault(kind, f"kind{len(names)}")
-            number = kinds[kind] = kinds.get(kind, 0) + 1
-            self._places += [(f"{name}.{label}", number - 1) for label in labels]
-        return StateSpec.of(
-            *(LayerKind(names[kind], number, kind) for kind, number in kinds.items())
-        )
+    def kv_cache(self, blocks: Sequence[torch.Tensor], pool_size: int) -> torch.Tensor:
+        """Returns keys and values as a context has them.
+
+        Args:
+            blocks: As ``PrefixTensors.blocks`` are.
+            pool_size: How many of them there are, the one for padding included.
+
+        Returns:
+            [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim]; not copied.
+        """
+        if blocks:
+            keys = blocks[0]
+            return keys.view(len(keys) // 2, 2, *keys.shape[1:])
+        layout = self.layout
+        return self.kv_spec.allocate(pool_size, layout.block_size_tokens, layout.device)
 
     def views(self, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Returns the states of tensors [num_layers, rows, *shape] as layers see them.

@@ -89,11 +89,20 @@ class BatchManager:
         runner: Lets it use the model.
         describe: Returns what is known of the request that is being added, given its tokens.
         model: The model.
+        batching_config: The server's ``ContinuousBatchingConfig``; None: it has none.
+
+    Attributes:
+        batching_config: As given.
     """
 
     def __init__(
-        self, runner: BatchRunner, describe: Callable[[list[int]], ArrivalDetails], model: Any
+        self,
+        runner: BatchRunner,
+        describe: Callable[[list[int]], ArrivalDetails],
+        model: Any,
+        batching_config: Any = None,
     ) -> None:
+        self.batching_config = batching_config
         self._runner = runner
         self._describe = describe
         self._model = model

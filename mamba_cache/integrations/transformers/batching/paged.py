@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+from mamba_cache.integrations.transformers.batching.kernels import (
+    decode_inputs_torch,
+    paged_attention_torch,
+)
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.states import CopyBackend, kernels_for
 
@@ -22,7 +25,7 @@ __all__ = ["PAGED", "PagedAttention", "register_attention"]
 PAGED = "mamba_cache_paged"
 """What the attention function is called in transformers' registries."""
 
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.paged_attention"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
 _UNSERVED = ("softcap", "sliding_window", "s_aux", "position_bias", "block_sequence_ids")
 _FIELD = "_attn_implementation_internal"
 
@@ -99,8 +102,12 @@ class PagedAttention:
     ) -> None:
         self._kv_cache = kv_cache
         self._flat = kv_cache.flatten(2, 3)
-        self._kernels = kernels_for(
-            backend, kv_cache.device, kernels=_KERNELS, twins=paged_attention_torch
+        self._kernels, self._writes = (
+            kernels_for(backend, kv_cache.device, kernels=f"{_KERNELS}.{name}", twins=twins)
+            for name, twins in (
+                ("paged_attention", paged_attention_torch),
+                ("decode_inputs", decode_inputs_torch),
+            )
         )
         configs = (getattr(module, "config", None) for module in (model, *model.modules()))
         self._configs = list({id(c): c for c in configs if hasattr(c, _FIELD)}.values())
@@ -155,8 +162,7 @@ class PagedAttention:
             Keys and values, as given.
         """
         self._layer = layer
-        for pool, new in zip(self._flat[layer], (keys, values), strict=True):
-            pool.index_copy_(0, self._slots, new[:, :, 0])
+        self._writes.write_tokens(self._flat[layer], self._slots, keys, values)
         return keys, values
 
     def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
+import torch
+
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.errors import BlockCapacityError, CapacityError
 from mamba_cache.integrations.transformers.batching.requests import (
@@ -12,6 +14,7 @@ from mamba_cache.integrations.transformers.batching.requests import (
     branch_positions,
     common_blocks,
 )
+from mamba_cache.integrations.transformers.store import PrefixHit, PrefixStore
 
 __all__ = ["BatchQueues"]
 
@@ -28,15 +31,27 @@ class BatchQueues:
 
     Args:
         context: The requests' memory.
+        store: What of prompts is cached.
         fewest_tokens: What a chunk of a prompt must have at least, but for prompts of one token.
+        choose_first: Chooses the first token of a request from cached logits, [1, vocabulary], and
+            says whether it is the last one.
 
     Attributes:
         decoding: By the context's name, the requests that decode.
         running: Those that hold memory, the oldest first.
     """
 
-    def __init__(self, context: DynamicInferenceContext, *, fewest_tokens: int) -> None:
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        store: PrefixStore,
+        *,
+        fewest_tokens: int,
+        choose_first: Callable[[BatchRequest, torch.Tensor], object],
+    ) -> None:
         self._context = context
+        self._store = store
+        self._choose_first = choose_first
         self._block_size = context.config.block_size_tokens
         self._fewest_tokens = fewest_tokens
         self.decoding: dict[Hashable, BatchRequest] = {}
@@ -116,7 +131,7 @@ class BatchQueues:
         """
         while True:
             self.schedule(budget, most_requests)
-            if self.has_work:
+            if self.has_work or not len(self):  # all that there was is answered
                 return
             self.preempt_youngest()
 
@@ -226,7 +241,12 @@ class BatchQueues:
         return admission.chunk_tokens
 
     def _admit(self, request: BatchRequest, budget: int) -> int:
-        skip_tokens = self._context.match(request.prepared).skip_tokens
+        hit = self._find(request, with_logits=self._fewest_tokens == 1 and not request.answer)
+        if hit.has_logits:
+            if self._begin_with_token(request, hit):
+                return 0
+            hit = self._find(request, with_logits=False)
+        skip_tokens = hit.match.skip_tokens
         if self._waits(request, skip_tokens):
             request.waited_steps += 1
             return 0
@@ -235,6 +255,7 @@ class BatchQueues:
             request.prepared,
             chunk_tokens=self._chunk_tokens(skip_tokens, request.num_tokens, budget),
             checkpoint_positions=positions,
+            resume_at=None if hit.part_block is None else skip_tokens,
         )
         del self._waiting[request.key]
         request.branch_positions.update(positions)
@@ -242,6 +263,34 @@ class BatchQueues:
         request.cached_tokens = admission.skip_tokens
         self._begin(request, admission.skip_tokens)
         return admission.chunk_tokens
+
+    def _find(self, request: BatchRequest, *, with_logits: bool) -> PrefixHit:
+        return self._store.find(
+            request.prepared.chain,
+            request.prepared.tokens,
+            min_computed=self._fewest_tokens,
+            with_logits=with_logits,
+            is_told=bool(request.prepared.request.tells_tokens),
+        )
+
+    def _begin_with_token(self, request: BatchRequest, hit: PrefixHit) -> bool:
+        """Choose the first token of a prompt that is cached with its logits.
+
+        What is left to compute is that token, as if it were the prompt's last.
+
+        Returns:
+            Whether it is the only one, so that the request is over.
+        """
+        key, prompt = request.key, request.prompt
+        if self._choose_first(request, self._store.logits_of(hit)):
+            self._store.counters.count_admission(hit.match)
+            request.cached_tokens = hit.match.skip_tokens
+            self._number(request)
+            del self._waiting[key]
+            return True
+        own = replace(request.prepared.request, prompt_tokens=[*prompt, *request.answer])
+        request.prepared = self._context.prepare(own)
+        return False
 
     def _begin(self, request: BatchRequest, skip_tokens: int) -> None:
         request.computed = skip_tokens

@@ -21,7 +21,8 @@ class BatchRequest:
 
     Attributes:
         request_id: What its caller calls it.
-        prepared: Its prompt, checked and hashed; the context knows it by another name.
+        prepared: Its prompt, checked and hashed, and its first token if that was chosen from cached
+            logits; the context knows it by another name.
         settings: How the answer is made.
         seed: Of its draws.
         reusable_blocks: Leading blocks that it need not compute if they are cached.
@@ -42,6 +43,7 @@ class BatchRequest:
         created_time: Seconds of ``time.perf_counter``.
         started_time: When it was first admitted; -1 before.
         finished_time: When it ended; -1 before.
+        num_prompt_tokens: Tokens of its prompt.
     """
 
     request_id: str
@@ -66,7 +68,11 @@ class BatchRequest:
     created_time: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108
     started_time: float = -1.0
     finished_time: float = -1.0
+    num_prompt_tokens: int = field(init=False)
     _prompt: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prepared.tokens)
 
     @property
     def key(self) -> Any:
@@ -77,13 +83,13 @@ class BatchRequest:
     def prompt(self) -> list[int]:
         """Its prompt's tokens."""
         if not self._prompt:
-            self._prompt = self.prepared.tokens.tolist()
+            self._prompt = self.prepared.tokens[: self.num_prompt_tokens].tolist()
         return self._prompt
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and answer."""
-        return len(self.prepared.tokens) + len(self.answer)
+        return self.num_prompt_tokens + len(self.answer)
 
     @property
     def awaits_fork(self) -> bool:

@@ -141,7 +141,6 @@ def install(
             "max_batch_size": max_batch_size,
             "verify_hits": verify_hits,
             "log_requests": log_requests,
-            "batch_share": 1,  # with continuous batching nothing else uses a model's cache
         },
         None if events_endpoint is None else _publishers(events_endpoint, events),
     )
@@ -257,7 +256,9 @@ def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callab
         if cache is None:
             original(self, model, gen_config)
         elif self._cb is None:
-            self._cb = BatchManager(cache, _describe_arrival, model)
+            self._cb = BatchManager(
+                cache, _describe_arrival, model, getattr(self, "_cb_config", None)
+            )
             self._cb.start()
 
     return init_cb

@@ -1,0 +1,275 @@
+"""``generate`` and ``generate_batch`` of one cache: each goes on from what the other has cached."""
+
+import gc
+import weakref
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from batch_rig import SERVED, answers, batch, subject, tokens
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers_rig import BLOCK, budgets
+
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy
+
+LENGTHS = (1, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 7)
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+def alone(cache, prompt, count=6, **options):
+    """What ``generate`` adds to a prompt; the bookkeeping must hold afterwards."""
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
+    output = cache.generate([prompt], **options)
+    cache.check_invariants()
+    return output[0, len(prompt) :].tolist()
+
+
+def hit(cache, call):
+    """The tokens that a call does not compute again."""
+    before = cache.stats().skipped_tokens
+    call()
+    return cache.stats().skipped_tokens - before
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((name, BLOCK + 5) for name in SERVED), *(("nemotron_h", length) for length in LENGTHS)],
+)
+def test_a_batch_goes_on_from_what_generate_has_cached(name, length, generator):
+    """At the end of its prompt and of its answer, wherever in a block they are."""
+    one = subject(name)
+    cache, least = one.cache(), 1 if one.cache()._prefiller.fewest_tokens == 1 else 2
+    prompt = tokens(generator, length)
+    first = alone(cache, prompt)
+    assert first == one.answer(prompt, 6)
+    for longer, known in (
+        (prompt + tokens(generator, 5), length),
+        (prompt + first[:-1] + tokens(generator, 3), length + 5 if least == 1 else length),
+    ):
+        found = hit(cache, lambda longer=longer: answers(batch(cache, [longer])))
+        assert found >= known
+        assert answers(batch(cache, [longer])) == [one.answer(longer, 6)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_generate_goes_on_from_what_a_batch_has_cached(name, generator):
+    one = subject(name)
+    cache = one.cache()
+    prompts = [tokens(generator, n) for n in (3 * BLOCK, 3 * BLOCK + 7, 5)]
+    assert answers(batch(cache, prompts, max_new_tokens=2 * BLOCK)) == [
+        one.answer(prompt, 2 * BLOCK) for prompt in prompts
+    ]
+    for prompt in prompts[:2]:
+        longer = prompt + tokens(generator, 3)
+        assert hit(cache, lambda longer=longer: alone(cache, longer)) == 3 * BLOCK
+        assert alone(cache, longer) == one.answer(longer, 6)
+    if cache._prefiller.fewest_tokens == 1:  # else answers are not kept
+        longer = prompts[0] + one.answer(prompts[0], 2 * BLOCK) + [5]
+        assert hit(cache, lambda: alone(cache, longer)) >= 4 * BLOCK
+
+
+@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK + 3])
+def test_a_prompt_that_is_cached_with_its_logits_is_not_computed(nemotron, length, generator):
+    cache, prompt = nemotron.cache(), tokens(generator, length)
+    alone(cache, prompt)
+    batch(cache, [[5, 6]])
+    counts = cache.batch_stats().counts
+    before = counts.prefill_tokens
+    assert hit(cache, lambda: batch(cache, [prompt])) == length
+    assert cache.batch_stats().counts.prefill_tokens - before == 1  # its first new token
+    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+    outputs = batch(cache, [prompt, prompt], max_new_tokens=1, record_timestamps=True)
+    assert answers(outputs) == [nemotron.answer(prompt, 1)] * 2
+    assert [len(output.timestamps) for output in outputs] == [1, 1]
+    drawn = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 8, "seeds": 7}
+    fresh = nemotron.cache()
+    assert answers(batch(cache, [prompt], **drawn)) == answers(batch(fresh, [prompt], **drawn))
+
+
+def test_log_probabilities_of_a_first_token_from_cached_logits(nemotron, generator):
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    prompt = tokens(generator, BLOCK + 3)
+    cache, fresh = nemotron.cache(), nemotron.cache()
+    alone(cache, prompt)
+    [warm] = batch(cache, [prompt], continuous_batching_config=config)
+    [cold] = batch(fresh, [prompt], continuous_batching_config=config)
+    assert warm.generated_tokens == cold.generated_tokens
+    assert warm.logprobs == pytest.approx(cold.logprobs, rel=1e-4)
+
+
+def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, generator):
+    cache = nemotron.cache(**budgets(nemotron.cache(), slots=10, blocks=30))
+    kv_blocks, slots = cache.kv_block_allocator, cache.slot_allocator
+    prompts = [tokens(generator, 2 * BLOCK + n) for n in range(3)]
+    for prompt in prompts:
+        alone(cache, prompt)
+    held = slots.num_cached_slots, kv_blocks.num_cached_blocks
+    cache.prepare_batches()
+    assert (slots.num_cached_slots, kv_blocks.num_cached_blocks) == held
+    context = cache._batcher.context
+    assert (context.kv_block_allocator, context.slot_allocator) == (kv_blocks, slots)
+    assert (cache.kv_block_allocator, cache.slot_allocator) == (kv_blocks, slots)
+    assert (slots.max_slots, kv_blocks.pool_size) == (10, 30 + 1)
+    stats = cache.stats()
+    assert (stats.requests, stats.free_slots + stats.cached_slots) == (3, 10)
+    for prompt in prompts:
+        assert hit(cache, lambda prompt=prompt: alone(cache, prompt)) == len(prompt)
+
+
+def test_one_prompt_may_fill_all_blocks_beside_what_it_resumes_from(nemotron, generator):
+    """The block in which it resumes is one more than it needs: then it is computed anew."""
+    cache = nemotron.cache(**budgets(nemotron.cache(), slots=10, blocks=4))
+    prompt = tokens(generator, 3 * BLOCK + 3)
+    alone(cache, prompt, 1)
+    longer = prompt + tokens(generator, 3)
+    assert answers(batch(cache, [longer], max_new_tokens=2)) == [nemotron.answer(longer, 2)]
+    assert cache.stats().skipped_tokens == 0
+    cache.reset()
+    alone(cache, prompt[: 2 * BLOCK + 3], 1)
+    shorter = prompt[: 2 * BLOCK + 6]
+    assert hit(cache, lambda: batch(cache, [shorter], max_new_tokens=2)) == 2 * BLOCK + 3
+
+
+def test_observers_stay_when_the_first_batch_comes(nemotron, generator):
+    """There was a second store once, of which those who watched the first were never told."""
+    cache, seen = nemotron.cache(), []
+    cache.kv_block_allocator.add_observer(seen.append)
+    cache.slot_allocator.add_observer(seen.append)
+    alone(cache, tokens(generator, 3 * BLOCK))
+    before = len(seen)
+    assert before
+    batch(cache, [tokens(generator, 3 * BLOCK)])
+    after = len(seen)
+    assert after > before
+    alone(cache, tokens(generator, 3 * BLOCK))
+    assert len(seen) > after
+
+
+def test_a_batch_writes_no_state_beside_the_logits_of_another(nemotron, generator):
+    """A slot goes from ``generate`` to a batch and back."""
+    cache = nemotron.cache(**budgets(nemotron.cache(), slots=2, blocks=40))
+    for _ in range(3):
+        prompt, other = tokens(generator, 2 * BLOCK), tokens(generator, 2 * BLOCK)
+        assert alone(cache, prompt) == nemotron.answer(prompt, 6)
+        assert answers(batch(cache, [other])) == [nemotron.answer(other, 6)]
+        assert alone(cache, other) == nemotron.answer(other, 6)
+        assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
+def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
+    cache = nemotron.cache()
+    cache.generate_batch([[5, 6]], max_new_tokens=1)
+    tensors = [cache._store.tensors.slots, *cache._store.tensors.blocks]
+    tensors += cache._batcher.context.live_states.tensors.values()
+    held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    gone = weakref.ref(cache._batcher)
+    del tensors
+    gc.disable()
+    try:
+        cache.close()
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert [storage() for storage in held] == [None] * len(held)
+
+
+def test_what_breaks_off_a_batch_leaves_what_generate_cached(nemotron, generator, monkeypatch):
+    cache, prompt = nemotron.cache(), tokens(generator, 2 * BLOCK + 3)
+    alone(cache, prompt)
+    step, calls = Batcher.step, []
+
+    def broken(self):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of order")
+        return step(self)
+
+    monkeypatch.setattr(Batcher, "step", broken)
+    with pytest.raises(RuntimeError, match="out of order"):
+        batch(cache, [prompt, tokens(generator, 30)])
+    cache.check_invariants()
+    assert hit(cache, lambda: alone(cache, prompt)) == len(prompt)
+    assert alone(cache, prompt) == nemotron.answer(prompt, 6)
+
+
+def test_reset_forgets_what_either_has_cached(nemotron, generator):
+    cache = nemotron.cache()
+    first, second = tokens(generator, 3 * BLOCK), tokens(generator, 3 * BLOCK)
+    alone(cache, first)
+    batch(cache, [second])
+    cache.reset()
+    cache.check_invariants()
+    for prompt in (first, second):
+        assert hit(cache, lambda prompt=prompt: batch(cache, [prompt])) == 0
+    assert answers(batch(cache, [first, second])) == [
+        nemotron.answer(first, 6),
+        nemotron.answer(second, 6),
+    ]
+
+
+def test_what_was_brought_from_host_memory_is_found_by_batches(nemotron, generator):
+    one = nemotron.cache(**budgets(nemotron.cache(), slots=3, blocks=20), host_cache_gb=0.01)
+    with one as cache:
+        prompts = [tokens(generator, 5 * BLOCK) for _ in range(4)]
+        for prompt in prompts:
+            alone(cache, prompt)
+        longer = prompts[0] + tokens(generator, 4)
+        assert hit(cache, lambda: batch(cache, [longer])) >= 5 * BLOCK
+        assert answers(batch(cache, [longer])) == [nemotron.answer(longer, 6)]
+        assert cache.tier_stats()[0].restored > 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_that_was_made_in_inference_mode_or_out_of_it(nemotron, generator, first):
+    prompts = [tokens(generator, 2 * BLOCK + n) for n in (3, 5)]
+    with torch.inference_mode(first):
+        cache = nemotron.cache()
+        assert alone(cache, prompts[0]) == nemotron.answer(prompts[0], 6)
+        cache.prepare_batches()
+    with torch.inference_mode(not first):
+        found = answers(batch(cache, prompts))
+    assert found == [nemotron.answer(prompt, 6) for prompt in prompts]
+    with torch.inference_mode(first):
+        assert alone(cache, prompts[1]) == nemotron.answer(prompts[1], 6)
+        cache.reset()
+
+
+@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy])
+def test_one_policy_decides_for_both(nemotron, generator, policy):
+    room = budgets(nemotron.cache(), slots=3, blocks=24)
+    cache = nemotron.cache(**room, eviction=policy())
+    prompts = [tokens(generator, 2 * BLOCK + n) for n in range(5)]
+    for _ in range(2):
+        for prompt in prompts:
+            assert alone(cache, prompt) == nemotron.answer(prompt, 6)
+        assert answers(batch(cache, prompts)) == [nemotron.answer(one, 6) for one in prompts]
+    assert cache.stats().evicted_slots + cache.stats().refused_states > 0
+
+
+def test_autocast_does_not_mix_with_what_is_cached_without(nemotron, generator):
+    cache, prompt = nemotron.cache(), tokens(generator, 2 * BLOCK)
+    alone(cache, prompt)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone(cache, prompt)
+    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+
+
+def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):
+    room = budgets(nemotron.cache(), slots=8, blocks=28)
+    with nemotron.cache(**room, host_cache_gb=0.01) as cache:
+        prompts = [tokens(generator, 4 * BLOCK + 3) for _ in range(8)]
+        answered = answers(batch(cache, prompts[:4], max_new_tokens=BLOCK))
+        answered += answers(batch(cache, prompts[4:], max_new_tokens=BLOCK))
+        assert cache.tier_stats()[0].stored > 8 * 4
+        for prompt, answer in zip(prompts, answered, strict=True):
+            longer = prompt + answer + [5]
+            assert hit(cache, lambda longer=longer: batch(cache, [longer])) == 5 * BLOCK
+            assert alone(cache, longer) == nemotron.answer(longer, 6)
+        assert cache.tier_stats()[0].restored > 0

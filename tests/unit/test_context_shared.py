@@ -1,0 +1,104 @@
+"""A context over blocks and slots that are not its alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context import DynamicInferenceContext, Request, SharedStore
+from mamba_cache.context.stats import StatsCounters
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import StatePool
+
+STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+
+
+def make_store(blocks=20, slots=10, states=None):
+    """What an owner makes before there is a context."""
+    kv_blocks = KVBlockAllocator(blocks + 1)
+    fields = SimpleNamespace(
+        kv_block_allocator=kv_blocks,
+        device="cpu",
+        max_requests=1,
+        max_mamba_intermediate_states_per_step=0,
+    )
+    made = MambaSlotAllocator.from_spec(fields, slots, STATES, states=states, evicts_held=True)
+    kv_blocks.on_blocks_deregistered = made.on_kv_blocks_deregistered
+    kv_cache = KV.allocate(blocks + 1, BLOCK, "cpu")
+    return SharedStore(slots=made, kv_cache=kv_cache, counters=StatsCounters())
+
+
+def embed(store, **changes):
+    config = make_config(**{"num_kv_blocks": 20, "max_slots": 10, **changes})
+    return DynamicInferenceContext(config, STATES, KV, shared=store)
+
+
+def test_contexts_that_come_and_go_find_what_was_cached_before():
+    store, answers = make_store(), []
+    for _ in range(2):
+        context = embed(store)
+        assert context.slot_allocator is store.slots
+        assert context.kv_block_allocator is store.slots.kv_blocks
+        assert context.kv_cache is store.kv_cache
+        answers.append(generate(context, PROMPT, 4)[0])
+        context.check_invariants()
+    assert answers == [generate(make_context(), PROMPT, 4)[0]] * 2
+    assert (store.counters.requests, store.counters.hits) == (2, 1)
+    assert store.counters.skipped_tokens == 3 * BLOCK
+    context.reset()
+    assert context.stats().cached_blocks == context.stats().requests == 0
+    assert store.counters.requests == 0
+
+
+def test_states_may_lie_in_memory_of_the_owners():
+    """Each slot is one row of bytes there, so layers and slots have gaps between them."""
+    tensors = {
+        one.name: torch.zeros(10, one.num_layers * 2, *one.shape, dtype=one.dtype).transpose(0, 1)[
+            ::2
+        ]
+        for one in STATES.tensors
+    }
+    store = make_store(states=StatePool.over(STATES, tensors))
+    context = embed(store)
+    expected = generate(make_context(), PROMPT, 3)[0]
+    assert [generate(context, PROMPT, 3)[0] for _ in range(2)] == [expected] * 2
+    assert store.counters.hits == 1
+    assert any(tensor.count_nonzero() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_blocks": 21}, {"max_slots": 9}])
+def test_what_does_not_fit_is_refused(changes):
+    with pytest.raises(InvalidArgumentError, match="what a context shares must have"):
+        embed(make_store(), **changes)
+
+
+def test_keys_and_values_are_shared_or_not():
+    store = make_store()
+    bare = SharedStore(slots=store.slots, kv_cache=None, counters=store.counters)
+    with pytest.raises(InvalidArgumentError, match="what a context shares must have"):
+        embed(bare)
+    config = make_config(num_kv_blocks=20, max_slots=10)
+    assert DynamicInferenceContext(config, STATES, shared=bare).kv_cache is None
+
+
+def test_states_of_another_size_are_refused():
+    with pytest.raises(InvalidArgumentError, match="states must have 10 rows"):
+        make_store(states=StatePool(STATES, 9, device="cpu"))
+
+
+@pytest.mark.parametrize("tells", [True, False, None])
+def test_observers_are_told_what_a_request_says(tells):
+    context, told = make_context(), []
+    context.kv_block_allocator.add_observer(told.append)
+    request = {"lora_id": "a", "tells_tokens": tells}
+    generate(context, PROMPT, 1, **request)
+    assert [event.tokens is not None for event in told] == [bool(tells)]
+
+
+def test_who_tells_tokens_says_so_by_a_bool():
+    with pytest.raises(InvalidArgumentError, match="tells_tokens must be True, False or None"):
+        Request(request_id=1, prompt_tokens=[1], tells_tokens=1)
