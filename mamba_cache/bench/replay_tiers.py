@@ -23,7 +23,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import ModelShape
 from mamba_cache.reference import Engine
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
-from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates, Resumption
+from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.memory import ROW_ALIGNMENT
 from mamba_cache.tiers.slab import row_bytes_of
 
@@ -192,13 +192,13 @@ class _SizedPlanner(LoadPlanner):
         self._costs = costs
         self._rows = block_row_bytes, state_row_bytes
 
-    def seconds(self, resumption: Resumption, num_tokens: int) -> float:
-        """Return how long it takes until all tokens are computed or loaded."""
-        num_bytes, (of_block, of_state) = resumption.load_bytes, self._rows
+    def load_seconds(self, num_bytes: int) -> float:
+        """Return how long it takes to load what so many bytes of rows stand for."""
+        of_block, of_state = self._rows
         if num_bytes:  # that of the state, and some blocks
             blocks = (num_bytes - of_state) // of_block if of_block else 0
             num_bytes = self._costs.state_bytes + max(0, blocks) * self._costs.block_bytes
-        return super().seconds(resumption._replace(load_bytes=num_bytes), num_tokens)
+        return super().load_seconds(num_bytes)
 
 
 @contextmanager

@@ -674,11 +674,8 @@ class LowerTierLink:
     def _seconds(self, num_tokens: int, tier_bytes: int, store_bytes: int) -> float:
         """Return how long it takes to compute so many tokens and load so many bytes."""
         seconds = num_tokens / self._host_planner.rates.tokens_per_second
-        for num_bytes, planner in ((tier_bytes, self._planner), (store_bytes, self._store_planner)):
-            if num_bytes:
-                rates = planner.rates
-                seconds += rates.latency_seconds + num_bytes / rates.bytes_per_second
-        return seconds
+        seconds += self._planner.load_seconds(tier_bytes)
+        return seconds + self._store_planner.load_seconds(store_bytes)
 
     def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
         """Begin to bring one entry."""

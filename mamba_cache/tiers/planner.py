@@ -71,11 +71,14 @@ class LoadPlanner:
 
     def seconds(self, resumption: Resumption, num_tokens: int) -> float:
         """Return how long it takes until all of ``num_tokens`` tokens are computed or loaded."""
-        rates, computed = self.rates, num_tokens - resumption.tokens
-        seconds = computed / rates.tokens_per_second
-        if resumption.load_bytes:
-            seconds += rates.latency_seconds + resumption.load_bytes / rates.bytes_per_second
-        return seconds
+        seconds = (num_tokens - resumption.tokens) / self.rates.tokens_per_second
+        return seconds + self.load_seconds(resumption.load_bytes)
+
+    def load_seconds(self, num_bytes: int) -> float:
+        """Return how long it takes to load so many bytes; 0 if there are none."""
+        if not num_bytes:
+            return 0.0
+        return self.rates.latency_seconds + num_bytes / self.rates.bytes_per_second
 
     def choose(self, resumptions: Iterable[Resumption], num_tokens: int) -> Resumption:
         """Return the best one; of equally good ones that with the most tokens.

@@ -472,7 +472,6 @@ class PrefixCache:
             ),
         )
         check_batcher(batcher, self._runner)
-        batcher.context.trace_log = self._trace_log
         self._batcher = batcher
         return batcher
 
