@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,7 @@ from mamba_cache.tiers import (
     pinner_for,
 )
 from mamba_cache.tiers.dma import cuda_rectangles
+from mamba_cache.tiers.slab import PAGE_BYTES
 
 __all__ = ["PARTS", "TierShape", "add_tiers_options", "run_tiers"]
 
@@ -60,6 +63,7 @@ _BLOCK = 256
 _PREFIX_BLOCKS = 16
 _STEPS = 400
 _LEAST_SHARE, _MOST_VERIFYING, _MOST_SLOWER = 0.95, 5.0, 1.03
+_READERS, _READ_BYTES = 8, 4 * 2**20
 _MOST_FROM_HOST, _MOST_FROM_DISK = 1.05, 1.25
 
 
@@ -603,6 +607,13 @@ class _FirstTokens:
             admission.loaded_blocks,
         )
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the rows that a prefix takes."""
+        host = self.context.host_tier
+        assert host is not None
+        return host.row_bytes(EntryKind.STATE) + _PREFIX_BLOCKS * host.row_bytes(EntryKind.KV)
+
     def forget(self, *, host: bool) -> None:
         """Have the GPU, and the host, hold nothing."""
         self.context.kv_block_allocator.deregister_blocks(range(self.num_blocks))
@@ -641,48 +652,128 @@ def _measure_first_tokens(
         if "first" in only:
             firsts = _FirstTokens(model, None)
             stack.callback(firsts.close)
-            yield _from_below(firsts, None, _MOST_FROM_HOST if is_large else None)
+            limit = _MOST_FROM_HOST if is_large else None
+            yield _from_below(firsts, limit, "the host").over_a_hit
         if "disk" in only:
             path = disk_path or stack.enter_context(TemporaryDirectory(prefix="mamba-cache-"))
             firsts = _FirstTokens(model, path)
             stack.callback(firsts.close)
-            yield _from_below(firsts, Path(path), _MOST_FROM_DISK if is_large else None)
+            disk = _Disk(Path(path), firsts.prefix_bytes)
+            stack.callback(disk.close)
+            yield from _from_disk(firsts, disk, _MOST_FROM_DISK if is_large else None)
 
 
-def _from_below(firsts: _FirstTokens, path: Path | None, limit: float | None) -> Measurement:
-    """Time the first token after a prefix that comes from the host, or from the disk at a path."""
+class _FromBelow(NamedTuple):
+    """The first token after a prefix that was loaded, over one from the GPU, and its stages."""
+
+    over_a_hit: Measurement
+    load: _Answer
+
+
+def _from_below(
+    firsts: _FirstTokens, limit: float | None, where: str, disk: _Disk | None = None
+) -> _FromBelow:
+    """Time the first token after a prefix that comes from the host, or from the disk."""
     hits, loads = [], []
     for run in range(_RUNS):
         prompt = firsts.prompts[run % len(firsts.prompts)]
-        firsts.forget(host=path is not None)
-        if path is not None:
-            _drop_pages(path)
-        load = firsts.answer(prompt, prefetches=path is not None)
+        firsts.forget(host=disk is not None)
+        if disk is not None:
+            disk.read(run)  # in turn, as a disk that others share is not equally fast all the time
+            _drop_pages(disk.path)
+        load = firsts.answer(prompt, prefetches=disk is not None)
         hit = firsts.answer(prompt)
         assert (load.loaded_blocks, hit.loaded_blocks) == (_PREFIX_BLOCKS, 0)
         assert load.token == hit.token
         loads.append(load)
         hits.append(hit)
     hit, load = (_Answer(*np.median(np.array(each), axis=0)) for each in (hits, loads))
-    where = "the host"
     detail = (
         f"{load.seconds * 1e3:,.1f} ms, from the GPU {hit.seconds * 1e3:,.1f} ms; add_request "
         f"{load.adding * 1e3:,.2f} ms, {hit.adding * 1e3:,.2f} ms; begin_step "
         f"{load.beginning * 1e3:,.2f} ms, {hit.beginning * 1e3:,.2f} ms; {_BLOCK} tokens computed"
     )
-    if path is not None:
-        disk, host = firsts.context.disk_tier, firsts.context.host_tier
-        assert disk is not None
-        assert host is not None
-        where, num_bytes = "the disk", host.row_bytes(EntryKind.STATE)
-        num_bytes += _PREFIX_BLOCKS * host.row_bytes(EntryKind.KV)
-        detail += (
-            f"; prefetch {load.prefetching * 1e3:,.1f} ms, "
-            f"{num_bytes / load.prefetching / 1e9:,.2f} GB/s, "
-            + ("past the page cache" if disk.stats().is_direct else "page cache dropped before")
-        )
+    if disk is not None:
+        detail += f"; prefetch {load.prefetching * 1e3:,.1f} ms"
     title = f"first token after 4,096 tokens from {where}: over one from the GPU"
-    return Measurement(title, load.seconds / hit.seconds, "x", limit, runs=_RUNS, detail=detail)
+    ratio = load.seconds / hit.seconds
+    return _FromBelow(Measurement(title, ratio, "x", limit, runs=_RUNS, detail=detail), load)
+
+
+def _from_disk(firsts: _FirstTokens, disk: _Disk, limit: float | None) -> Iterator[Measurement]:
+    """Time first tokens from the disk, and beside them the disk alone."""
+    tier = firsts.context.disk_tier
+    assert tier is not None
+    over_a_hit, load = _from_below(firsts, limit, "the disk", disk)
+    yield over_a_hit
+    own, plain = disk.num_bytes / load.prefetching / 1e9, disk.num_bytes / disk.seconds() / 1e9
+    mib = f"{disk.num_bytes / 2**20:,.1f} MiB"
+    yield Measurement("the disk alone", plain, "GB/s", runs=_RUNS,
+                      detail=f"{mib} by {_READERS} threads, {_way(disk.is_direct)}, no hashing, "
+                             "other bytes each time")  # fmt: skip
+    yield Measurement("prefetch: share of the disk's GB/s", own / plain, "x", None, True, _RUNS,
+                      f"{own:,.2f} GB/s, {_way(tier.stats().is_direct)}")  # fmt: skip
+
+
+def _way(is_direct: bool) -> str:
+    return "past the page cache" if is_direct else "page cache dropped before"
+
+
+class _Disk:
+    """A file beside the tier's, and threads that read it: what the disk gives without the tier.
+
+    It has bytes for each run, because storage may keep in memory what was read before.
+
+    Args:
+        path: Where the tier is.
+        num_bytes: What one run reads.
+
+    Attributes:
+        path: As given.
+        num_bytes: As given.
+        is_direct: Whether it is read past the page cache.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path, self.num_bytes = path, num_bytes
+        self._stride = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._file = path / "plain-reads.slab"
+        self._memory = memoryview(mmap.mmap(-1, self._stride))
+        self._threads = ThreadPoolExecutor(_READERS)
+        self._seconds: list[float] = []
+        with self._file.open("wb") as file:
+            for seed in range(_RUNS):
+                file.write(np.random.default_rng(seed).bytes(self._stride))
+            file.flush()
+            os.fsync(file.fileno())
+        _drop_pages(path)
+        try:
+            self._fd, self.is_direct = os.open(self._file, os.O_RDONLY | os.O_DIRECT), True
+        except OSError:
+            self._fd, self.is_direct = os.open(self._file, os.O_RDONLY), False
+        self._memory[:] = bytes(self._stride)  # no page of it is missing when it is written to
+
+    def read(self, run: int) -> None:
+        """Read the bytes of a run by all threads at once, and keep the time."""
+        begun = time.perf_counter()
+        parts = range(0, self._stride, _READ_BYTES)
+        moved = sum(self._threads.map(partial(self._read_part, run * self._stride), parts))
+        self._seconds.append(time.perf_counter() - begun)
+        assert moved == self._stride
+
+    def seconds(self) -> float:
+        """Return the median of what the runs took."""
+        return statistics.median(self._seconds)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._threads.shutdown()
+        os.close(self._fd)
+        self._file.unlink()
+
+    def _read_part(self, offset: int, start: int) -> int:
+        part = self._memory[start : start + _READ_BYTES]
+        return os.preadv(self._fd, [part], offset + start)
 
 
 def _drop_pages(path: Path) -> None:

@@ -9,10 +9,11 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from mamba_cache._checks import check_int, check_kind, check_number
@@ -31,7 +32,7 @@ from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.protocols import Done
 from mamba_cache.tiers.rows import RowLease, RowPool
-from mamba_cache.tiers.slab import SlabFile, row_bytes_of
+from mamba_cache.tiers.slab import SlabFile, Submit, row_bytes_of
 
 __all__ = ["DiskStats", "DiskTier"]
 
@@ -115,7 +116,7 @@ class DiskTier:
         state_share: Part of the capacity that is for states, where both are stored.
         write_on_use: 2: an entry is written when it is offered for the second time, for most are
             never used again and writing is what a disk has least of; 1: at once.
-        num_readers: Threads that read.
+        num_readers: Reads at once, of parts of one row or of several.
         max_queued: Loads that may wait, and likewise puts.
 
     Attributes:
@@ -187,15 +188,10 @@ class DiskTier:
         except OSError:
             self._close_files()
             raise
-        self._hashers = ThreadPoolExecutor(num_readers, thread_name_prefix="mamba-cache-disk-hash")
-        self._threads = [
-            threading.Thread(target=target, name=f"mamba-cache-disk-{number}", daemon=True)
-            for number, target in enumerate(
-                [self._write_queued, *[self._read_queued] * num_readers]
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        # Not an executor: those take nothing any more, with loads under way, as a process ends.
+        self._parts: SimpleQueue[tuple[Future[int], Callable[[], int]] | None] = SimpleQueue()
+        self._readers = _threads("part", [self._read_parts] * num_readers)
+        self._threads = _threads("row", [self._write_queued, *[self._read_queued] * num_readers])
 
     @property
     def is_healthy(self) -> bool:
@@ -362,7 +358,10 @@ class DiskTier:
             self._put_came.notify_all()
         for thread in self._threads:
             thread.join()
-        self._hashers.shutdown()
+        for _ in self._readers:  # now that nobody waits for parts
+            self._parts.put(None)
+        for reader in self._readers:
+            reader.join()
         while self._loads:
             load = self._loads[0]
             _tell(load.done, Refusal.ABORTED)
@@ -598,10 +597,27 @@ class DiskTier:
             file.rows.release(load.lease)
         _tell(load.done, refusal)
 
+    def _submit(self, call: Callable[[], int]) -> Future[int]:
+        """Have one of the readers make a call."""
+        future: Future[int] = Future()
+        self._parts.put((future, call))
+        return future
+
+    def _read_parts(self) -> None:
+        """Make the reads of all rows, one at a time, until the tier is closed."""
+        while (part := self._parts.get()) is not None:
+            future, call = part
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del part, future, call  # they hold the caller's buffer
+
     def _refusal(self, file: _File, load: _Load) -> Refusal | None:
         """Read a row and say what is wrong with it."""
         found: list[Refusal | None] = []
-        if not self._try(lambda: found.append(_read_row(file.slab, load, self._hashers))):
+        if not self._try(lambda: found.append(_read_row(file.slab, load, self._submit))):
             return Refusal.IO_ERROR
         return found[0]
 
@@ -733,27 +749,26 @@ class _DiskRows(RowPool):
         self._use([self._row_of[name] for name in names])
 
 
+def _threads(name: str, targets: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    """Start threads that do not keep a process from ending."""
+    threads = [
+        threading.Thread(target=target, name=f"mamba-cache-disk-{name}-{number}", daemon=True)
+        for number, target in enumerate(targets)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def _write_row(slab: SlabFile, lease: RowLease, put: _Put) -> None:
     header = EntryHeader(put.facts, payload_digest(put.payload), lease.generation)
     slab.write(lease.row, header.to_bytes(), put.payload)
 
 
-def _read_row(slab: SlabFile, load: _Load, hashers: ThreadPoolExecutor) -> Refusal | None:
-    """Read a row and compare it with what is looked for: a part is hashed as the next one comes."""
+def _read_row(slab: SlabFile, load: _Load, submit: Submit) -> Refusal | None:
+    """Read a row and compare it with what is looked for: a part is hashed as others come."""
     hasher = payload_hasher()
-    hashing: list[Future[None]] = []
-
-    def seen(part: memoryview) -> None:
-        wait(hashing)
-        try:
-            hashing[:] = [hashers.submit(hasher.update, part)]
-        except RuntimeError:  # the interpreter ends, and begins nothing new
-            hasher.update(part)
-
-    try:
-        header = EntryHeader.read(slab.read(load.lease.row, load.into, seen))
-    finally:
-        wait(hashing)  # whoever is told that this is over may write there
+    header = EntryHeader.read(slab.read(load.lease.row, load.into, submit, hasher.update))
     if isinstance(header, Refusal):
         return header
     refusal = header.refusal(load.expected)

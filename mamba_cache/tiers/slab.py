@@ -6,20 +6,27 @@ import errno
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Final
 from weakref import finalize
 
 import numpy as np
 
-__all__ = ["PAGE_BYTES", "SlabFile", "row_bytes_of"]
+__all__ = ["PAGE_BYTES", "SlabFile", "Submit", "row_bytes_of"]
 
 PAGE_BYTES: Final = 4096
 """Rows begin at multiples of it, because direct input and output move whole pages."""
 
 _GROWTH_BYTES: Final = 256 * 2**20
-_PIECE_BYTES: Final = 8 * 2**20
+_PART_BYTES: Final = 4 * 2**20
+"""What one call reads: small enough that the parts of one row occupy all readers."""
+
+Submit = Callable[[Callable[[], int]], Future[int]]
+"""Has a call made by another thread, and gives what will hold its result."""
 
 
 def row_bytes_of(payload_bytes: int) -> int:
@@ -115,13 +122,18 @@ class SlabFile:
             raise OSError(errno.EIO, f"{missing} bytes of a row were not written")
 
     def read(
-        self, row: int, into: memoryview, seen: Callable[[memoryview], object] | None = None
+        self,
+        row: int,
+        into: memoryview,
+        submit: Submit | None = None,
+        seen: Callable[[memoryview], object] | None = None,
     ) -> bytes:
-        """Read a row.
+        """Read a row. Nothing writes to ``into`` any more when it returns or raises.
 
         Args:
             row: Which one.
             into: [payload_bytes] bytes to write the payload to.
+            submit: Has other threads make the reads of parts; default: this thread does.
             seen: Called with each part of the payload once it is there, in order.
 
         Returns:
@@ -130,28 +142,34 @@ class SlabFile:
         Raises:
             OSError: It cannot be read.
         """
+        submit = submit or _call_at_once
         first, last = self._pages()
         body, rest = self._split(into)
         target = self._whole_row()[: len(body)] if self._is_unaligned(body) else body
-        offset, buffers = row * self.row_bytes, [first]
-        for start in range(0, len(body), _PIECE_BYTES):
-            piece = target[start : start + _PIECE_BYTES]
-            if _transfer(os.preadv, self._fd, [*buffers, piece], offset):
-                return b""
-            offset += len(piece) + sum(map(len, buffers))
-            buffers = []
-            mine = body[start : start + _PIECE_BYTES]
-            if target is not body:
-                mine[:] = piece
-            if seen is not None:
-                seen(mine)
-        if len(rest):
-            buffers.append(last)
-        if buffers and _transfer(os.preadv, self._fd, buffers, offset):
-            return b""
-        rest[:] = last[: len(rest)]
-        if seen is not None and len(rest):
-            seen(rest)
+        starts = range(0, len(into), _PART_BYTES)
+        reads: deque[Future[int]] = deque()
+        try:
+            for start in starts:
+                buffers = [target[start : start + _PART_BYTES]]
+                if start == 0:
+                    buffers.insert(0, first)
+                if len(rest) and start == starts[-1]:
+                    buffers.append(last)
+                buffers = [buffer for buffer in buffers if len(buffer)]
+                offset = row * self.row_bytes + (PAGE_BYTES + start if start else 0)
+                reads.append(submit(partial(_transfer, os.preadv, self._fd, buffers, offset)))
+            for start in starts:
+                if reads.popleft().result():
+                    return b""
+                end = start + _PART_BYTES
+                if target is not body:
+                    body[start:end] = target[start:end]
+                if start == starts[-1]:
+                    rest[:] = last[: len(rest)]
+                if seen is not None:
+                    seen(into[start:end])
+        finally:
+            wait([read for read in reads if not read.cancel()])
         return bytes(first)
 
     def read_header(self, row: int) -> bytes:
@@ -209,6 +227,13 @@ class SlabFile:
 
     def _is_unaligned(self, body: memoryview) -> bool:
         return self.is_direct and np.frombuffer(body, np.uint8).ctypes.data % PAGE_BYTES != 0
+
+
+def _call_at_once(call: Callable[[], int]) -> Future[int]:
+    """Stand for ``submit`` where there are no other threads."""
+    future: Future[int] = Future()
+    future.set_result(call())
+    return future
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -1,12 +1,15 @@
 """The disk tier: what it stores it finds again, verified, also in the next process."""
 
 import errno
+import gc
 import mmap
 import os
 import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -951,22 +954,165 @@ def test_nobody_else_may_read_the_files(tier) -> None:
         assert file.stat().st_mode & 0o077 == 0
 
 
-def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(tmp_path, monkeypatch):
-    """Parts are hashed while the next ones are read: all of them, each once, in their order."""
-    monkeypatch.setattr(slabs, "_PIECE_BYTES", 2 * PAGE_BYTES)
-    size = 5 * PAGE_BYTES + 100
-    payload = memoryview(bytearray(random.Random(3).randbytes(size)))
-    slab = SlabFile(tmp_path / "slab", size, max_rows=2)
-    slab.grow(2)
-    slab.write(1, b"header", payload)
-    for shift in (0, 1):  # at an address of a page's, and at none
-        into = memoryview(mmap.mmap(-1, size + PAGE_BYTES))[shift : shift + size]
-        parts: list[bytes] = []
-        page = slab.read(1, into, lambda part: parts.append(bytes(part)))  # noqa: B023
-        assert page.rstrip(b"\0") == b"header"
-        assert into == payload
-        assert b"".join(parts) == payload
-        assert len(parts) == 4
-    os.truncate(tmp_path / "slab", slab.row_bytes + 3 * PAGE_BYTES)
-    assert slab.read(1, into) == b""
-    slab.close()
+# Parts of rows.
+
+
+@pytest.mark.parametrize("has_readers", [False, True])
+def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
+    tmp_path, monkeypatch, has_readers
+):
+    """Parts are hashed while others are read: all of them, each once, in their order."""
+    monkeypatch.setattr(slabs, "_PART_BYTES", 2 * PAGE_BYTES)
+    for size in (100, 4 * PAGE_BYTES, 4 * PAGE_BYTES + 100, 5 * PAGE_BYTES + 100):
+        payload = memoryview(bytearray(random.Random(3).randbytes(size)))
+        slab = SlabFile(tmp_path / f"slab {size}", size, max_rows=2)
+        slab.grow(2)
+        slab.write(1, b"header", payload)
+        with ThreadPoolExecutor(4) as readers:
+            submit = readers.submit if has_readers else None
+            for shift in (0, 1):  # at an address of a page's, and at none
+                into = memoryview(mmap.mmap(-1, size + PAGE_BYTES))[shift : shift + size]
+                parts: list[bytes] = []
+                page = slab.read(1, into, submit, lambda part: parts.append(bytes(part)))  # noqa: B023
+                assert page.rstrip(b"\0") == b"header"
+                assert into == payload
+                assert b"".join(parts) == payload
+                assert len(parts) == -(-size // (2 * PAGE_BYTES))
+            os.truncate(tmp_path / f"slab {size}", 2 * slab.row_bytes - PAGE_BYTES)
+            assert slab.read(1, into, submit) == b""
+        slab.close()
+
+
+@pytest.fixture
+def three_parts(tmp_path, monkeypatch):
+    """A tier with four readers, of states of three parts: a page, a page, and the rest."""
+    monkeypatch.setattr(slabs, "_PART_BYTES", PAGE_BYTES)
+    tier = open_tier(tmp_path, num_readers=4)
+    yield tier
+    tier.check_invariants()
+    assert not any(file.rows.leases for file in tier._files.values())
+    assert tier.num_queued == 0
+    tier.close()
+
+
+def test_the_parts_of_a_row_are_read_at_once(three_parts, monkeypatch) -> None:
+    """No read goes on before all three are asked for; and they end in the other order."""
+    read, all_there = os.preadv, threading.Barrier(3)
+    ended = [threading.Event() for _ in range(4)]
+    ended[3].set()
+    offsets = []
+
+    def together(fd, buffers, offset):
+        part = max(0, offset // PAGE_BYTES - 1)
+        offsets.append(part)
+        all_there.wait(60)
+        assert ended[part + 1].wait(60)
+        moved = read(fd, buffers, offset)
+        ended[part].set()
+        return moved
+
+    assert put(three_parts, 0) is None
+    monkeypatch.setattr(slabs.os, "preadv", together)
+    assert load(three_parts, 0) == payload_of(0)
+    assert sorted(offsets) == [0, 1, 2]
+    assert three_parts.stats().hits == 1
+
+
+def test_the_rows_of_a_prefix_share_the_readers(three_parts, monkeypatch) -> None:
+    """Never are there more reads at once than readers; all are used."""
+    read, lock, now, most = os.preadv, threading.Lock(), [], []
+    all_there = threading.Barrier(4)
+
+    def counted(fd, buffers, offset):
+        with lock:
+            now.append(offset)
+            most.append(len(now))
+        all_there.wait(60)  # 12 reads, by fours
+        moved = read(fd, buffers, offset)
+        with lock:
+            now.remove(offset)
+        return moved
+
+    for number in range(4):
+        assert put(three_parts, number) is None
+    monkeypatch.setattr(slabs.os, "preadv", counted)
+    answers = [Answer() for _ in range(4)]
+    buffers = [buffer_for(facts_of(number)) for number in range(4)]
+    for number, (answer, into) in enumerate(zip(answers, buffers, strict=True)):
+        assert three_parts.load(facts_of(number), into, answer)
+    assert [answer.get() for answer in answers] == [None] * 4
+    assert buffers == [payload_of(number) for number in range(4)]
+    assert (len(most), max(most)) == (12, 4)
+    assert three_parts.flush()
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_fault_in_one_part_fails_the_row_once(three_parts, monkeypatch, part, is_short) -> None:
+    """The caller is told when the other parts are over, and nothing of the row is held."""
+    read, failed, told = os.preadv, threading.Event(), threading.Event()
+    under_way, lock = [], threading.Lock()
+
+    def one_fails(fd, buffers, offset):
+        mine = max(0, offset // PAGE_BYTES - 1)
+        with lock:
+            under_way.append(mine)
+        try:
+            if mine == part:
+                failed.set()
+                if is_short:
+                    return 0
+                raise OSError(errno.EIO, "a part")
+            assert failed.wait(60)
+            told.wait(0.1)  # in vain: it must not be told before this one is over
+            return read(fd, buffers, offset)
+        finally:
+            with lock:
+                under_way.remove(mine)
+
+    assert put(three_parts, 0) is None
+    assert put(three_parts, 1) is None
+    calls = []
+
+    def done(refusal):
+        calls.append((refusal, list(under_way)))
+        told.set()
+
+    into = buffer_for(facts_of(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(slabs.os, "preadv", one_fails)
+        assert three_parts.load(facts_of(0), into, done)
+        assert three_parts.flush()
+    reason = Refusal.SHORT if is_short else Refusal.IO_ERROR
+    assert calls == [(reason, [])]
+    stats = three_parts.stats()
+    assert (stats.refused, stats.io_errors) == ({reason.value: 1}, 0 if is_short else 1)
+    assert has(three_parts, 0) == [False]
+    assert load(three_parts, 1) == payload_of(1)
+    assert put(three_parts, 0) is None
+    assert load(three_parts, 0) == payload_of(0)
+
+
+@pytest.mark.parametrize("kind", EntryKind)
+def test_a_failed_read_keeps_nothing_of_the_callers_buffer(three_parts, monkeypatch, kind) -> None:
+    """Nor does it wait for the collector of cycles: buffers may be gigabytes."""
+    facts = facts_of(0, kind)
+    assert put(three_parts, 0, kind) is None
+    failing(errno.EIO).patch(monkeypatch, "preadv")
+    memory = mmap.mmap(-1, facts.payload_bytes)
+    into, answer = memoryview(memory), Answer()
+    gc.disable()
+    try:
+        assert three_parts.load(facts, into, answer)
+        assert answer.get() is Refusal.IO_ERROR
+        assert three_parts.flush()
+        into.release()
+        pause = threading.Event()
+        for _ in range(6000):  # a reader may not be back at its queue yet
+            with suppress(BufferError):
+                memory.close()  # refused while a view of it is left
+                break
+            pause.wait(0.01)
+        assert memory.closed
+    finally:
+        gc.enable()
