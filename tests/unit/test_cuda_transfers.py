@@ -255,5 +255,5 @@ def test_little_is_compared_behind_the_last_copy(journal):
     left = sum(sizes)
     for piece, size in zip(pieces, sizes, strict=True):
         one_line = piece.lines is not None and piece.lines.stop - piece.lines.start == 1
-        assert one_line or size <= max(2**12, min(2**16, left // 2))
+        assert one_line or size <= max(2**12, min(2**16, left // 3))
         left -= size
