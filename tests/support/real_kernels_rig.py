@@ -91,7 +91,6 @@ def off_the_reference(
             context.check_invariants()
         pairs = [logits, states[::2], states[1::2]]
         found += [(b - a).abs().max().item() for a, b in pairs]
-        assert not torch.stack(logits).isnan().any()
     assert skipped == {"first": 0, "inside": 3 * block, "end": 4 * block, "new": 0}
     slots = [context.slot_allocator.states.tensors for context in contexts]
     found += [(slots[1][name] - slots[0][name]).abs().max().item() for name in slots[0]]
