@@ -58,10 +58,10 @@ _SECRET_FILE: Final = "secret"
 _FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
-"""For how long a call waits for lower tiers at most, and where nobody knows what computing takes."""
+"""How long a call waits for lower tiers at most, and where nobody knows what computing takes."""
 
 _TRY_EVERY: Final = 16
-"""Of the loads that would not win, one in so many is tried: nothing else measures the tier again."""
+"""Of the loads that would not win, one in so many is tried: nothing else measures them again."""
 
 _SEARCHED_TOKENS: Final = 512
 _KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
