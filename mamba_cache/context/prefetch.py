@@ -470,10 +470,10 @@ class LowerTierLink:
         skip_tokens: int,
         timeout_seconds: float | None,
     ) -> Prefetch:
-        """Begin to bring entries, whether that is quicker than computing or not.
+        """Begin to bring entries, whether that is quicker than computing or not, and learn from it.
 
         Args:
-            wanted: Entries that the host tier does not have.
+            wanted: Entries that the host tier does not have; at least one.
             kept: Entries that it has, and that must not make room for what comes.
             request_id: Of the request.
             skip_tokens: What it can skip then.
@@ -481,8 +481,25 @@ class LowerTierLink:
         """
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds)
         with self._taking_back():
-            self._bring(prefetch, wanted, kept, skip_tokens)
+            planner = self._bring(prefetch, wanted, kept, skip_tokens)
+        self._under_way[wanted[-1].key.digest] = prefetch, planner
         return prefetch
+
+    def load_seconds(self, wanted: Sequence[EntryFacts]) -> float | None:
+        """Return what it takes to bring entries, by what loads took so far; None if none did.
+
+        Args:
+            wanted: Entries that the host tier does not have.
+        """
+        num_bytes = dict.fromkeys(_Place, 0)
+        places = self._places_of([facts.key for facts in wanted])
+        for facts, place in zip(wanted, places, strict=True):
+            num_bytes[place] += facts.payload_bytes
+        of_tier, of_store = num_bytes[_Place.TIER], num_bytes[_Place.STORE]
+        asked = ((of_tier, self._planner), (of_store, self._store_planner))
+        if any(size and not planner.has_measured_loads for size, planner in asked):
+            return None
+        return self._seconds(0, of_tier, of_store)
 
     def _bring(
         self,
@@ -536,7 +553,7 @@ class LowerTierLink:
         reached = 0
         for boundary, (prefetch, _) in self._under_way.items():
             blocks = prefetch.skip_tokens // self._block_size
-            if blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
+            if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
                 reached = max(reached, prefetch.skip_tokens)
         return reached
 

@@ -56,6 +56,7 @@ _COUNTERS = {
 _OF_PREFIX_CACHES = {
     "declined_hits": "Requests computed as a whole because restoring was known to take longer",
     "declined_tokens": "Tokens of the prefixes that were not restored then",
+    "declined_loads": "Requests that did not wait for what a disk or store had, computed instead",
     "splits": "States saved inside a prompt, each of which divided its computation",
     "declined_splits": "Positions passed over because their states were known not to pay",
     "seconds_splitting": "Seconds spent on splits, estimated",
@@ -269,6 +270,13 @@ def _of_tiers(tiers: Sequence[tuple[str, TierStats]]) -> Iterator[Metric]:
             for kind, value in getattr(tier, field).items():
                 gauge.add_metric([name, tier.name, kind], value)
         yield gauge
+    held = GaugeMetricFamily(
+        "mamba_cache_tier_bytes", "Bytes of these entries, by kind", labels=_TIER_LABELS["kind"]
+    )
+    for name, tier in tiers:
+        for kind, value in tier.entries.items():
+            held.add_metric([name, tier.name, kind], value * tier.row_bytes[kind])
+    yield held
     for field, text in _OF_TIERS.items():
         counter = CounterMetricFamily(f"mamba_cache_tier_{field}", text, labels=["cache", "tier"])
         for name, tier in tiers:

@@ -6,13 +6,20 @@ import random
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from context_rig import generate, make_context
+from notebook_rig import ask as ask_cache
+from notebook_rig import open_cache
+from notebook_rig import prompts as cache_prompts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from restart_rig import make_engine
+from restart_rig import prompts as restart_prompts
 from sources import ROOT
 from tier_rig import make_tiered
+from transformers_rig import make_model
 
 from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
@@ -24,6 +31,8 @@ from mamba_cache.integrations.prometheus import (
 )
 from mamba_cache.integrations.transformers import PrefixCacheStats
 from mamba_cache.integrations.vllm import counters
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import Refusal, TierStats
 
 DASHBOARD = ROOT / "docs" / "how-to" / "grafana_dashboard.json"
 GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
@@ -115,17 +124,70 @@ def test_several_caches_share_each_metric(seed):
     }
 
 
+def tier_samples(cache):
+    """{(metric, label values): value} of the tiers of a cache that is called ``a``."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in CacheCollector({"a": cache}).collect()
+        for sample in metric.samples
+        if "_tier_" in sample.name
+    }
+
+
+def over_disk_and_store(kind, path):
+    """A context or a prefix cache over both, and what asks it."""
+    store = MemoryStore()
+    if kind == "context":
+        engine = make_engine(path, store=store, store_write_on_use=1)
+        cache, ask = engine.context, partial(engine.generate, restart_prompts(1, 2))
+    else:
+        settings = {"store": store, "hash_secret": b"of this test"}
+        cache = open_cache(path, make_model("granite 4"), **settings)
+        ask = partial(ask_cache, cache, cache_prompts()[:2])
+    return cache, ask
+
+
+@pytest.mark.parametrize("kind", ["context", "prefix cache"])
+def test_disks_and_stores_have_the_same_metrics_as_host_memory(kind, tmp_path):
+    cache, ask = over_disk_and_store(kind, tmp_path)
+    ask()
+    tiers = (cache.disk_tier, cache.store_tier) if kind == "context" else (
+        cache._store.tiers._disk, cache._store.tiers._remote
+    )  # fmt: skip
+    for tier in tiers:
+        tier.flush()
+    tiers[0]._refused[Refusal.PAYLOAD_DIGEST] += 3
+    tiers[1]._refused[Refusal.MISSING] += 4
+    tiers[0]._not_written["disk_full"] += 5
+    tiers[1]._not_written["unconfirmed"] += 6
+    samples, stats = tier_samples(cache), cache.tier_stats()
+    assert [each.name for each in stats] == ["host", "disk", "store"]
+    for tier in stats:
+        for name in ("stored", "restored", "evicted"):
+            assert samples[f"mamba_cache_tier_{name}_total", "a", tier.name] == getattr(tier, name)
+        for kind_, count in tier.entries.items():
+            assert samples["mamba_cache_tier_entries", "a", tier.name, kind_] == count > 0
+            held = samples["mamba_cache_tier_bytes", "a", tier.name, kind_]
+            assert held == count * tier.row_bytes[kind_] > 0
+    assert samples["mamba_cache_tier_stored_total", "a", "disk"] > 0
+    assert samples["mamba_cache_tier_stored_total", "a", "store"] > 0
+    assert samples["mamba_cache_tier_refused_total", "a", "disk", "payload_digest"] == 3
+    assert samples["mamba_cache_tier_refused_total", "a", "store", "missing"] == 4
+    assert samples["mamba_cache_tier_dropped_total", "a", "disk", "disk_full"] == 5
+    assert samples["mamba_cache_tier_dropped_total", "a", "store", "unconfirmed"] == 6
+    assert ("mamba_cache_tier_entries", "a", "store", "kv") not in samples
+    cache.close()
+
+
 def test_tiers_have_metrics_of_their_own():
     context = make_tiered(num_kv_blocks=100, max_tier_copies=2)
     generate(context, list(range(13)) * 2, 1)
     context.host_tier.refused["missing"] += 1
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value
-        for metric in CacheCollector({"a": context}).collect()
-        for sample in metric.samples
-        if "_tier_" in sample.name
-    }
+    samples = tier_samples(context)
+    row_bytes = context.tier_stats()[0].row_bytes
     assert samples == {
+        ("mamba_cache_tier_bytes", "a", "host", "kv"): 2 * row_bytes["kv"],
+        ("mamba_cache_tier_bytes", "a", "host", "state"): 0,
         ("mamba_cache_tier_entries", "a", "host", "kv"): 2,
         ("mamba_cache_tier_entries", "a", "host", "state"): 0,
         ("mamba_cache_tier_rows", "a", "host", "kv"): 60,
@@ -254,10 +316,23 @@ def test_verified_hits_have_metrics_where_they_are_asked_for(seed):
     assert not [name for name in off if "verif" in name]
 
 
+class Tiered(Source):
+    """Statistics of a cache with a tier."""
+
+    def tier_stats(self):
+        kinds = {"kv": 2, "state": 1}
+        held = dict.fromkeys(("entries", "rows", "ready_rows", "row_bytes"), kinds)
+        done = dict.fromkeys(("stored", "restored", "evicted"), 3)
+        reasons = {name: {"missing": 1} for name in ("dropped", "refused")}
+        return (TierStats(name="disk", **held, **done, **reasons),)
+
+
 @pytest.fixture
 def exported(seed):
     """{sample name: label names} of all that is exported."""
-    registry = registry_of(main=Source(seed, PrefixCacheStats), verified=Verified(seed))
+    registry = registry_of(
+        main=Source(seed, PrefixCacheStats), verified=Verified(seed), tiered=Tiered(seed)
+    )
     durations = CallDurations(registry)
     durations.watch("main", make_context())
     return {

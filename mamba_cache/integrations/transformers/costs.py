@@ -80,6 +80,8 @@ class Spending:
         declined_hits: Prompts computed as a whole although a prefix was cached, because restoring
             it was known to take longer.
         declined_tokens: Tokens of those prefixes.
+        declined_loads: Prompts of which more lay on the disk or in the store, but was not waited
+            for, or no longer: computing it was known to be faster, or might be by then.
         splits: States saved inside a prompt, each of which divided its scans, or its forward.
         declined_splits: Positions of a placement that were passed over, because their states were
             known to save less than they cost.
@@ -91,6 +93,7 @@ class Spending:
 
     declined_hits: int = 0
     declined_tokens: int = 0
+    declined_loads: int = 0
     splits: int = 0
     declined_splits: int = 0
     seconds_splitting: float = 0.0
@@ -112,6 +115,7 @@ class PrefixCacheStats(CacheStats):
     Attributes:
         declined_hits: As in ``Spending``, like those that follow.
         declined_tokens: Tokens.
+        declined_loads: Prompts.
         splits: States.
         declined_splits: Positions.
         seconds_splitting: Seconds, estimated.
@@ -121,6 +125,7 @@ class PrefixCacheStats(CacheStats):
 
     declined_hits: int
     declined_tokens: int
+    declined_loads: int
     splits: int
     declined_splits: int
     seconds_splitting: float
@@ -270,6 +275,18 @@ class CostModel:
             start: Tokens before them.
         """
         return (self._rest if start else self._whole).at(num_tokens)
+
+    def prefill_seconds(self, num_tokens: int, start: int) -> float | None:
+        """Return about what it takes to compute tokens, None if no forward was measured.
+
+        Args:
+            num_tokens: Tokens of one sequence.
+            start: Tokens before them.
+        """
+        known = self.forward_seconds(num_tokens, start)
+        for curve in (self._whole, self._rest):
+            known = curve.anywhere(num_tokens) if known is None else known
+        return known
 
     def restore_seconds(self, num_bytes: int) -> float | None:
         """Return what restoring so many bytes takes, None if that is not known."""

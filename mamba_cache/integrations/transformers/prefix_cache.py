@@ -236,6 +236,7 @@ class PrefixCache:
             self._store.tiers = PrefixTiers(
                 self._store,
                 self._runner,
+                self._costs,
                 host_cache_gb=host_cache_gb,
                 disk_cache_path=disk_cache_path,
                 disk_cache_gb=disk_cache_gb,

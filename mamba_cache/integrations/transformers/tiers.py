@@ -18,8 +18,9 @@ import torch
 from mamba_cache._checks import check_number
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
+from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PrefetchState
 from mamba_cache.errors import BlockCapacityError, BudgetError, InvalidArgumentError
+from mamba_cache.integrations.transformers.costs import CostModel
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -56,7 +57,12 @@ _GIB: Final = 2**30
 _SECRET_FILE: Final = "secret"
 _FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
-_DEADLINE_SECONDS: Final = 30.0
+_DEADLINE_SECONDS: Final = 10.0
+"""How long a call waits for lower tiers at most, and where nobody knows what computing takes."""
+
+_TRY_EVERY: Final = 16
+"""Of the loads that would not win, one in so many is tried: nothing else measures them again."""
+
 _SEARCHED_TOKENS: Final = 512
 _KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
 
@@ -76,11 +82,13 @@ class PrefixTiers:
     What becomes findable is copied to host memory when its call is over, and from there to the
     disk and to the store. A prompt of which more lies below than beside the model has that
     brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
-    time.
+    time. For the disk and the store a call waits only where they are not known to be slower than
+    the model, and no longer than the model would take; what comes later stays in host memory.
 
     Args:
         store: What is kept beside the model.
         runner: The model.
+        costs: Knows what it takes to compute tokens.
         host_cache_gb: Budget of the host tier, in GiB.
         disk_cache_path: Where the disk tier is; None: there is none.
         disk_cache_gb: What it may take, in GiB.
@@ -102,6 +110,7 @@ class PrefixTiers:
         self,
         store: PrefixStore,
         runner: ModelRunner,
+        costs: CostModel,
         *,
         host_cache_gb: float,
         disk_cache_path: str | os.PathLike[str] | None,
@@ -112,7 +121,7 @@ class PrefixTiers:
         budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
         self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
         self._path = None if disk_cache_path is None else Path(disk_cache_path).expanduser()
-        self._store, self._runner = store, runner
+        self._store, self._runner, self._costs = store, runner, costs
         layout, on_gpu = store.layout, store.layout.device.type == "cuda"
         self._lay_out()
         self._has_kv = bool(store.tensors.blocks)
@@ -138,6 +147,9 @@ class PrefixTiers:
         self._key: str | None = None
         self._last_has_logits = False
         self._is_told = False
+        self._late: Prefetch | None = None
+        self._num_declined = 0
+        self._has_declined = False
         self._disk: DiskTier | None = None
         self._link: LowerTierLink | None = None
         self._remote: RemoteTier | None = None
@@ -291,7 +303,9 @@ class PrefixTiers:
             is_told: Whether observers are told the tokens of what becomes findable.
         """
         self._host.poll()
-        self._is_told = is_told
+        if self._link is not None:
+            self._link.poll()
+        self._is_told, self._has_declined = is_told, False
         if self._key is None:
             return
         num_tokens = len(tokens)
@@ -305,7 +319,10 @@ class PrefixTiers:
                 return
             if end > num_tokens - min_computed and end < num_tokens:
                 continue
-            is_usable = self._bring_up_to(chain, tokens, end, list(hit.match.block_ids))
+            here = hit.match.skip_tokens
+            computing = self._costs.prefill_seconds(end - here, here)
+            matched = list(hit.match.block_ids)
+            is_usable = self._bring_up_to(chain, tokens, end, matched, computing)
             if is_usable and (end <= num_tokens - min_computed or self._last_has_logits):
                 return
 
@@ -351,8 +368,12 @@ class PrefixTiers:
         tokens: npt.NDArray[np.int32],
         end: int,
         matched: list[int],
+        computing: float | None,
     ) -> bool:
-        """Bring a state and the blocks before it; say whether they are there now."""
+        """Bring a state and the blocks before it; say whether they are there now.
+
+        It would take about ``computing`` seconds to compute them; None: nobody knows.
+        """
         size = self._store.layout.block_size_tokens
         depth, rest = divmod(end, size)
         matched = matched[:depth]
@@ -363,7 +384,7 @@ class PrefixTiers:
         kv = [self._facts(EntryKind.KV, chain, tokens, each) for each in ends]
         state = self._facts(EntryKind.STATE, chain, tokens, end)
         wanted = [*(kv if self._has_kv else ()), state]
-        if not self._are_in_host(wanted):
+        if not self._are_in_host(wanted, end, computing):
             return False
         held = [*matched, *([] if part is None else [part])]
         kv_blocks = self._store.kv_blocks
@@ -468,21 +489,50 @@ class PrefixTiers:
             store.trust_logits(slot)
         return True
 
-    def _are_in_host(self, wanted: Sequence[EntryFacts]) -> bool:
+    def _are_in_host(self, wanted: Sequence[EntryFacts], end: int, computing: float | None) -> bool:
         """Say whether the host tier has all entries, once those below have been brought."""
         below = [facts for facts in wanted if not self._is_in_host(facts)]
         if not below:
             return True
-        if self._link is None or not all(self._link.find([facts.key for facts in below])):
+        if self._link is None or self._has_declined:
+            return False
+        if not all(self._link.find([facts.key for facts in below])):
+            return False
+        limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
+        limit = min(limits, default=None)
+        if self._is_slower(below, limit):
+            self._decline()
             return False
         kept = [facts for facts in wanted if self._is_in_host(facts)]
         prefetch = self._link.bring(
-            below, kept, request_id=None, skip_tokens=0, timeout_seconds=_DEADLINE_SECONDS
+            below, kept, request_id=None, skip_tokens=end, timeout_seconds=limit
         )
         state = prefetch.wait()
         self._host.poll()
         self._link.poll()
+        if state is PrefetchState.TIMED_OUT:
+            self._late = prefetch
+            self._decline()
         return state is PrefetchState.READY
+
+    def _decline(self) -> None:
+        """Bring nothing more for this prompt but what host memory has."""
+        self._has_declined = True
+        self._costs.spent.declined_loads += 1
+
+    def _is_slower(self, below: Sequence[EntryFacts], limit: float | None) -> bool:
+        """Say whether entries come too late from lower tiers, as far as anybody knows.
+
+        While a load for which a call did not wait to its end is under way, any other is taken to.
+        """
+        assert self._link is not None, "the caller has looked"
+        if self._late is None or self._late.is_over:
+            self._late = None
+            seconds = self._link.load_seconds(below)
+            if seconds is None or limit is None or seconds < limit:
+                return False
+        self._num_declined += 1
+        return self._num_declined % _TRY_EVERY != 0
 
     @property
     def num_restored(self) -> int:

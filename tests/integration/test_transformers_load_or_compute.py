@@ -1,0 +1,156 @@
+"""A prefix cache loads from below what it would not compute sooner, and waits no longer."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+from clocks import ManualClock
+from notebook_rig import LENGTHS, ask, prompts
+from transformers_rig import budgets, make_cache, make_model
+
+from mamba_cache.context import prefetch
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.integrations.transformers.costs import CostModel
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import disk, remote
+
+SOON, LATE = 0.05, 1e6
+"""Seconds in which prompts are computed: fewer and more than any load here takes."""
+
+
+class Reads(MemoryStore):
+    """Reads of a disk, and of this store: each turns the clock, and may be held."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.clock, self.count, self.gate = ManualClock(), 0, threading.Event()
+        self._lock, read_row = threading.Lock(), disk._read_row
+        monkeypatch.setattr(prefetch, "time", self.clock)
+        monkeypatch.setattr(remote, "time", ManualClock())  # the store never owes an answer
+        monkeypatch.setattr(disk, "_read_row", lambda *args: self.turn() or read_row(*args))
+
+    def turn(self):
+        with self._lock:
+            self.count += 1
+            self.clock.now += 0.1
+        self.gate.wait()
+
+    def get_many_into(self, keys, buffers):
+        self.turn()
+        return super().get_many_into(keys, buffers)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    reads = Reads(monkeypatch)
+    reads.gate.set()
+    yield reads
+    reads.gate.set()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("granite 4")
+
+
+@pytest.fixture(params=["disk", "store"])
+def open_cache(request, tmp_path, reads, model):
+    """Opens caches over one disk or store; their model computes in ``computing`` seconds."""
+    below = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    if request.param == "store":
+        below = {"store": reads, "hash_secret": b"of this test"}
+
+    def open_one(computing=None, **settings):
+        cache = make_cache(model, host_cache_gb=0.01, **below, **settings)
+        cache._costs.prefill_seconds = lambda num_tokens, start: computing
+        return cache
+
+    return open_one
+
+
+def lower_tier(cache):
+    tiers = cache._store.tiers
+    return tiers._disk or tiers._remote
+
+
+def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, reads, model) -> None:
+    with open_cache() as first:
+        answers, _ = ask(first, prompts())
+    few = budgets(make_cache(model), slots=2, blocks=18)  # of one prompt at a time
+    with open_cache(SOON, **few) as second:
+        reads.gate.clear()
+        assert ask(second, prompts()[:1]) == (answers[:1], 0)
+        assert reads.count
+        reads.gate.set()
+        lower_tier(second).flush()
+        reads.gate.clear()  # nothing more is read
+        assert ask(second, prompts()[1:]) == (answers[1:], 0)
+        restored = second.tier_stats()[0].restored
+        assert ask(second, prompts()[:1]) == (answers[:1], LENGTHS[0])
+        assert second.tier_stats()[0].restored > restored
+        assert second.stats().declined_loads == len(LENGTHS)
+        reads.gate.set()
+
+
+def test_a_tier_that_loses_is_tried_once_and_then_now_and_again(
+    open_cache, reads, monkeypatch
+) -> None:
+    """Nobody knows at first what loads take, nor what computing does."""
+    monkeypatch.setattr(prefix_tiers, "_TRY_EVERY", 3)
+    with open_cache() as first:
+        answers, _ = ask(first, prompts())
+    with open_cache() as second:
+        assert ask(second, prompts()[:1]) == (answers[:1], LENGTHS[0])
+        count = reads.count
+        second._costs.prefill_seconds = lambda num_tokens, start: SOON
+        assert ask(second, prompts()[1:3]) == (answers[1:3], 0)
+        assert (reads.count, second.stats().declined_loads) == (count, 2)
+        found, _ = ask(second, prompts()[3:])
+        lower_tier(second).flush()
+        assert found == answers[3:]
+        assert reads.count > count
+
+
+def test_a_tier_that_wins_is_loaded_from(open_cache, reads) -> None:
+    with open_cache() as first:
+        answers, _ = ask(first, prompts())
+    with open_cache(LATE) as second:
+        found, skipped = ask(second, prompts())
+        assert (found, skipped) == (answers, sum(LENGTHS))
+        assert second.stats().declined_loads == 0
+
+
+@pytest.mark.parametrize("open_cache", ["disk"], indirect=True)  # a store owes an answer by then
+def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatch) -> None:
+    """Nobody knows what computing takes; while the load is under way, none other is begun."""
+    with open_cache() as first:
+        answers, _ = ask(first, prompts())
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", SOON)
+    with open_cache() as second:
+        reads.gate.clear()
+        assert ask(second, prompts()[:1]) == (answers[:1], 0)
+        asked_for = lower_tier(second).stats().loads
+        assert ask(second, prompts()[1:]) == (answers[1:], 0)
+        assert lower_tier(second).stats().loads == asked_for
+        assert second.stats().declined_loads == len(LENGTHS)
+        reads.gate.set()
+
+
+def test_what_computing_takes_is_known_from_any_forward() -> None:
+    clock = ManualClock()
+    costs = CostModel(clock=clock.perf_counter)
+    assert costs.prefill_seconds(100, 0) is None
+
+    def run(num_tokens, start, seconds):
+        for _ in range(2):  # the first one of its size warms up
+            with costs.forward(num_tokens, start):
+                clock.now += seconds
+
+    run(10, 50, 1.0)
+    assert costs.prefill_seconds(10, 3) == pytest.approx(1.0)
+    assert costs.prefill_seconds(1000, 0) == pytest.approx(100.0)
+    run(100, 0, 2.0)
+    assert costs.prefill_seconds(1000, 7) == pytest.approx(20.0)
+    assert costs.prefill_seconds(10, 7) == pytest.approx(1.0)
