@@ -38,6 +38,20 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
     assert record["skipped_tokens"] == 3 * BLOCK
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_prompt_whose_first_token_is_known_is_logged_as_it_came(
+    model, generator, tmp_path, count
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    head = text(generator, 3 * BLOCK - 1)  # a token more would fill a block
+    with make_cache(model, trace_path=path) as cache:
+        cached(cache, head)
+        cache.generate_batch([head[0].tolist()], max_new_tokens=count, do_sample=False)
+    first, batched = read_trace(path)
+    assert batched.input_length == first.input_length == 3 * BLOCK - 1
+    assert batched.hash_ids == first.hash_ids
+
+
 def test_without_a_path_there_is_no_log(model, generator) -> None:
     with make_cache(model) as cache:
         cached(cache, text(generator, BLOCK))
