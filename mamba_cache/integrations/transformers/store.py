@@ -326,8 +326,6 @@ class PrefixStore:
         hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        if self.trace_log is not None:
-            self.trace_log.add(chain.hashes, len(tokens), cache_salt=cache_salt)
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
         hit = self.find(
