@@ -146,7 +146,9 @@ class Admitter:
         is_farther = rest and match.skip_tokens < position <= last
         if self._copier is None or not is_farther or match.kv_matched_blocks < depth:
             return False
-        block = self._kv_blocks.find_block(*active.part_key(position))
+        part = active.part_hash(position)
+        assert part is not None, "it is inside a block"
+        block = self._kv_blocks.find_block(part[0], part.digest(0))
         if block is None or not self._slots.has_state(block):
             return False
         match = replace(match, state_matched_blocks=depth, skip_tokens=position, miss_reason=None)

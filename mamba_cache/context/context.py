@@ -237,7 +237,7 @@ class DynamicInferenceContext:
             # Its thread would outlive a context that nobody closes.
             finalize(self, self.trace_log.close)
         self._counters = StatsCounters() if shared is None else shared.counters
-        self._make_parts(placement)
+        self._make_parts(placement, None if shared is None else shared.on_admitted)
         self._pins = Pins(
             self.kv_block_allocator,
             self.slot_allocator,
@@ -324,7 +324,11 @@ class DynamicInferenceContext:
             self.slot_allocator.on_kv_blocks_deregistered
         )
 
-    def _make_parts(self, placement: CheckpointPlacement) -> None:
+    def _make_parts(
+        self,
+        placement: CheckpointPlacement,
+        on_admitted: Callable[[ActiveRequest, Admission], object] | None,
+    ) -> None:
         """Make what carries requests through their steps."""
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         tiering = self._tiering
@@ -348,7 +352,8 @@ class DynamicInferenceContext:
             self._request_log = RequestLog(
                 self.kv_block_allocator, slots, block_size_tokens=config.block_size_tokens
             )
-        hear_of_requests = self._sampler, self._request_log
+        diagnostics = self._sampler, self._request_log
+        listeners = [each.admitted for each in diagnostics if each is not None]
         self._runner = StepRunner(
             buffers=self.step_buffers,
             rows=rows,
@@ -360,7 +365,7 @@ class DynamicInferenceContext:
             side_stream=self._side_stream(),
             extractions=self._extractions,
             tiering=tiering,
-            on_admitted=[each.admitted for each in hear_of_requests if each is not None],
+            on_admitted=listeners if on_admitted is None else [*listeners, on_admitted],
         )
         self._forker = Forker(
             rows,
@@ -1153,7 +1158,7 @@ class DynamicInferenceContext:
             return ()
         blocks, slot = found
         size = self.block_size_tokens
-        saved = self._saved_content(blocks, slot)
+        saved = self._saved_content(blocks, slot, len(hit.tokens))
         found_differences = compare_prefixes(
             saved, computed, again, block_size_tokens=size, tolerance=tolerance
         )
@@ -1176,15 +1181,13 @@ class DynamicInferenceContext:
 
     def _find_hit(self, hit: HitToVerify) -> tuple[list[int], int] | None:
         """Return the blocks and the slot of a hit, if all of it is still cached."""
-        blocks = self.kv_block_allocator.match_prefix(hit.hashes)
-        slot = self.slot_allocator.get_slot(blocks[-1]) if len(blocks) == len(hit.hashes) else -1
-        return None if slot < 0 else (blocks, slot)
+        return hit.find(self.kv_block_allocator, self.slot_allocator)
 
-    def _saved_content(self, blocks: list[int], slot: int) -> PrefixContent:
+    def _saved_content(self, blocks: list[int], slot: int, num_tokens: int) -> PrefixContent:
         states = {name: t[:, slot] for name, t in self.slot_allocator.states.tensors.items()}
         if self.kv_cache is None:
             return PrefixContent(states)
-        return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3))
+        return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens])
 
     def _remove_entry(
         self, hit: HitToVerify, blocks: list[int], difference: PrefixDifference
@@ -1192,7 +1195,7 @@ class DynamicInferenceContext:
         """Make an entry unfindable, on the GPU and below; return its kind."""
         is_state = difference.block is None
         index = len(blocks) - 1 if difference.block is None else difference.block
-        digest = hit.hashes.digest(index)
+        digest = hit.digest(index)
         kind = log_difference(hit.request_id, digest, difference)
         log = self._request_log
         with nullcontext() if log is None else log.removing("verification_failed"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import SlotContext
@@ -91,11 +92,14 @@ class SharedStore:
             is embedded in them.
         kv_cache: As the context's; None without ``kv_spec``.
         counters: Where the context counts.
+        on_admitted: Called with each request that begins to run, and what was found of it, by
+            whoever logs and verifies what all that share this do.
     """
 
     slots: MambaSlotAllocator
     kv_cache: torch.Tensor | None
     counters: StatsCounters
+    on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
 
 
 class BlockCopier:

@@ -53,9 +53,18 @@ class RequestLog:
         kv_blocks.add_deregistration_observer(self._blocks_removed)
         slots.add_observer(self._states_changed)
 
-    def admitted(self, active: ActiveRequest, admission: Admission) -> None:
-        """Log a request that began to run."""
-        request, tier = active.request, "host" if admission.loads_state else "gpu"
+    def admitted(
+        self, active: ActiveRequest, admission: Admission, tier: str | None = None
+    ) -> None:
+        """Log a request that began to run.
+
+        Args:
+            active: The request.
+            admission: What was found of it.
+            tier: Where that lay, if the admission does not know.
+        """
+        request = active.request
+        tier = tier or ("host" if admission.loads_state else "gpu")
         refused, active.was_refused = active.was_refused, False
         keys = request.cache_salt, request.lora_id, tuple(request.multimodal_keys)
         first = active.tokens(0, min(self._size, active.num_tokens))

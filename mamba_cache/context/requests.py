@@ -563,11 +563,12 @@ class ActiveRequest:
         # unnoticed: a shortcut, the longer way gives the same
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
-    def part_key(self, position: int) -> tuple[int, bytes]:
-        """Return hash id and digest of the tokens between the last whole block and a position."""
+    def part_hash(self, position: int) -> BlockHashes | None:
+        """Return the hash of the tokens between the last whole block and a position, if any."""
         depth, rest = divmod(position, self._rows.block_size_tokens)
-        part = self._chain.part_hash(depth, self.tokens(position - rest, position))
-        return part[0], part.digest(0)
+        if not rest:
+            return None
+        return self._chain.part_hash(depth, self.tokens(position - rest, position))
 
     def block_content(self, index: int) -> tuple[bytes, TokenArray]:
         """Return what a complete block is chained on, and its tokens."""

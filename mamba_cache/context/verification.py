@@ -8,8 +8,9 @@ from collections import Counter, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from mamba_cache.blocks import BlockHashes
+from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Admission, Request, TokenArray
+from mamba_cache.slots import SlotPool
 from mamba_cache.states import PrefixDifference
 
 __all__ = [
@@ -51,7 +52,7 @@ class HitToVerify:
         request: The request that resumed; adapters and multimodal items are as in it.
         tokens: [num_tokens] int32: the prefix that it did not compute.
         hashes: Of its complete blocks.
-        part: Of the tokens after them, in caches that keep parts of blocks; None: there are none.
+        part: Of the tokens after them, where it resumed inside a block; None: there are none.
     """
 
     request: Request
@@ -63,6 +64,25 @@ class HitToVerify:
     def request_id(self) -> Hashable:
         """The request's name."""
         return self.request.request_id
+
+    def digest(self, index: int) -> bytes:
+        """Return the digest of a block of it; the last one may be a part."""
+        if self.part is not None and index == len(self.hashes):
+            return self.part.digest(0)
+        return self.hashes.digest(index)
+
+    def find(self, kv_blocks: KVBlockAllocator, slots: SlotPool) -> tuple[list[int], int] | None:
+        """Find the blocks and the slot that it resumed from, if all are still there."""
+        blocks = kv_blocks.match_prefix(self.hashes)
+        if len(blocks) < len(self.hashes):
+            return None
+        if self.part is not None:
+            block = kv_blocks.find_block(self.part[0], self.part.digest(0))
+            if block is None:
+                return None
+            blocks.append(block)
+        slot = slots.get_slot(blocks[-1])
+        return None if slot < 0 else (blocks, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +138,10 @@ class HitSampler:
         """Hear of a request that began to run; it may be a hit."""
         if admission.miss_reason is not None or not self.chooses():
             return
+        position = admission.skip_tokens
         hashes = active.hashes[: admission.state_matched_blocks]
-        self.add(HitToVerify(active.request, active.tokens(0, admission.skip_tokens), hashes))
+        part = active.part_hash(position)
+        self.add(HitToVerify(active.request, active.tokens(0, position), hashes, part))
 
     def take(self) -> HitToVerify | None:
         """Return the hit that has waited longest; None if there is none."""

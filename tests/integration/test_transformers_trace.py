@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers_rig import BLOCK, cached, make_cache, make_model, text
 
 from mamba_cache.bench.replay import run_replay
@@ -36,6 +37,40 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
         trace=str(path), slots=[None], policies=["lru"], placements=["last"]
     )["records"]  # fmt: skip
     assert record["skipped_tokens"] == 3 * BLOCK
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_prompt_whose_first_token_is_known_is_logged_as_it_came(
+    model, generator, tmp_path, count
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    head = text(generator, 3 * BLOCK - 1)  # a token more would fill a block
+    with make_cache(model, trace_path=path) as cache:
+        cached(cache, head)
+        cache.generate_batch([head[0].tolist()], max_new_tokens=count, do_sample=False)
+    first, batched = read_trace(path)
+    assert batched.input_length == first.input_length == 3 * BLOCK - 1
+    assert batched.hash_ids == first.hash_ids
+
+
+def test_a_prompt_that_is_computed_anew_in_smaller_pieces_is_logged_once(
+    model, generator, tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    with make_cache(model, trace_path=path, segment_tokens=None) as cache:
+        forward, failures = cache._runner.forward, [torch.OutOfMemoryError()]
+
+        def fail_once(*args):
+            if failures:
+                raise failures.pop()
+            return forward(*args)
+
+        monkeypatch.setattr(cache._runner, "forward", fail_once)
+        cache.prefill(text(generator, 4 * BLOCK))
+        assert not failures
+        assert cache.stats().requests == 1
+    [only] = read_trace(path)
+    assert len(only.hash_ids) == 4
 
 
 def test_without_a_path_there_is_no_log(model, generator) -> None:

@@ -31,6 +31,10 @@ def make_verified(name="granite 4", dtype=torch.float32, **settings):
     return make_cache(model, verify_hits=1.0, **options, **settings)
 
 
+def find(cache, hit):
+    return hit.find(cache._store.kv_blocks, cache._store.slots)
+
+
 def converse(cache, generator):
     """Two turns, a branch, and a prompt that comes again; returns the last prompt."""
     system = text(generator, 2 * BLOCK + 3)
@@ -95,7 +99,7 @@ def test_a_corrupted_state_is_found_and_removed(generator):
     cached(cache, prompt)
     cached(cache, join(prompt, text(generator, 4)))
     hit = cache._store.watch.sampler.take()
-    _, slot = cache._store.find_prefix(hit)
+    _, slot = find(cache, hit)
     cache._store.tensors.room(slot, 0).states[-1][0, 0, 0, 0] += 0.01
     cache._store.watch.sampler.add(hit)
     assert cache.verify_pending() == 1
@@ -113,7 +117,7 @@ def test_a_corrupted_block_is_found_and_removed(generator, block):
     cached(cache, prompt)
     cached(cache, join(prompt, text(generator, 4)))
     hit = cache._store.watch.sampler.take()
-    blocks, _ = cache._store.find_prefix(hit)
+    blocks, _ = find(cache, hit)
     cache._store.tensors.blocks[0][1, blocks[block], 0] += 0.01
     cache._store.watch.sampler.add(hit)
     [before] = cache.tier_stats()
@@ -122,7 +126,7 @@ def test_a_corrupted_block_is_found_and_removed(generator, block):
     [after] = cache.tier_stats()
     assert after.entries["kv"] == before.entries["kv"] - 1
     cache.check_invariants()
-    assert cache._store.find_prefix(hit) is None
+    assert find(cache, hit) is None
 
 
 def test_corrupted_logits_count_with_their_state(generator):
@@ -132,7 +136,7 @@ def test_corrupted_logits_count_with_their_state(generator):
     cached(cache, prompt)
     hit = cache._store.watch.sampler.take()
     assert len(hit.tokens) == prompt.shape[1]
-    _, slot = cache._store.find_prefix(hit)
+    _, slot = find(cache, hit)
     cache._store.tensors.room(slot, 0).logits[0, 3] += 0.1
     cache._store.watch.sampler.add(hit)
     cache.verify_pending()
@@ -149,6 +153,45 @@ def test_a_corrupted_batch_is_found(generator):
     assert cache.verify_pending(1) == 1
     assert cache.verification_stats().differences == {"state": 0, "kv": 3}
     assert cache.verification_stats().sampled == 1
+
+
+def test_hits_of_batches_over_tiers_are_verified_and_removed_below_too(generator):
+    own = subject("granite 4")
+    cache = own.cache(verify_hits=1.0, host_cache_gb=0.01)
+    prompt, greedy = tokens(generator, 3 * BLOCK), own.config(max_new_tokens=2)
+    for _ in range(2):
+        cache.generate_batch([[*prompt, 4]], greedy)
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats() == VerificationStats(1, 1, {}, CLEAN)
+    cache._batcher.context.kv_cache[0, 0, :, 3] += 0.01
+    cache.generate_batch([[*prompt, 5]], greedy)
+    [before] = cache.tier_stats()
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().differences == {"state": 0, "kv": 3}
+    [after] = cache.tier_stats()
+    assert after.entries["kv"] == before.entries["kv"] - 3
+    cache.check_invariants()
+
+
+def test_a_batch_that_goes_on_inside_a_block_is_verified(generator):
+    own = subject("granite 4")
+    cache = own.cache(verify_hits=1.0)
+    prompt, greedy = text(generator, 2 * BLOCK + 3), own.config(max_new_tokens=2)
+    cached(cache, prompt)
+    told = prompt[0].tolist()
+    for given in ([*told, 4], told):  # the first token of the second comes from cached logits
+        cache.generate_batch([given], greedy)
+        hit = cache._store.watch.sampler.take()
+        assert hit.tokens.tolist() == told
+        cache._store.watch.sampler.add(hit)
+        assert cache.verify_pending() == 1
+        assert cache.verification_stats().differences == CLEAN
+    block = find(cache, hit)[0][-1]
+    cache._store.tensors.blocks[0][1, block, 0] += 0.01
+    cache._store.watch.sampler.add(hit)
+    assert cache.verify_pending() == 1
+    assert cache.verification_stats().differences == {"state": 0, "kv": 1}
+    assert find(cache, hit) is None
 
 
 def test_what_cannot_be_verified_is_counted(generator, monkeypatch):
@@ -244,6 +287,33 @@ def test_the_log_of_a_prefix_cache(generator, caplog):
     handle = model.model.register_forward_hook(lambda *_: None)
     assert line(lambda: cached(cache, prompt))["reason"] == "adapter_differs"
     handle.remove()
+
+
+def test_generate_and_batches_write_one_log(generator, caplog):
+    """A line for each prompt, also where its only token comes from cached logits."""
+    caplog.set_level(logging.INFO, "mamba_cache.requests")
+    own = subject("granite 4")
+    cache = own.cache(log_requests=True, host_cache_gb=0.01)
+    cache.prepare_batches()
+    assert caplog.messages == []  # what is tried out is nobody's prompt
+    prompt, one = text(generator, 3 * BLOCK + 2), own.config(max_new_tokens=1)
+    told = prompt[0].tolist()
+
+    def reason(given, **options):
+        caplog.clear()
+        cache.generate_batch([given], one, **options)
+        [message] = caplog.messages
+        return message.partition("skipped_tokens=")[2]
+
+    cached(cache, prompt)
+    assert reason(told, cache_salt="a") == "0 tier=- reason=salt_differs"
+    assert reason(told) == f"{len(told)} tier=gpu reason=-"
+    cache._store.kv_blocks.reset()
+    assert reason(told) == f"{len(told)} tier=host reason=-"
+    cache._store.kv_blocks.reset()
+    assert reason([*told, 4]) == f"{len(told)} tier=host reason=-"
+    assert reason([*told, 5]) == f"{len(told)} tier=gpu reason=-"
+    assert not cache._store.watch.brought
 
 
 def test_the_log_names_hits_that_do_not_pay_and_tiers(generator, caplog, monkeypatch):

@@ -152,7 +152,6 @@ class ContextMachine(RuleBasedStateMachine):
         }
         self.placement, self.slot_policy = placement, slot_policy
         self.context = self.open_context()
-        self.pinned = {}  # pins: their prompts and ends
         self.requests = {}
         self.shared_kv = {}
         self.next_id = self.num_commits = 0
@@ -182,6 +181,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.surely_saved = set()
         self.perhaps_saved = set()
         self.snapshots = {}
+        self.pinned = {}  # pins: their prompts and ends
 
     @rule(
         stem=st.sampled_from([8, 16, 24, 32, 40]) | st.integers(0, 40),
@@ -455,7 +455,6 @@ class ContextMachine(RuleBasedStateMachine):
         self.requests.clear()
         if what == "everything":
             self.forget()
-            self.pinned.clear()
             assert self.context.stats().cached_slots == 0
             assert self.context.stats().cached_blocks == 0
 

@@ -12,8 +12,9 @@ from context_rig import (
     prepared,
     run_step,
 )
+from verification_rig import verify
 
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import DynamicInferenceContext, Request, SkippedVerification
 from mamba_cache.errors import InvalidArgumentError, RequestCapacityError
 from mamba_cache.slots import EveryNthBlock
 
@@ -179,3 +180,30 @@ def test_calls_that_fail_hold_nothing(monkeypatch):
     context.check_invariants()
     context.finish("b")
     assert context.kv_block_allocator.num_used_blocks == 0
+
+
+def test_a_request_that_resumed_inside_a_block_is_verified():
+    context = make_context(make_config(verify_hits=1.0))
+    for end in (5, PART):
+        save_part(context, end)
+        assert resume(context, at=end)[0] == end
+        hit = context.take_verification()
+        assert len(hit.tokens) == end
+        assert verify(context, hit) == ()
+        context.reset()
+    block = save_part(context)
+    resume(context)
+    context.kv_cache[0, 1, block, 4] += 1
+    hit = context.take_verification()
+    assert [(each.block, each.name) for each in verify(context, hit)] == [(1, "values")]
+    assert context.kv_block_allocator.find_block(hit.part[0], hit.part.digest(0)) is None
+    context.check_invariants()
+
+
+def test_a_hit_inside_a_block_whose_part_is_gone_is_passed_over():
+    context = make_context(make_config(verify_hits=1.0))
+    block = save_part(context)
+    resume(context)
+    context.kv_block_allocator.deregister_blocks([block])
+    assert context.take_verification() is None
+    assert context.verification_stats().skipped == {SkippedVerification.GONE: 1}

@@ -52,8 +52,6 @@ from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.integrations.transformers.verification import (
     PromptWatch,
-    join_verification_stats,
-    verify_batches,
     verify_prefixes,
 )
 from mamba_cache.slots import (
@@ -176,9 +174,8 @@ class PrefixCache:
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
-        self._verify_hits = check_number("verify_hits", verify_hits, maximum=1)
+        verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         check_kind("log_requests", log_requests, bool)
-        self._logs = log_requests
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
             raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
@@ -226,9 +223,7 @@ class PrefixCache:
             weakref.finalize(self, self._trace_log.close)  # its thread would outlive this
         self._store.trace_log = self._trace_log
         if verify_hits or log_requests:
-            self._store.watch = PromptWatch(
-                self._store, verify_hits=self._verify_hits, logs=log_requests
-            )
+            self._store.watch = PromptWatch(self._store, verify_hits=verify_hits, logs=log_requests)
         self._is_closed = False
         self._home = self._runner.placement()
         self._runner.fingerprint.begin()
@@ -468,8 +463,6 @@ class PrefixCache:
                 placement=self._placement,
                 saves_answers=self._reuse_answers and fewest == 1,
                 fewest_tokens=fewest,
-                verify_hits=self._verify_hits,
-                log_requests=self._logs,
             ),
         )
         check_batcher(batcher, self._runner)
@@ -573,20 +566,13 @@ class PrefixCache:
             return 0
         fingerprint = self._runner.fingerprint
         fingerprint.begin()
-        done = verify_prefixes(self._store, self._prefiller, fingerprint.key, max_hits)
-        left = None if max_hits is None else max_hits - done
-        if self._batcher is not None and left != 0:
-            done += verify_batches(self._batcher, self._prefiller, fingerprint.key, left)
-        return done
+        return verify_prefixes(self._store, self._prefiller, fingerprint.key, max_hits)
 
     def verification_stats(self) -> VerificationStats:
         """Returns what came of ``verify_hits``, to any thread."""
-        watch, batcher = self._store.watch, self._batcher
+        watch = self._store.watch
         sampler = None if watch is None else watch.sampler
-        stats = VerificationStats() if sampler is None else sampler.stats()
-        if batcher is None:
-            return stats
-        return join_verification_stats(stats, batcher.context.verification_stats())
+        return VerificationStats() if sampler is None else sampler.stats()
 
     @property
     def is_busy(self) -> bool:

@@ -31,7 +31,7 @@ from mamba_cache.states import StatePool
 from mamba_cache.tiers import EntryKind
 
 if TYPE_CHECKING:
-    from mamba_cache.context import HitToVerify
+    from mamba_cache.context.requests import ActiveRequest, Admission
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
     from mamba_cache.integrations.transformers.verification import PromptWatch
 
@@ -130,7 +130,16 @@ class PrefixStore:
         """
         assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
         kv_cache = layout.kv_cache(self.tensors.blocks, self.kv_blocks.pool_size)
-        return SharedStore(slots=self.slots, kv_cache=kv_cache, counters=self.counters)
+        return SharedStore(
+            slots=self.slots,
+            kv_cache=kv_cache,
+            counters=self.counters,
+            on_admitted=None if self.watch is None else WeakCallback(self._admitted),
+        )
+
+    def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
+        if self.watch is not None:  # nobody watches what is tried out
+            self.watch.admitted(active, admission)
 
     @property
     def is_empty(self) -> bool:
@@ -244,19 +253,6 @@ class PrefixStore:
         part = chain.part_hash(depth, tokens)
         return self.kv_blocks.find_block(part[0], part.digest(0))
 
-    def find_prefix(self, hit: HitToVerify) -> tuple[list[int], int] | None:
-        """Find the blocks and the slot that a hit resumed from, if all are still there."""
-        blocks = self.kv_blocks.match_prefix(hit.hashes)
-        if len(blocks) < len(hit.hashes):
-            return None
-        if hit.part is not None:
-            block = self.kv_blocks.find_block(hit.part[0], hit.part.digest(0))
-            if block is None:
-                return None
-            blocks.append(block)
-        slot = self.slots.get_slot(blocks[-1])
-        return None if slot < 0 else (blocks, slot)
-
     def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
         """Make a state, or a block, unfindable that is known to be wrong, in tiers too.
 
@@ -330,8 +326,6 @@ class PrefixStore:
         hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        if self.trace_log is not None:
-            self.trace_log.add(chain.hashes, len(tokens), cache_salt=cache_salt)
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
         hit = self.find(

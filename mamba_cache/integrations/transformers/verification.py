@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, cast
+from weakref import proxy
 
 import torch
 
-from mamba_cache.context import HitToVerify, Request, SkippedVerification, VerificationStats
+from mamba_cache.blocks import BlockHashChain
+from mamba_cache.context import HitToVerify, Request, SkippedVerification
+from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.request_log import RequestLog
-from mamba_cache.context.requests import TokenArray
+from mamba_cache.context.requests import ActiveRequest, Admission, TokenArray
 from mamba_cache.context.verification import HitSampler, log_difference
 from mamba_cache.errors import MambaCacheError
-from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
@@ -28,8 +31,6 @@ if TYPE_CHECKING:  # it starts this
 __all__ = [
     "IdleVerifier",
     "PromptWatch",
-    "join_verification_stats",
-    "verify_batches",
     "verify_prefixes",
 ]
 
@@ -43,6 +44,11 @@ class PromptWatch:
         store: Where they are looked up.
         verify_hits: What part of the hits is verified.
         logs: Log a line for each prompt.
+
+    Attributes:
+        sampler: Chooses hits; None: nothing is verified.
+        log: The log; None: there is none.
+        brought: Requests of batches that lower tiers have brought something for, till they run.
     """
 
     def __init__(self, store: PrefixStore, *, verify_hits: float, logs: bool) -> None:
@@ -52,6 +58,8 @@ class PromptWatch:
         if logs:
             self.log = RequestLog(store.kv_blocks, store.slots, block_size_tokens=self._size)
         self._num_prompts = 0
+        self._store = proxy(store)
+        self.brought: set[Hashable] = set()
 
     def counted(self, record: SequenceRecord, start: int) -> None:
         """Hear of a prompt that is counted.
@@ -62,33 +70,66 @@ class PromptWatch:
         """
         name = f"generate-{self._num_prompts}"
         self._num_prompts += 1
-        tokens, chain, keys = record.prompt
+        tokens, chain, (salt, lora_id) = record.prompt
+        request = Request(
+            request_id=name,
+            prompt_tokens=tokens,
+            cache_salt=cast("str | None", salt),
+            lora_id=cast("str | None", self._store.key_for(lora_id)),
+        )
+        self.found(request, tokens, chain, record.match, start, record.tier)
+
+    def found(  # noqa: PLR0917 (one prompt, and what was found of it)
+        self,
+        request: Request,
+        tokens: TokenArray,
+        chain: BlockHashChain,
+        match: PrefixMatch,
+        start: int,
+        tier: str,
+    ) -> None:
+        """Hear what was found of a prompt.
+
+        Args:
+            request: Whose; its keys are those of its hashes.
+            tokens: Its tokens.
+            chain: These, hashed.
+            match: What was found.
+            start: How much of that is used.
+            tier: Where it lay.
+        """
         if self.log is not None:
-            declined = "below_break_even" if record.match.skip_tokens and not start else None
-            first, tier = tokens[: self._size], record.tier
-            hashed = (*keys, ())
+            declined = "below_break_even" if match.skip_tokens and not start else None
+            keys = request.cache_salt, request.lora_id, ()
+            first = tokens[: self._size]
             self.log.log(
-                name, record.match, tier, first, chain.hashes, keys=hashed, reason=declined
+                request.request_id, match, tier, first, chain.hashes, keys=keys, reason=declined
             )
         if self.sampler is not None and start and self.sampler.chooses():
             depth, rest = divmod(start, self._size)
             part = chain.part_hash(depth, tokens[start - rest : start]) if rest else None
-            salt, lora_id = cast("tuple[str | None, str | None]", keys)
-            request = Request(
-                request_id=name, prompt_tokens=tokens, cache_salt=salt, lora_id=lora_id
-            )
             prefix = tokens[:start].copy()
             self.sampler.add(HitToVerify(request, prefix, chain.hashes[:depth], part))
+
+    def admitted(self, active: ActiveRequest, admission: Admission) -> None:
+        """Hear of a request of a batch that begins to run."""
+        if self.log is not None:
+            tier = "host" if active.request_id in self.brought else None
+            self.log.admitted(active, admission, tier)
+        self.brought.discard(active.request_id)
+        if self.sampler is not None:
+            self.sampler.admitted(active, admission)
 
     def reset(self) -> None:
         """Forget all prompts and counts."""
         for each in (self.sampler, self.log):
             if each is not None:
                 each.reset()
+        self.brought.clear()
 
 
 def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: int | None) -> int:
-    """Compute prefixes again that ``generate`` went on from, compare them, remove what differs.
+    """Compute prefixes again that prompts went on from, compare them, remove what differs.
 
     Args:
         store: Where they are cached.
@@ -103,9 +144,9 @@ def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: i
     done = 0
     while sampler is not None and done != count and (hit := sampler.take()) is not None:
         done += 1
-        if hit.request.lora_id != key:
+        if hit.request.lora_id != store.key_for(key):
             sampler.skip(SkippedVerification.SETTINGS)
-        elif (found := store.find_prefix(hit)) is None:
+        elif (found := hit.find(store.kv_blocks, store.slots)) is None:
             sampler.skip(SkippedVerification.GONE)
         else:
             try:
@@ -117,29 +158,10 @@ def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: i
     return done
 
 
-def verify_batches(batcher: Batcher, prefiller: Prefiller, key: str, count: int | None) -> int:
-    """Do the same with those that requests of batches went on from."""
-    context, done = batcher.context, 0
-    while done != count and (hit := context.take_verification()) is not None:
-        done += 1
-        if hit.request.lora_id != key:
-            context.skip_verification(SkippedVerification.SETTINGS)
-            continue
-
-        def compute(tokens: TokenArray = hit.tokens, *, in_pieces: bool = False) -> PrefixContent:
-            return batcher.content_of(prefiller.recompute(tokens, in_pieces=in_pieces))
-
-        try:
-            context.report_verification(hit, compute(), partial(compute, in_pieces=True))
-        except torch.OutOfMemoryError:
-            context.report_verification(hit, None)
-    return done
-
-
 def _compare(
     store: PrefixStore, prefiller: Prefiller, hit: HitToVerify, blocks: list[int], slot: int
 ) -> list[PrefixDifference]:
-    """Compute a prefix that ``generate`` went on from, and compare it."""
+    """Compute a prefix that a prompt went on from, and compare it."""
     saved = store.tensors.load(slot, blocks, len(hit.tokens))
     if not store.has_logits(slot):
         saved.logits = None
@@ -179,29 +201,10 @@ def _remove(
     """Make an entry unfindable, here and below; return its kind."""
     is_state = difference.block is None
     index = len(blocks) - 1 if difference.block is None else difference.block
-    is_part = hit.part is not None and index == len(hit.hashes)
-    digest = hit.part.digest(0) if hit.part is not None and is_part else hit.hashes.digest(index)
+    digest = hit.digest(index)
     kind = log_difference(hit.request_id, digest, difference)
     store.remove(blocks[index], digest, EntryKind.STATE if is_state else EntryKind.KV)
     return kind
-
-
-def join_verification_stats(one: VerificationStats, other: VerificationStats) -> VerificationStats:
-    """Add what came of two parts of a cache."""
-    skipped, differences = (
-        {key: a.get(key, 0) + b.get(key, 0) for key in (*a, *b)}
-        for a, b in (
-            (one.skipped, other.skipped),
-            (one.differences, other.differences),
-        )
-    )
-    return VerificationStats(
-        sampled=one.sampled + other.sampled,
-        verified=one.verified + other.verified,
-        skipped=skipped,
-        differences=differences,
-        waiting=one.waiting + other.waiting,
-    )
 
 
 class IdleVerifier:

@@ -33,11 +33,10 @@ from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory
+from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
-from mamba_cache.states import PrefixContent
 
 __all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
 
@@ -64,8 +63,6 @@ class BatcherSettings:
         placement: Where states inside a prompt are saved, beside its last complete block.
         saves_answers: Keep what is computed while decoding.
         fewest_tokens: What a chunk of a prompt must have at least.
-        verify_hits: As in ``CacheConfig``, like what follows.
-        log_requests: See there.
     """
 
     max_requests: int
@@ -73,8 +70,6 @@ class BatcherSettings:
     placement: CheckpointPlacement
     saves_answers: bool
     fewest_tokens: int
-    verify_hits: float = 0.0
-    log_requests: bool = False
 
 
 @dataclass(slots=True)
@@ -199,8 +194,6 @@ class Batcher:
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
                 publish_decoded_blocks=settings.saves_answers,
-                verify_hits=settings.verify_hits,
-                log_requests=settings.log_requests,
                 hash_secret=None if tiers is None else tiers.hash_secret,
             ),
             self._layout.state_spec,
@@ -344,6 +337,13 @@ class Batcher:
         self._num_requests += len(made)
         self._num_unfinished += len(made)
         self._has_listeners |= tell is not None or settings.processors is not None
+        if self._store.trace_log is not None:
+            self._store.trace_log.add(
+                prepared.hashes,
+                len(prepared.tokens),
+                will_continue=will_continue,
+                cache_salt=cache_salt,
+            )
         longest = self.context.config.max_sequence_length - len(prepared.tokens) + 1
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
@@ -659,6 +659,7 @@ class Batcher:
         blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
         before.misses = Counter(before.misses)
         salt, self._placement.is_off = os.urandom(16), True
+        watch, self._store.watch = self._store.watch, None  # nobody asked for these
         prepared = [
             self.context.prepare(Request(request_id=n, prompt_tokens=tokens[:-1], cache_salt=salt))
             for n, tokens in enumerate(sequences)
@@ -673,17 +674,12 @@ class Batcher:
             logits = self._decode.compute(self._size_for(max(rows) + 1))
             return [logits[row].clone() for row in rows]
         finally:
-            self._placement.is_off = False
+            self._placement.is_off, self._store.watch = False, watch
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.end_leaving(blocks.begin_leaving(blocks.match_prefix(one.hashes)))
             self._store.counters.restore(before)
             self.counts = BatchCounts()
-
-    def content_of(self, memory: SequenceMemory) -> PrefixContent:
-        """Returns one row of what a model's cache holds as the context keeps it."""
-        states = {name: kept[:, 0] for name, kept in self._layout.stack(memory.states).items()}
-        return PrefixContent(states, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
 
     def stats(self) -> BatchStats:
         """Returns what was done so far."""

@@ -265,13 +265,18 @@ class BatchQueues:
         return admission.chunk_tokens
 
     def _find(self, request: BatchRequest, *, with_logits: bool) -> PrefixHit:
-        return self._store.find(
+        watch, tiers = self._store.watch, self._store.tiers
+        num_restored = 0 if tiers is None else tiers.num_restored
+        hit = self._store.find(
             request.prepared.chain,
             request.prepared.tokens,
             min_computed=self._fewest_tokens,
             with_logits=with_logits,
             is_told=bool(request.prepared.request.tells_tokens),
         )
+        if watch is not None and tiers is not None and tiers.num_restored > num_restored:
+            watch.brought.add(request.key)
+        return hit
 
     def _begin_with_token(self, request: BatchRequest, hit: PrefixHit) -> bool:
         """Choose the first token of a prompt that is cached with its logits.
@@ -284,6 +289,13 @@ class BatchQueues:
         key, prompt = request.key, request.prompt
         if self._choose_first(request, self._store.logits_of(hit)):
             self._store.counters.count_admission(hit.match)
+            if (watch := self._store.watch) is not None:
+                tier = "host" if key in watch.brought else "gpu"
+                watch.brought.discard(key)
+                prepared, skipped = request.prepared, hit.match.skip_tokens
+                watch.found(
+                    prepared.request, prepared.tokens, prepared.chain, hit.match, skipped, tier
+                )
             request.cached_tokens = hit.match.skip_tokens
             self._number(request)
             del self._waiting[key]

@@ -1,0 +1,124 @@
+"""Machines of a context over its tiers with all that watches it on, and shares for all who share.
+
+Hits are verified in between, requests are logged and traced, salts and pins have their shares. Each
+of these has books of its own over the same blocks and slots.
+"""
+
+import logging
+import tempfile
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from store_machine import StoreMachine
+from tiers_machine import DiskMachine
+from verification_rig import verify
+
+from mamba_cache.context import SkippedVerification
+from mamba_cache.context.verification import MAX_WAITING
+
+LOG = logging.getLogger("mamba_cache.requests")
+
+
+class _Lines(logging.Handler):
+    """Counts what is logged."""
+
+    count = 0
+
+    def emit(self, record):
+        record.getMessage()
+        self.count += 1
+
+
+class Watched:
+    """What all of them do beside what the machine below does.
+
+    Whatever tiers lose and damage, aborted steps leave and pins hold: a hit is never what the model
+    does not compute, and each request has its line.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.home = tempfile.TemporaryDirectory(prefix="mamba-cache-watched-")
+        self.lines, self.level, self.propagates = _Lines(), LOG.level, LOG.propagate
+        LOG.addHandler(self.lines)
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False
+        self.num_added = 0
+
+    def more_settings(self):
+        return super().more_settings() | {
+            "verify_hits": 1.0,
+            "log_requests": True,
+            "trace_path": str(Path(self.home.name, "trace")),
+            "max_salt_share": 0.6,
+            "max_pinned_share": 0.5,
+        }
+
+    def open_context(self, **options):
+        context = super().open_context(**options)
+        self.num_added = self.lines.count = 0
+        add_request = context.add_request
+
+        def add(*args, **kwargs):
+            admission = add_request(*args, **kwargs)
+            self.num_added += 1
+            return admission
+
+        context.add_request = add
+        return context
+
+    def forget(self):
+        super().forget()
+        self.lines.count = 0
+
+    @precondition(lambda self: self.context.verification_stats().waiting)
+    @rule(count=st.integers(1, 6))
+    def verify_some(self, count):
+        for _ in range(count):
+            hit = self.context.take_verification()
+            if hit is None:
+                return
+            assert verify(self.context, hit) == ()
+
+    @rule()
+    def cannot_verify(self):
+        hit = self.context.take_verification()
+        if hit is not None:
+            self.context.report_verification(hit, None)
+
+    @invariant()
+    def what_is_verified_is_right(self):
+        if not hasattr(self, "context"):
+            return
+        stats = self.context.verification_stats()
+        assert stats.sampled == stats.verified + stats.waiting + sum(stats.skipped.values())
+        assert not any(stats.differences.values())
+        assert stats.waiting <= MAX_WAITING
+        reasons = SkippedVerification
+        assert stats.skipped.keys() <= {reasons.GONE, reasons.FAILED, reasons.QUEUE_FULL}
+
+    @invariant()
+    def each_request_has_its_line(self):
+        if hasattr(self, "context"):
+            assert self.lines.count == self.context.stats().requests
+            trace = self.context.trace_log
+            trace.flush()
+            assert (trace.num_written, trace.num_dropped) == (self.num_added, 0)
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            LOG.removeHandler(self.lines)
+            LOG.setLevel(self.level)
+            LOG.propagate = self.propagates
+            self.home.cleanup()
+
+
+class WatchedDiskMachine(Watched, DiskMachine):
+    """Over a host tier and a disk."""
+
+
+class WatchedStoreMachine(Watched, StoreMachine):
+    """Over a host tier and a store."""
