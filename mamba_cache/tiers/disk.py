@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple
 
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache.errors import BudgetError, InvalidArgumentError, TierInUseError
+from mamba_cache.tiers.answers import report_error, tell
 from mamba_cache.tiers.directory import folders, open_folder, remove_folder, slab_path
 from mamba_cache.tiers.entry import (
     EntryFacts,
@@ -364,12 +364,12 @@ class DiskTier:
             reader.join()
         while self._loads:
             load = self._loads[0]
-            _tell(load.done, Refusal.ABORTED)
+            tell(load.done, Refusal.ABORTED)
             self._refused[Refusal.ABORTED] += 1
             self._loads.popleft()
             self._files[load.expected.key.kind].rows.release(load.lease)
         while self._puts:
-            _tell(self._puts[0].done, Refusal.ABORTED)
+            tell(self._puts[0].done, Refusal.ABORTED)
             self._not_written["aborted"] += 1
             self._puts.popleft()
         self._pending.clear()
@@ -501,7 +501,7 @@ class DiskTier:
                     self._not_written["io_error"] += 1
             self._pending.difference_update(put.facts.key for put in puts)
         for put, _ in written:
-            _tell(put.done, None if is_synced else Refusal.IO_ERROR)
+            tell(put.done, None if is_synced else Refusal.IO_ERROR)
 
     def _write_one(self, put: _Put) -> RowLease | None:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
@@ -516,7 +516,7 @@ class DiskTier:
             if lease is not None:
                 file.rows.cancel(lease)
             self._not_written[reason] += 1
-        _tell(put.done, Refusal.IO_ERROR)
+        tell(put.done, Refusal.IO_ERROR)
         return None
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | None:
@@ -595,7 +595,7 @@ class DiskTier:
             self._try(lambda: file.slab.erase_header(load.lease.row))
         with self._lock:
             file.rows.release(load.lease)
-        _tell(load.done, refusal)
+        tell(load.done, refusal)
 
     def _submit(self, call: Callable[[], int]) -> Future[int]:
         """Have one of the readers make a call."""
@@ -667,7 +667,7 @@ class DiskTier:
         except Exception as error:
             self._count_failure()
             if not isinstance(error, OSError):  # a bug, which must not end the thread
-                _report()
+                report_error()
             return False
         with self._lock:
             self._failures = 0
@@ -777,20 +777,6 @@ def _read_row(slab: SlabFile, load: _Load, submit: Submit) -> Refusal | None:
     if refusal is None and hasher.digest() != header.payload_digest:
         refusal = Refusal.PAYLOAD_DIGEST
     return refusal
-
-
-def _tell(done: Done, refusal: Refusal | None) -> None:
-    """Call back; an error of the caller's must not end the thread that others wait for."""
-    try:
-        done(refusal)
-    except Exception:
-        _report()
-
-
-def _report() -> None:
-    """Show the exception that is being handled where those of threads are shown."""
-    kind, error, trace = sys.exc_info()
-    threading.excepthook(threading.ExceptHookArgs((kind, error, trace, threading.current_thread())))
 
 
 def _name(key: EntryKey) -> bytes:

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
-from mamba_cache.tiers.disk import _report as report_error
-from mamba_cache.tiers.disk import _tell as tell
+from mamba_cache.tiers.answers import report_error, tell
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal, payload_digest
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest

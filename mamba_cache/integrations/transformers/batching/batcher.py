@@ -305,13 +305,6 @@ class Batcher:
             tells_tokens=self._store.is_told(cache_salt, key),
         )
         prepared = self.context.prepare(request)
-        if self._store.trace_log is not None:
-            self._store.trace_log.add(
-                prepared.hashes,
-                len(prepared.tokens),
-                will_continue=will_continue,
-                cache_salt=cache_salt,
-            )
         size, least = self.context.block_size_tokens, self._settings.fewest_tokens
         first = BatchRequest(
             request_id,
