@@ -56,6 +56,7 @@ class Load:
         question_tokens: Tokens of a question, at most.
         begin_at_once: First prompts that are out at the same time.
         at_once: Later prompts, likewise.
+        pause_seconds: After each prompt, for the router to hear what it has evicted.
     """
 
     conversations: int = 12
@@ -64,6 +65,7 @@ class Load:
     question_tokens: int = 40
     begin_at_once: int = 8
     at_once: int = 1
+    pause_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -441,6 +443,11 @@ def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
     def tokens(number: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(number)]
 
+    def send(prompt: list[int]) -> tuple[dict[str, Any], int | None]:
+        reply = router.send(prompt)
+        time.sleep(load.pause_seconds)
+        return reply
+
     system = [tokens(SYSTEM_TOKENS) for _ in range(load.system_prompts)]
     said = [list(system[i % len(system)]) for i in range(load.conversations)]
     answers, shortest = [], load.question_tokens // 2
@@ -449,7 +456,7 @@ def converse(router: Router, load: Load, seed: int = 0) -> list[Answer]:
             history.extend(tokens(shortest + number % shortest))
         order = rng.sample(range(len(said)), len(said))
         with ThreadPoolExecutor(load.at_once if turn else load.begin_at_once) as pool:
-            replies = dict(zip(order, pool.map(router.send, [said[i] for i in order]), strict=True))
+            replies = dict(zip(order, pool.map(send, [said[i] for i in order]), strict=True))
         for number, history in enumerate(said):
             reply, predicted = replies[number]
             new = reply["choices"][0]["token_ids"]
