@@ -17,8 +17,9 @@ wheel=$(echo "$work"/dist/*.whl) sdist=$(echo "$work"/dist/*.tar.gz)
 tar tzf "$sdist" | sed 's,^[^/]*/,,' | grep -v '^PKG-INFO$' | sort >"$work/in_sdist"
 git ls-files --cached --others --exclude-standard | sort >"$work/in_git"
 diff "$work/in_git" "$work/in_sdist"
+python -m zipfile -l "$wheel" >"$work/in_wheel"  # not a pipe: grep -q would break it at the first hit
 for file in mamba_cache/py.typed mamba_cache/integrations/grafana_dashboard.json; do
-    python -m zipfile -l "$wheel" | grep -q "^$file " || { echo "the wheel lacks $file"; exit 1; }
+    grep -q "^$file " "$work/in_wheel" || { echo "the wheel lacks $file"; exit 1; }
 done
 
 "${PYTHON:-python3}" -m venv "$work/venv"
