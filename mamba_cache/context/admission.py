@@ -177,7 +177,8 @@ class Admitter:
             assert extended != refused, "what was refused is not found again"
             # Before anything is evicted for it: what raises later must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
-            if not self._slots.can_reserve(blocks[index] if index < len(blocks) else None, blocks):
+            block = blocks[index] if index < len(blocks) else None
+            if not self._slots.can_reserve(block, blocks, owner=active.request.cache_salt):
                 break
             load = tiering.read(active, extended)
             if load is not None:

@@ -95,7 +95,8 @@ class Checkpoints:
 
     def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
         """Reserve a slot for a state that is loaded; one can be had."""
-        [kept] = self._reserve(active, [position], self._propose_loaded)
+        assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
+        [kept] = self._reserve(active, [position], self._propose)
         return replace(kept, is_loaded=True)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
@@ -324,10 +325,6 @@ class Checkpoints:
             kind = "branch" if position == active.num_shared_tokens else "inside"
         is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
         return StateProposal(active.prompt_seen, position // block, kind, is_asked)
-
-    def _propose_loaded(self, active: ActiveRequest, position: int) -> StateProposal:
-        """Describe a state that the request resumes from, so that it cannot be refused."""
-        return replace(self._propose(active, position), is_asked=True)
 
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""

@@ -258,16 +258,20 @@ class SlotPool:
         return int(with_state[-1]) + 1 if len(with_state) else 0
 
     @query
-    def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
+    def can_reserve(
+        self, block_id: int | None, kept: Sequence[int], *, owner: Hashable = None
+    ) -> bool:
         """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.
 
         Args:
             block_id: The block; None: one that is still to be allocated.
             kept: Blocks that will be held by then, with the states that they have.
+            owner: Whose state it is, as there.
         """
         if block_id is not None and (block_id in self._awaited or self.has_state(block_id)):
             return False
-        return self.free_count > 0 or len(self._evictable(kept)) > 0
+        protected = [*kept, *self._others_blocks(owner, 1)]
+        return self.free_count > 0 or len(self._evictable(protected)) > 0
 
     @query
     def is_pinned(self, slot: int) -> bool:

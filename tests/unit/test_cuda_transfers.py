@@ -241,6 +241,14 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
 
+def test_a_load_may_be_of_one_kind_alone(journal):
+    transfers, jobs = journal.rig.transfers, journal.rig.jobs
+    states = [job for job in jobs if job.kind is STATE]
+    assert 0 < len(states) < len(jobs)
+    [group] = transfers._by_kind(states)
+    assert group.order == list(range(len(states)))
+
+
 def test_little_is_compared_behind_the_last_copy(journal):
     """Pieces become smaller to the end, where a line is shorter than they."""
     transfers, jobs = journal.rig.transfers, journal.rig.jobs

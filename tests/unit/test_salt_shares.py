@@ -5,6 +5,7 @@ import pytest
 from context_rig import BLOCK, VOCAB, generate, make_config, make_context
 from hypothesis import given
 from hypothesis import strategies as st
+from tier_rig import make_tiered
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import Request
@@ -113,3 +114,32 @@ def test_a_share_is_a_number_up_to_1():
     with pytest.raises(InvalidArgumentError, match="max_salt_share must be a number in"):
         make_config(max_salt_share=np.nan)
     assert make_context(make_config()).slot_allocator.max_owned is None
+
+
+def test_whether_a_slot_can_be_had_is_known_before():
+    """A state is loaded only if it can: whoever has no share gets free slots alone."""
+    pool = SlotPool(2, KVBlockAllocator(20))
+    pool.max_owned = 0
+    for block in (0, 1):
+        assert pool.can_reserve(block, [], owner="b")
+        pool.commit_reserved(pool.reserve_slots([block], owner="b"), [block], [block + 1])
+    assert not pool.can_reserve(2, [], owner="a")
+    assert pool.reserve_slots([2], owner="a") == [None]
+    assert pool.can_reserve(2, [], owner="b")  # by evicting its own
+    assert pool.reserve_slots([2], owner="b") != [None]
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_prompt_whose_salt_has_no_share_left_is_computed_rather_than_loaded(policy):
+    context = make_tiered(max_slots=1, max_salt_share=0.0, slot_policy=policy)
+    prompt = [1 + (5 * i) % 12 for i in range(3 * BLOCK + 1)]
+    first = generate(context, prompt, 1, request_id="a", cache_salt="a")
+    context.wait_for_tiers()
+    # Its state is on the host alone then, and another's takes its slot.
+    context.slot_allocator.invalidate_block(int(context.slot_allocator.pool._slot_to_block[0]))
+    generate(context, prompt[::-1], 1, request_id="b", cache_salt="b")
+    assert context.slot_allocator.free_count == 0
+    again = generate(context, prompt, 1, request_id="again", cache_salt="a")
+    assert again[2].skip_tokens == 0
+    assert again[0] == first[0]
+    context.check_invariants()

@@ -547,3 +547,9 @@ def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     del prefetch
+
+
+def test_a_context_without_tiers_has_nothing_to_poll() -> None:
+    context = make_context(make_config())
+    context.poll_tiers()
+    context.check_invariants()
