@@ -84,7 +84,7 @@ def test_predictions_are_true_and_two_replicas_hit_as_one_with_twice_the_memory(
 
 
 # With few slots each prompt evicts states of others: the router hears of it before the next.
-FEW = two.Load(conversations=8, turns=3, system_prompts=2, begin_at_once=1, pause_seconds=0.2)
+FEW = two.Load(conversations=8, turns=3, system_prompts=2, begin_at_once=1, pause_seconds=0.1)
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
