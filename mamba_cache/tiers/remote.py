@@ -97,6 +97,7 @@ class _Ask:
 
     keys: Sequence[EntryKey]
     done: Found
+    found: list[bool] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +235,8 @@ class RemoteTier:
         # What the store had, and what in it was bad, with when that was known.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, float] = OrderedDict()
-        self._failures = self._num_reads = 0
+        self._over: list[_Job] = []  # nobody does them any more, and nobody has been told
+        self._failures = self._num_reads = self._num_telling = 0
         self._probes_at: float | None = None
         self._heard_at = self._reads_since = 0.0
         self._is_closing = self._watches_calls = self._probe_is_due = False
@@ -377,7 +379,7 @@ class RemoteTier:
                 self._work_came.notify()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over.
+        """Wait until what was queued so far is over, and ``done`` has been called for it.
 
         Args:
             timeout_seconds: How long. Default: until every call has returned or is given up.
@@ -467,7 +469,7 @@ class RemoteTier:
         """
         with self._lock:
             busy = [job for worker in self._workers for job in worker.jobs]
-            jobs = [*busy, *(job for queue in self._queues for job in queue)]
+            jobs = [*busy, *self._over, *(job for queue in self._queues for job in queue)]
             reads = sum(isinstance(job, (_Ask, _Load)) for job in jobs)
             writes = [job.facts.key for job in jobs if isinstance(job, _Put)]
             statements = {
@@ -497,7 +499,8 @@ class RemoteTier:
     def _num_queued(self) -> int:
         jobs = [job for worker in self._workers for job in worker.jobs]
         busy = sum(not isinstance(job, _Probe) or job.is_first for job in jobs)
-        return busy + sum(len(queue) for queue in self._queues)
+        over = len(self._over) + self._num_telling
+        return busy + sum(len(queue) for queue in self._queues) + over
 
     def _reason_against(self, key: EntryKey) -> str | None:
         """Say why an entry that is not there is not written now."""
@@ -523,6 +526,12 @@ class RemoteTier:
         jobs: list[_Job] = [job for queue in self._queues for job in queue]
         for queue in self._queues:
             queue.clear()
+        self._over += jobs
+        return jobs
+
+    def _take_jobs(self, worker: _Worker) -> list[_Job]:
+        jobs, worker.jobs = worker.jobs, []
+        self._over += jobs
         return jobs
 
     def _add_worker(self) -> None:
@@ -535,7 +544,7 @@ class RemoteTier:
 
     def _give_up(self, worker: _Worker) -> list[_Job]:
         """Take a worker's jobs from it, and have another one in its place; return them."""
-        jobs, worker.jobs = worker.jobs, []
+        jobs = self._take_jobs(worker)
         worker.is_given_up, worker.deadline = True, None
         self._workers.discard(worker)
         self._hung.add(worker)
@@ -566,7 +575,7 @@ class RemoteTier:
             report_error()
             with self._lock:
                 self._faults["error"] += 1
-                jobs, worker.jobs = worker.jobs, []
+                jobs = self._take_jobs(worker)
                 dropped = self._count_failure()
             self._end_all(jobs, Refusal.IO_ERROR, "error")
             self._end_all(dropped, Refusal.IO_ERROR, "unhealthy")
@@ -697,6 +706,8 @@ class RemoteTier:
     def _tell(self, job: _Job, refusal: Refusal | None, reason: str | None = None) -> None:
         """Count what came of a job that is over, and tell who waits for it."""
         with self._lock:
+            self._over.remove(job)
+            self._num_telling += 1
             if isinstance(job, _Load):
                 if refusal is None:
                     self._counts["hits"] += 1
@@ -711,12 +722,13 @@ class RemoteTier:
                 self._num_reads -= 1
         if isinstance(job, _Ask):
             try:
-                job.done([False] * len(job.keys))
+                job.done([False] * len(job.keys) if job.found is None else job.found)
             except Exception:
                 report_error()
         elif isinstance(job, (_Load, _Put)):
             tell(job.done, refusal)
         with self._lock:
+            self._num_telling -= 1
             self._one_over.notify_all()
 
     def _finish(
@@ -724,6 +736,7 @@ class RemoteTier:
     ) -> None:
         with self._lock:
             worker.jobs.remove(job)
+            self._over.append(job)
         self._tell(job, refusal, reason)
 
     def _watch(self) -> None:
@@ -757,27 +770,18 @@ class RemoteTier:
         answers = self._call(worker, lambda: self.store.exists_many(names)) if names else []
         now = time.monotonic()
         with self._lock:
-            found = [
+            ask.found = [
                 fault is None and not _is_recent(self._bad, key, now)
                 for key, fault in zip(ask.keys, answers, strict=True)
             ]
-            for key, is_there in zip(ask.keys, found, strict=True):
+            for key, is_there in zip(ask.keys, ask.found, strict=True):
                 self._know(key, now, is_there=is_there)
-            worker.jobs.remove(ask)
-            self._num_reads -= 1
-        try:
-            ask.done(found)
-        except Exception:
-            report_error()
-        with self._lock:
-            self._one_over.notify_all()
+        self._finish(worker, ask, None)
 
     def _probe(self, worker: _Worker, probe: _Probe) -> None:
         """Look whether the store is back."""
         self._call(worker, lambda: [self.store.health().fault], connects=probe.is_first)
-        with self._lock:
-            worker.jobs.remove(probe)
-            self._one_over.notify_all()
+        self._finish(worker, probe, None)
 
     def _know(self, key: EntryKey, now: float, *, is_there: bool) -> None:
         if is_there:

@@ -72,6 +72,28 @@ def test_an_entry_is_stored_in_this_order(bench) -> None:
     assert bench.tier.has_many([facts_of(1).key, facts_of(2).key]) == [True, False]
 
 
+@pytest.mark.parametrize("job", ["ask", "load", "put"])
+def test_flush_waits_until_who_asked_has_been_told(bench, job) -> None:
+    """A caller who flushes and then looks at its answers finds all of them."""
+    facts, is_told, goes_on = facts_of(1), threading.Event(), threading.Event()
+
+    def done(_answer):
+        is_told.set()
+        assert goes_on.wait(60)
+
+    if job == "ask":
+        assert bench.tier.ask([facts.key], done)
+    elif job == "load":
+        assert bench.tier.load(facts, buffer_for(facts), done)
+    else:
+        assert bench.tier.put(facts, payload_of(1), done)
+    assert is_told.wait(60)
+    bench.tier.check_invariants()
+    assert not bench.tier.flush(0.01)
+    goes_on.set()
+    assert bench.tier.flush(60)
+
+
 def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     """Neither by this process, which knows, nor by another, which asks; a minute later it asks."""
     assert bench.put(1) is None
