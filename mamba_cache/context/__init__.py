@@ -1,8 +1,5 @@
 """The inference context: what an engine embeds."""
 
-import warnings
-from typing import TYPE_CHECKING
-
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.forks import Forks
@@ -48,13 +45,3 @@ __all__ = [
     "TraceLog",
     "VerificationStats",
 ]
-
-if not TYPE_CHECKING:  # pragma: no branch - mypy would take any name for one of these
-
-    def __getattr__(name: str) -> object:
-        """Look up a name that has become another's."""
-        if name != "CacheMemory":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        message = f"{__name__}.CacheMemory is an old name of DynamicInferenceContext"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return DynamicInferenceContext
