@@ -15,12 +15,13 @@ from mamba_cache.bench.measure import as_dicts, describe_run, print_json, print_
 from mamba_cache.bench.options import wrong_name
 from mamba_cache.bench.quantization import run_quantization
 from mamba_cache.bench.replay import add_replay_options, print_replay, run_replay
-from mamba_cache.bench.serve import add_serve_options, print_serve, run_serve
+from mamba_cache.bench.serve import add_serve_options, run_serve
 from mamba_cache.bench.soak import add_soak_options, print_soak, run_soak
 from mamba_cache.bench.step import run_step
 from mamba_cache.bench.store import add_store_options, run_store
 from mamba_cache.bench.tiers import add_tiers_options, run_tiers
-from mamba_cache.bench.ttft import add_ttft_options, print_ttft, run_ttft
+from mamba_cache.bench.ttft import add_ttft_options, run_ttft
+from mamba_cache.bench.ttft_model import print_run
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -37,9 +38,9 @@ class Benchmark(NamedTuple):
 
     Attributes:
         summary: What it measures, in a line.
-        run: Measures; takes what ``add_options`` added, as keywords. Returns measurements, or, if
-            there is a ``show``, a dict as ``--json`` prints it, of which "passed" sets the exit
-            code.
+        run: Measures; takes the options that were given, as keywords, and has the defaults of all
+            others. Returns measurements, or, if there is a ``show``, a dict as ``--json`` prints
+            it, of which "passed" sets the exit code.
         show: Prints such a dict for people.
         add_options: Adds options to an ``ArgumentParser``.
     """
@@ -67,7 +68,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "serve": Benchmark(
         "time many requests through a transformers model: one by one, in static batches, batched",
         run_serve,
-        print_serve,
+        print_run,
         add_serve_options,
     ),
     "soak": Benchmark(
@@ -90,7 +91,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ttft": Benchmark(
         "time the first token of a transformers model, with the cache and without",
         run_ttft,
-        print_ttft,
+        print_run,
         add_ttft_options,
     ),
 }
@@ -136,8 +137,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     for name, benchmark in BENCHMARKS.items():
         summary = benchmark.summary
-        command = names.add_parser(name, help=summary, description=_sentence(summary))
-        command.add_argument("--json", action="store_true", help="print one JSON object, no table")
+        command = names.add_parser(
+            name,
+            help=summary,
+            description=_sentence(summary),
+            argument_default=argparse.SUPPRESS,
+        )
+        help_ = "print one JSON object, no table"
+        command.add_argument("--json", action="store_true", default=False, help=help_)
         if benchmark.add_options is not None:
             benchmark.add_options(command)
     return parser

@@ -6,12 +6,11 @@ trace, so there would be nothing to find of them.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,19 +20,8 @@ from mamba_cache._checks import check_int, check_number
 from mamba_cache.bench.bound import Bound, bound_of
 from mamba_cache.bench.measure import describe_run, print_rows, progress_bar
 from mamba_cache.bench.options import budget, count, gibibytes, one_of, rate, share
-from mamba_cache.bench.replay_tiers import (
-    CostMeter,
-    Costs,
-    TierSizes,
-    engine_with_tiers,
-    sizes_in_budgets,
-)
-from mamba_cache.bench.traces import (
-    TOKENS_PER_HASH_ID,
-    TraceRequest,
-    prompt_tokens,
-    read_trace,
-)
+from mamba_cache.bench.replay_tiers import CostMeter, Costs, TierSizes, engine_with_tiers
+from mamba_cache.bench.traces import TOKENS_PER_HASH_ID, TraceRequest, prompt_tokens, read_trace
 from mamba_cache.bench.workload import WORKLOADS
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
@@ -51,7 +39,6 @@ from mamba_cache.slots import (
 
 __all__ = [
     "PLACEMENTS",
-    "POLICIES",
     "DecisionTimes",
     "add_replay_options",
     "print_replay",
@@ -59,9 +46,6 @@ __all__ = [
     "run_replay",
     "split_budget",
 ]
-
-POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {**SLOT_POLICIES}
-"""Eviction policies by name."""
 
 PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
     "megatron": MegatronPlacement,
@@ -71,131 +55,54 @@ PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
 """Placements by name."""
 
 _MOST_GIB = 10**6
+_STATE_SHARE = 0.75
+"""What part of a tier's GiB states get where KV blocks are limited: ``host_state_share``."""
 
 _FIRST_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 def add_replay_options(command: Any) -> None:
     """Add what ``run_replay`` takes to an ``ArgumentParser``."""
-    command.add_argument("--trace", metavar="FILE", help="JSON lines; default: a drawn workload")
-    command.add_argument(
-        "--workload",
-        type=one_of(WORKLOADS),
-        default="conversations",
-        metavar="NAME",
-        help=f"what is drawn: {', '.join(WORKLOADS)}",
-    )
-    command.add_argument(
-        "--limit", type=count, metavar="N", help="requests to replay, from the first"
-    )
-    command.add_argument(
-        "--block-size",
-        type=count,
-        metavar="N",
-        help="tokens that a hash stands for; default: what the trace says, else 512",
-    )
-    # Where one is left out, run_replay has its own default; `extend` would add to one given here.
-    many: dict[str, Any] = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-    command.add_argument(
-        "--slots",
-        type=budget,
-        metavar="N",
-        help="numbers, or unlimited; default: 50 200 unlimited",
-        **many,
-    )
-    command.add_argument(
-        "--kv-blocks", type=budget, metavar="N", help="a number; default: unlimited"
-    )
-    command.add_argument(
-        "--policy",
-        type=one_of(POLICIES),
-        dest="policies",
-        metavar="NAME",
-        help=f"eviction: {', '.join(POLICIES)}; default: all",
-        **many,
-    )
-    command.add_argument(
-        "--placement",
-        type=one_of(PLACEMENTS),
-        dest="placements",
-        metavar="NAME",
-        help=f"where states are saved: {', '.join(PLACEMENTS)}; default: megatron last",
-        **many,
-    )
-    command.add_argument(
-        "--cache-gb",
-        type=gibibytes,
-        metavar="GIB",
-        help="memory for slots and KV blocks of --model's sizes, in place of both numbers",
-    )
-    command.add_argument(
-        "--state-share",
-        type=share,
-        dest="state_shares",
-        metavar="SHARE",
-        help="how much of --cache-gb slots get, one or more to compare; default: 0.25",
-        **many,
-    )
-    _add_tier_options(command)
-    command.add_argument(
-        "--model",
-        default="nemotron-h-8b",
-        metavar="MODEL",
-        help="as for mamba-cache plan; default: nemotron-h-8b",
-    )
-    command.add_argument(
-        "--hints-wrong",
-        type=share,
-        metavar="SHARE",
-        help="tell with each request whether a longer one follows, wrongly so often; "
-        "default: nothing is told",
-    )
-    command.add_argument(
-        "--max-tokens", type=count, default=8192, metavar="N", help="tokens of a step"
-    )
-    command.add_argument(
-        "--bound",
-        action="store_true",
-        help="beside each figure the most that a cache could skip which knows the future; "
-        "needs scipy",
-    )
-
-
-def _add_tier_options(command: Any) -> None:
-    numbers = (
-        ("--host-slots", "states that a tier in host memory has room for; default: no tiers"),
-        ("--host-blocks", "KV blocks there, where --kv-blocks limits those of the GPU; default: "
-         "as many more as there are states"),
-        ("--disk-slots", "states on a disk below it; default: no disk"),
-        ("--disk-blocks", "KV blocks there; default: likewise"),
-    )  # fmt: skip
-    for option, about in numbers:
-        command.add_argument(option, type=count, metavar="N", help=about)
-    for option, about in (
-        ("--host-gb", "memory of the host tier, in place of both numbers"),
-        ("--disk-gb", "of the disk, likewise"),
-    ):
-        command.add_argument(option, type=gibibytes, metavar="GIB", help=about)
-    command.add_argument(
-        "--host-state-share",
-        type=share,
-        default=0.75,
-        metavar="SHARE",
-        help="how much of both states get where KV blocks are limited; default: 0.75",
-    )
-    command.add_argument(
-        "--disk-write-on-use",
-        type=count,
-        default=1,
-        metavar="N",
-        help="1: the disk gets all that the host tier keeps; 2: what is used; default: 1",
-    )
-    for option, about in (
-        ("--prefill-rate", "prompt tokens that the model computes in a second; default: 12000"),
-        ("--host-rate", "GB/s of loads from the host tier; default: 20"),
-        ("--disk-rate", "GB/s of reads from the disk; default: 2"),
-    ):
-        command.add_argument(option, type=rate, metavar="X", help=about)
+    add = command.add_argument
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add("--trace", metavar="FILE", help="JSON lines; default: a drawn workload")
+    about = f"what is drawn: {', '.join(WORKLOADS)}; default: conversations"
+    add("--workload", type=one_of(WORKLOADS), metavar="NAME", help=about)
+    add("--limit", type=count, metavar="N", help="requests to replay, from the first")
+    about = "tokens that a hash stands for; default: what the trace says, else 512"
+    add("--block-size", type=count, metavar="N", help=about)
+    about = "numbers, or unlimited; default: 50 200 unlimited"
+    add("--slots", type=budget, metavar="N", help=about, **many)
+    add("--kv-blocks", type=budget, metavar="N", help="a number; default: unlimited")
+    about = f"eviction: {', '.join(SLOT_POLICIES)}; default: all"
+    add("--policy", type=one_of(SLOT_POLICIES), dest="policies", metavar="NAME", help=about, **many)
+    about = f"where states are saved: {', '.join(PLACEMENTS)}; default: megatron last"
+    add("--placement", type=one_of(PLACEMENTS), dest="placements", metavar="NAME", help=about,
+        **many)  # fmt: skip
+    about = "memory for slots and KV blocks of --model's sizes, in place of both numbers"
+    add("--cache-gb", type=gibibytes, metavar="GIB", help=about)
+    about = "how much of --cache-gb slots get, one or more to compare; default: 0.25"
+    add("--state-share", type=share, dest="state_shares", metavar="SHARE", help=about, **many)
+    about = "states that a tier in host memory has room for; default: no tiers"
+    add("--host-slots", type=count, metavar="N", help=about)
+    add("--host-gb", type=gibibytes, metavar="GIB", help="memory of it, in place of the number")
+    add("--disk-slots", type=count, metavar="N", help="states on a disk below it; default: none")
+    add("--disk-gb", type=gibibytes, metavar="GIB", help="the disk's size, in place of the number")
+    about = "prompt tokens that the model computes in a second; default: 12000"
+    add("--prefill-rate", type=rate, metavar="X", help=about)
+    about = "GB/s of loads from the host tier; default: 20"
+    add("--host-rate", type=rate, metavar="X", help=about)
+    about = "GB/s of reads from the disk; default: 2"
+    add("--disk-rate", type=rate, metavar="X", help=about)
+    about = "as for mamba-cache plan; default: nemotron-h-8b"
+    add("--model", metavar="MODEL", help=about)
+    about = "tell with each request whether a longer one follows, wrongly so often; default: "
+    about += "nothing is told"
+    add("--hints-wrong", type=share, metavar="SHARE", help=about)
+    add("--max-tokens", type=count, metavar="N", help="tokens of a step; default: 8192")
+    about = "beside each figure the most that a cache could skip which knows the future; needs "
+    about += "scipy"
+    add("--bound", action="store_true", help=about)
 
 
 def run_replay(
@@ -206,18 +113,14 @@ def run_replay(
     block_size: int | None = None,
     slots: Sequence[int | None] = (50, 200, None),
     kv_blocks: int | None = None,
-    policies: Sequence[str] = tuple(POLICIES),
+    policies: Sequence[str] = tuple(SLOT_POLICIES),
     placements: Sequence[str] = ("megatron", "last"),
     cache_gb: float | None = None,
     state_shares: Sequence[float] = (0.25,),
     host_slots: int | None = None,
-    host_blocks: int | None = None,
     host_gb: float | None = None,
     disk_slots: int | None = None,
-    disk_blocks: int | None = None,
     disk_gb: float | None = None,
-    host_state_share: float = 0.75,
-    disk_write_on_use: int = 1,
     model: str = "nemotron-h-8b",
     prefill_rate: float | None = None,
     host_rate: float | None = None,
@@ -241,7 +144,7 @@ def run_replay(
         MissingExtraError: A bound is asked for and scipy is not installed.
         OSError: There is no room for the files of a disk tier.
     """
-    _check_names("policies", policies, POLICIES)
+    _check_names("policies", policies, SLOT_POLICIES)
     _check_names("placements", placements, PLACEMENTS)
     requests = _load(trace, workload, limit, block_size)
     size = requests[0].block_size
@@ -258,11 +161,8 @@ def run_replay(
         split = {"cache_gb": cache_gb, "model": model}
         if len(state_shares) == 1:
             split["state_share"] = state_shares[0]
-    tiers = _Tiers(
-        host_slots, host_blocks, host_gb, disk_slots, disk_blocks, disk_gb, host_state_share,
-        disk_write_on_use,
-    )  # fmt: skip
-    budgets = [each._replace(tiers=tiers.below(each, costs)) for each in budgets]
+    host, disk = _Room("host", host_slots, host_gb), _Room("disk", disk_slots, disk_gb)
+    budgets = [each._replace(tiers=_tiers_below(each, host, disk, costs)) for each in budgets]
     hints = None if hints_wrong is None else _hints(requests, hints_wrong)
     bounds = {}
     for states, blocks in {_room(each) for each in budgets} if bound else ():
@@ -279,7 +179,7 @@ def run_replay(
                 each.tiers,
                 costs,
                 keeps_kv=each.kv_blocks is not None,
-                policy=POLICIES[policy](),
+                policy=SLOT_POLICIES[policy](),
                 placement=PLACEMENTS[placement](),
             ) as engine:
                 record = replay(engine, told, hints, costs=costs)
@@ -330,56 +230,48 @@ class _Budget(NamedTuple):
         return described if self.tiers is None else described | {"tiers": asdict(self.tiers)}
 
 
-class _Tiers(NamedTuple):
-    """What was asked of tiers: the options of the same names."""
+class _Room(NamedTuple):
+    """What was asked of a tier: a number of states, or GiB; neither: there is no such tier."""
 
-    host_slots: int | None
-    host_blocks: int | None
-    host_gb: float | None
-    disk_slots: int | None
-    disk_blocks: int | None
-    disk_gb: float | None
-    state_share: float
-    write_on_use: int
+    name: str
+    states: int | None
+    gb: float | None
 
-    def below(self, budget: _Budget, costs: Costs) -> TierSizes | None:
-        """Return what lies below a budget of the GPU's; None: nothing.
+    def entries(self, budget: _Budget, costs: Costs) -> tuple[int, int]:
+        """Return the states and KV blocks that it holds below a budget of the GPU's.
 
         Raises:
-            InvalidArgumentError: Numbers and sizes are given for one tier, or a disk alone.
+            InvalidArgumentError: Both are given, or the GiB are out of range or hold no state.
         """
-        for name, number, gb in (
-            ("host", self.host_slots, self.host_gb),
-            ("disk", self.disk_slots, self.disk_gb),
-        ):
-            if number is not None and gb is not None:
-                raise InvalidArgumentError(f"give {name}_slots or {name}_gb, not both")
-        if self.host_slots is None and self.host_gb is None:
-            if self.disk_slots is not None or self.disk_gb is not None:
-                raise InvalidArgumentError("a disk needs a host tier: give host_slots or host_gb")
-            return None
-        if budget.slots is None:
-            return None
-        sizes = sizes_in_budgets(
-            costs,
-            self.host_gb,
-            self.disk_gb,
-            state_share=self.state_share,
-            keeps_kv=budget.kv_blocks is not None,
-            write_on_use=self.write_on_use,
-            host_states=self.host_slots,
-            disk_states=self.disk_slots,
-        )
-        if budget.kv_blocks is None:
-            return sizes
-        ratio = budget.kv_blocks / max(budget.slots, 1)
-        blocks = {"host_blocks": self.host_blocks, "disk_blocks": self.disk_blocks}
-        states = {"host_blocks": self.host_slots, "disk_blocks": self.disk_slots}
-        for name, number in blocks.items():
-            likewise = states[name]
-            if number is None and likewise is not None:
-                blocks[name] = int(likewise * ratio)
-        return replace(sizes, **{name: n for name, n in blocks.items() if n is not None})
+        if self.states is not None and self.gb is not None:
+            raise InvalidArgumentError(f"give {self.name}_slots or {self.name}_gb, not both")
+        if self.states is not None:
+            # As many blocks to a state as on the GPU.
+            ratio = (budget.kv_blocks or 0) / max(budget.slots or 0, 1)
+            return self.states, int(self.states * ratio)
+        share = _STATE_SHARE if budget.kv_blocks is not None and costs.block_bytes else 1.0
+        room = check_number(f"{self.name}_gb", self.gb or 0.0, maximum=1e9) * 2**30
+        states = int(room * share) // costs.state_bytes
+        if self.gb is not None and not states:
+            raise InvalidArgumentError(
+                f"{self.name}_gb={self.gb} holds no state of {costs.state_bytes} bytes"
+            )
+        return states, int(room * (1 - share)) // costs.block_bytes if share < 1 else 0
+
+
+def _tiers_below(budget: _Budget, host: _Room, disk: _Room, costs: Costs) -> TierSizes | None:
+    """Return what lies below a budget of the GPU's; None: nothing.
+
+    Raises:
+        InvalidArgumentError: As in ``_Room.entries``, or there is a disk alone.
+    """
+    if host.states is None and host.gb is None:
+        if disk.states is not None or disk.gb is not None:
+            raise InvalidArgumentError("a disk needs a host tier: give host_slots or host_gb")
+        return None
+    if budget.slots is None:
+        return None
+    return TierSizes(*host.entries(budget, costs), *disk.entries(budget, costs))
 
 
 def _room(budget: _Budget) -> tuple[int | None, int | None]:

@@ -27,7 +27,7 @@ from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.memory import ROW_ALIGNMENT
 from mamba_cache.tiers.slab import row_bytes_of
 
-__all__ = ["CostMeter", "Costs", "TierSizes", "engine_with_tiers", "sizes_in_budgets"]
+__all__ = ["CostMeter", "Costs", "TierSizes", "engine_with_tiers"]
 
 _GIB = 2**30
 _DISK_LATENCY = 1e-3
@@ -47,24 +47,19 @@ class TierSizes:
         host_blocks: KV blocks there.
         disk_states: States on the disk below; 0: there is no disk.
         disk_blocks: KV blocks there.
-        write_on_use: As ``CacheConfig.disk_write_on_use``.
 
     Raises:
-        InvalidArgumentError: A number is out of range, or there is a disk and no host tier.
+        InvalidArgumentError: A number is out of range.
     """
 
     host_states: int
     host_blocks: int = 0
     disk_states: int = 0
     disk_blocks: int = 0
-    write_on_use: int = 1
 
     def __post_init__(self) -> None:
         check_int("host_slots", self.host_states, minimum=1)
-        for name in ("host_blocks", "disk_blocks"):
-            check_int(name, getattr(self, name), minimum=0)
         check_int("disk_slots", self.disk_states, minimum=0)
-        check_int("disk_write_on_use", self.write_on_use, minimum=1, maximum=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,52 +122,6 @@ class Costs:
     def disk_rates(self) -> Rates:
         """Those of the disk, likewise."""
         return Rates(self.disk_rate * 1e9, _DISK_LATENCY, self.prefill_rate)
-
-
-def sizes_in_budgets(
-    costs: Costs,
-    host_gb: float | None,
-    disk_gb: float | None,
-    *,
-    state_share: float,
-    keeps_kv: bool,
-    write_on_use: int = 1,
-    host_states: int | None = None,
-    disk_states: int | None = None,
-) -> TierSizes:
-    """Return the entries that budgets in GiB hold, or that are asked for.
-
-    Args:
-        costs: Says how large an entry is.
-        host_gb: Of host memory.
-        disk_gb: Of disk; None: there is none.
-        state_share: Part of both that is for states, if KV blocks are kept as well.
-        keeps_kv: Whether they are: not where the GPU holds all of them.
-        write_on_use: As in ``TierSizes``.
-        host_states: States of the host tier, in place of its budget.
-        disk_states: States of the disk, likewise.
-
-    Raises:
-        InvalidArgumentError: A budget or the share is out of range, or holds no state.
-    """
-    check_number("host_state_share", state_share, maximum=1)
-    share = state_share if keeps_kv and costs.block_bytes else 1.0
-    rows = []
-    for name, gb in (("host_gb", host_gb), ("disk_gb", disk_gb)):
-        room = check_number(name, gb or 0.0, maximum=1e9) * _GIB
-        states = int(room * share) // costs.state_bytes
-        if gb is not None and not states:
-            raise InvalidArgumentError(f"{name}={gb} holds no state of {costs.state_bytes} bytes")
-        blocks = int(room * (1 - share)) // costs.block_bytes if share < 1 else 0
-        rows += [states, blocks]
-    in_host, host_blocks, on_disk, disk_blocks = rows
-    return TierSizes(
-        in_host if host_states is None else host_states,
-        host_blocks,
-        on_disk if disk_states is None else disk_states,
-        disk_blocks,
-        write_on_use,
-    )
 
 
 class _SizedPlanner(LoadPlanner):
@@ -278,7 +227,7 @@ def _with_disk(
         disk_cache_path=folder,
         disk_cache_gb=(states + blocks) / _GIB,
         host_state_share=states / (states + blocks),
-        disk_write_on_use=sizes.write_on_use,
+        disk_write_on_use=1,
     )
 
 

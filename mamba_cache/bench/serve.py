@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 import re
 import statistics
@@ -17,22 +18,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from mamba_cache.bench.measure import (
-    Measurement,
-    as_dicts,
-    describe_run,
-    print_table,
-    progress,
-)
-from mamba_cache.bench.model_kernels import REFERENCE, kernels_of, library_versions
+from mamba_cache.bench.measure import Measurement, as_dicts, progress
+from mamba_cache.bench.model_kernels import REFERENCE, kernels_of
 from mamba_cache.bench.options import count, one_of
-from mamba_cache.bench.ttft_model import FAMILIES, Subject, make_model
+from mamba_cache.bench.ttft_model import (
+    Subject,
+    add_family_option,
+    describe_subject,
+    make_subject,
+)
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.library import transformers
@@ -46,7 +46,6 @@ __all__ = [
     "add_serve_options",
     "compile_parts",
     "make_workloads",
-    "print_serve",
     "run_serve",
 ]
 
@@ -383,62 +382,32 @@ def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 def add_serve_options(command: Any) -> None:
     """Add what ``run_serve`` takes to an ``ArgumentParser``."""
-    default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
-    command.add_argument(
-        "--family",
-        type=one_of(FAMILIES),
-        default=default,
-        metavar="NAME",
-        help=f"the model's shape: {', '.join(FAMILIES)}; tiny has tiny workloads as well",
-    )
-    command.add_argument(
-        "--tiny",
-        dest="family",
-        action="store_const",
-        const="tiny",
-        help="the same as --family tiny: seconds on a CPU, to see that all works",
-    )
-    for option, names, what in (
-        ("--workload", WORKLOADS, "workloads to run"),
-        ("--only", WAYS, "ways to run them"),
-    ):
-        command.add_argument(
-            option,
-            type=one_of(names),
-            nargs="+",
-            action="extend",
-            metavar="NAME",
-            help=f"{what}: {', '.join(names)}; default: all",
-        )
-    command.add_argument(
-        "--sample",
-        type=count,
-        metavar="N",
-        help="prompts that are called one by one, and one batch of each size, instead of all; "
-        f"default: {_SAMPLE}, or with tiny workloads all",
-    )
-    command.add_argument(
-        "--seconds",
-        type=count,
-        metavar="N",
-        help="begin nothing new after so long, and report what there is; default: on a GPU "
-        f"{_SECONDS_ON_A_GPU}, with tiny workloads no limit",
-    )
-    for option, what in (
-        ("--static-rows", "sizes of static batches to try"),
-        ("--decode-rows", "sizes of batches whose decode steps are timed"),
-    ):
-        command.add_argument(option, type=count, nargs="+", action="extend", metavar="N", help=what)
-    command.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the model's norms, MLPs and experts in place, for all ways alike",
-    )
+    add = command.add_argument
+    add_family_option(command)
+    about = "the same as --family tiny, and tiny workloads: seconds on a CPU, to see that all works"
+    add("--tiny", dest="family", action="store_const", const="tiny", help=about)
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    about = f"workloads to run: {', '.join(WORKLOADS)}; default: all"
+    add("--workload", type=one_of(WORKLOADS), metavar="NAME", help=about, **many)
+    about = f"ways to run them: {', '.join(WAYS)}; default: all"
+    add("--only", type=one_of(WAYS), metavar="NAME", help=about, **many)
+    about = "prompts that are called one by one, and one batch of each size, instead of all; "
+    about += f"default: {_SAMPLE}, or with tiny workloads all"
+    add("--sample", type=count, metavar="N", help=about)
+    about = "begin nothing new after so long, and report what there is; default: on a GPU "
+    about += f"{_SECONDS_ON_A_GPU}, with tiny workloads no limit"
+    add("--seconds", type=count, metavar="N", help=about)
+    about = "sizes of static batches to try"
+    add("--static-rows", type=count, metavar="N", help=about, **many)
+    about = "sizes of batches whose decode steps are timed"
+    add("--decode-rows", type=count, metavar="N", help=about, **many)
+    about = "compile the model's norms, MLPs and experts in place, for all ways alike"
+    add("--compile", action="store_true", help=about)
 
 
 def run_serve(
     *,
-    family: str,
+    family: str | None = None,
     workload: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
     sample: int | None = None,
@@ -450,7 +419,8 @@ def run_serve(
     """Make a model on the GPU, or else on the CPU, and measure ways to serve requests with it.
 
     Args:
-        family: One of ``FAMILIES``; "tiny" has tiny workloads as well.
+        family: One of ``FAMILIES``; "tiny" has tiny workloads as well. Default: the largest on a
+            GPU, else the smallest.
         workload: Some of ``WORKLOADS``. Default: all.
         only: Some of ``WAYS``. Default: all.
         sample: So many prompts are called one by one, and one static batch of each size is
@@ -470,7 +440,6 @@ def run_serve(
         MissingExtraError: transformers is not installed.
         UnsupportedVersionError: It is too old.
     """
-    scale = _TINY if family == "tiny" else _FULL
     numbers = [one for one in (sample, seconds) if one is not None]
     numbers += [*(static_rows or ()), *(decode_rows or ())]
     unknown = {*(workload or ())} - {*WORKLOADS} | {*(only or ())} - {*WAYS}
@@ -479,15 +448,10 @@ def run_serve(
             f"workload must be of {[*WORKLOADS]}, only of {[*WAYS]}, and sizes at least 1; got "
             f"{workload}, {only} and {numbers}"
         )
-    transformers()  # before anything is announced
-    chosen = FAMILIES[family]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    progress(f"making {family} with random weights on {device}")
-    subject = Subject(make_model(chosen, device))
+    subject = make_subject(family)
+    scale = _TINY if subject.family_name == "tiny" else _FULL
     compiled = compile_parts(subject.model) if compile else []
-    kernels = kernels_of(subject.model)
-    progress(f"kernels: {kernels}")
-    if subject.is_cuda and REFERENCE in kernels.values():
+    if subject.is_cuda and REFERENCE in kernels_of(subject.model).values():
         progress("not all kernels are installed: the baselines are slower than what people run")
     report = _Report(
         subject,
@@ -499,17 +463,10 @@ def run_serve(
         decode_rows=sorted(decode_rows or scale.decode_rows),
         steps=scale.steps,
         has_limits=subject.is_cuda and scale is _FULL,
-        is_exact=chosen.dtype.itemsize >= torch.float32.itemsize and not subject.is_cuda,
+        is_exact=subject.family.dtype.itemsize >= torch.float32.itemsize and not subject.is_cuda,
     )
     report.run()
-    return describe_run("serve") | {
-        "family": family,
-        "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
-        "versions": library_versions(),
-        "kernels": kernels,
-        "compiled": compiled,
-        **report.result(),
-    }
+    return describe_subject("serve", subject) | {"compiled": compiled, **report.result()}
 
 
 def compile_parts(model: torch.nn.Module) -> list[str]:
@@ -526,16 +483,6 @@ def compile_parts(model: torch.nn.Module) -> list[str]:
     for part in parts:
         part.compile(dynamic=True)
     return sorted({type(part).__name__ for part in parts})
-
-
-def print_serve(result: dict[str, Any]) -> None:
-    """Print the result of ``run_serve`` for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    print(f"{result['family']} on {result['machine']}; {versions}")
-    print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
-    print_table(result)
-    for title, error in result["failed"].items():
-        print(f"{title}: {error}")
 
 
 class _Report:
@@ -663,7 +610,9 @@ class _Report:
                 self._attempt(title, partial(self._add_decode_steps, title, cache, rows))
             for one in self._workloads:
                 self._measure("batch", one, partial(_answer_batched, self._subject, cache, one))
-            self._extra["batch"] = _plain(cache.batch_stats())
+            stats = cache.batch_stats()
+            if stats is not None:
+                self._extra["batch"] = json.loads(json.dumps(asdict(stats), default=str))
 
     def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
         seconds = _time_decode_steps(self._subject, cache, rows, self._steps)
@@ -816,14 +765,3 @@ def _common(one: Sequence[int], other: Sequence[int]) -> float:
             break
         same += 1
     return same / max(len(one), len(other), 1)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items()}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

@@ -143,20 +143,12 @@ class Window:
 
 def add_soak_options(command: Any) -> None:
     """Add what ``run_soak`` takes to an ``ArgumentParser``."""
-    command.add_argument(
-        "--minutes", type=float, default=10.0, metavar="N", help="how long, checks included"
-    )
-    command.add_argument(
-        "--model",
-        type=one_of(MODELS),
-        default="none",
-        metavar="NAME",
-        help=f"what computes: {', '.join(MODELS)}",
-    )
-    command.add_argument(
-        "--device", default="cpu", metavar="NAME", help="where the tiny model runs"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn")
+    add = command.add_argument
+    add("--minutes", type=float, metavar="N", help="how long, checks included; default: 10")
+    about = f"what computes: {', '.join(MODELS)}; default: none"
+    add("--model", type=one_of(MODELS), metavar="NAME", help=about)
+    add("--device", metavar="NAME", help="where the tiny model runs; default: cpu")
+    add("--seed", type=int, metavar="N", help="of all that is drawn; default: 0")
 
 
 def run_soak(

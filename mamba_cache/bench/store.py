@@ -6,7 +6,6 @@ one, before a time is told. Ratios beside their absolute figures: both sides are
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import secrets
@@ -75,26 +74,20 @@ def _model_config(*, small: bool) -> HybridModelConfig:
     )
 
 
-def add_store_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--store",
-        action="append",
-        metavar="URL",
-        help="a store; may come several times (default memory://)",
-    )
-    parser.add_argument("--device", default=default, help=f"where models are (default {default})")
-    parser.add_argument("--small", action="store_true", help="tiny entries: to see that it runs")
-    parser.add_argument(
-        "--rounds", type=int, default=10, metavar="N", help="rounds of steps (default 10)"
-    )
+def add_store_options(command: Any) -> None:
+    """Add what ``run_store`` takes to an ``ArgumentParser``."""
+    add = command.add_argument
+    about = "a store; may come several times; default: memory://"
+    add("--store", action="append", metavar="URL", help=about)
+    add("--device", metavar="NAME", help="where models are; default: a GPU, else the CPU")
+    add("--small", action="store_true", help="tiny entries: to see that it runs")
+    add("--rounds", type=int, metavar="N", help="rounds of steps; default: 10")
 
 
 def run_store(
     *,
     store: Sequence[str] | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     small: bool = False,
     rounds: int = 10,
 ) -> list[Measurement]:
@@ -102,7 +95,7 @@ def run_store(
 
     Args:
         store: URLs of stores; None: one in this process's memory.
-        device: Where the models are.
+        device: Where the models are; None: on a GPU if there is one.
         small: Whether entries and model are tiny.
         rounds: Rounds of steps of each kind in each process.
 
@@ -110,6 +103,7 @@ def run_store(
         InvalidArgumentError: PyTorch does not find the device, ``rounds`` is below 1, or a URL is
             not one of a store.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if rounds < 1:
         raise InvalidArgumentError(f"rounds must be at least 1, got {rounds!r}")

@@ -10,7 +10,6 @@ in checksums.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import mmap
 import os
@@ -120,57 +119,33 @@ _SMALL_LAYERS = HybridModelConfig(
 )
 
 
-def add_tiers_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help=f"where the cache is (default {default})")
-    parser.add_argument(
-        "--small", action="store_true", help="tiny states and few: to see that it runs"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        metavar="PART",
-        help=f"which of {', '.join(PARTS)} to run (default: all)",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="also loads in other pieces and by other sizes of launches",
-    )
-    parser.add_argument(
-        "--disk-path",
-        default=None,
-        metavar="DIR",
-        help="where the disk tier is (default: a new directory for temporary files)",
-    )
-    parser.add_argument(
-        "--ready-gb",
-        type=float,
-        default=None,
-        metavar="GB",
-        help="GiB of the tier whose making is timed (default 64 on a GPU, else 0.25)",
-    )
+def add_tiers_options(command: Any) -> None:
+    """Add what ``run_tiers`` takes to an ``ArgumentParser``."""
+    add = command.add_argument
+    add("--device", metavar="NAME", help="where the cache is; default: a GPU, else the CPU")
+    add("--small", action="store_true", help="tiny states and few: to see that it runs")
+    about = f"which of {', '.join(PARTS)} to run; default: all"
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=about)
+    about = "where the disk tier is; default: a new directory for temporary files"
+    add("--disk-path", metavar="DIR", help=about)
+    about = "GiB of the tier whose making is timed; default: 64 on a GPU, else 0.25"
+    add("--ready-gb", type=float, metavar="GB", help=about)
 
 
 def run_tiers(
     *,
-    device: str = "cpu",
+    device: str | None = None,
     small: bool = False,
     only: Sequence[str] = PARTS,
-    sweep: bool = False,
     disk_path: str | None = None,
     ready_gb: float | None = None,
 ) -> list[Measurement]:
     """Run every measurement, one after the other.
 
     Args:
-        device: Where the cache is.
+        device: Where the cache is; None: on a GPU if there is one.
         small: Whether to copy tiny states instead of a model's.
         only: Which of ``PARTS`` to run.
-        sweep: Whether to load in other pieces and by other sizes of launches, too.
         disk_path: Where the disk tier is; None: in a new directory for temporary files.
         ready_gb: GiB of the tier whose making is timed; None: 64 on a GPU, else a quarter.
 
@@ -178,7 +153,7 @@ def run_tiers(
         InvalidArgumentError: PyTorch does not find the device, it is neither a CPU nor CUDA's, or
             ``ready_gb`` is not a number above 0.
     """
-    where = check_device(device)
+    where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device must be a CPU or a CUDA device, got {device!r}")
     if ready_gb is None:
@@ -194,11 +169,8 @@ def run_tiers(
         copies.check_bits()
         if "copies" in only:
             results += _measure_copies(copies)
-        if where.type == "cuda":  # pragma: no cover - needs a GPU
-            if "steps" in only:
-                results += _measure_steps(copies)
-            if sweep:
-                results += _measure_sweep(copies)
+        if "steps" in only and copies.on_gpu:  # pragma: no cover - needs a GPU
+            results += _measure_steps(copies)
         copies.close()
         del copies
     if "first" in only or "disk" in only:
@@ -239,13 +211,11 @@ class _Copies:
         ]
         self.host = HostTier(*formats, pinner=pinner_for(device) if self.on_gpu else None)
         self.host.wait_for_memory()
-        self.transfers = self.make_transfers()
-
-    def make_transfers(self, **options: Any) -> Transfers:
-        """Return what copies; the options are those of ``CudaTransfers``."""
-        if self.on_gpu:  # pragma: no cover - needs a GPU
-            return CudaTransfers(self.layouts, self.host.memory, self.device, **options)
-        return PlainTransfers(self.layouts, self.host.memory)
+        self.transfers: Transfers = (
+            CudaTransfers(layouts, self.host.memory, device)
+            if self.on_gpu
+            else PlainTransfers(layouts, self.host.memory)
+        )
 
     def unverified(self) -> _Unverified:  # pragma: no cover - needs a GPU
         """Return what copies by copy engines alone, without a look at what comes."""
@@ -502,32 +472,6 @@ def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cove
         title = f"median of a step under saturated {name}"
         detail = f"{its_median:,.3f} ms, without {median:,.3f} ms"
         yield Measurement(title, its_median / median, "x", runs=3 * _STEPS, detail=detail)
-
-
-def _measure_sweep(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
-    """Load in other pieces and by other sizes of launches, and without a comparison."""
-    steps, jobs = _Steps(copies), copies.jobs(1, _PREFIX_BLOCKS)
-    num_bytes = copies.num_bytes(jobs)
-    ways: dict[str, Transfers | _Unverified] = {"copy engines alone": copies.unverified()}
-    for programs in (2, 4, 8, 16):
-        for mib in (8, 16, 32):
-            ways[f"{programs} programs, pieces of {mib} MiB"] = copies.make_transfers(
-                comparing_programs=programs, piece_bytes=mib * 2**20
-            )
-    for name, transfers in ways.items():
-        progress(name)
-        run = partial(_to_its_end, transfers.load, jobs)
-        load, other = _in_turn(run, partial(_to_its_end, ways["copy engines alone"].load, jobs))
-        detail = f"copy engines alone {num_bytes / other / 1e9:.1f} GB/s"
-        title = f"{name}: load"
-        yield Measurement(title, num_bytes / load / 1e9, "GB/s", None, True, _RUNS, detail)
-        alone, _ = steps.under("nothing", transfers)
-        beside, _ = steps.under("load", transfers)
-        torch.cuda.synchronize()
-        slower = np.percentile(beside, 99) / np.percentile(alone, 99)
-        detail = f"median {np.median(beside) / np.median(alone):.3f}x"
-        title = f"{name}: p99 of a step under loads"
-        yield Measurement(title, float(slower), "x", runs=_STEPS, detail=detail)
 
 
 class _OneForAll(WeightMaker):

@@ -12,43 +12,30 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 
-from mamba_cache.bench.measure import (
-    Measurement,
-    as_dicts,
-    describe_run,
-    print_table,
-    progress,
-)
-from mamba_cache.bench.model_kernels import (
-    REFERENCE,
-    kernels_of,
-    library_versions,
-    without_kernels,
-)
-from mamba_cache.bench.options import count, one_of
+from mamba_cache.bench.measure import Measurement, as_dicts, progress
+from mamba_cache.bench.options import count
 from mamba_cache.bench.ttft_chat import Chat, measure_chat
 from mamba_cache.bench.ttft_model import (
-    FAMILIES,
-    Family,
     FirstToken,
     Subject,
+    add_family_option,
     copy_of,
+    describe_subject,
     evictions,
-    make_model,
+    make_subject,
 )
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.costs import fewest_winning
-from mamba_cache.integrations.transformers.library import transformers
 
-__all__ = ["PrefixTimes", "add_ttft_options", "break_even", "print_ttft", "run_ttft"]
+__all__ = ["PrefixTimes", "add_ttft_options", "break_even", "run_ttft"]
 
 _DEFAULT_PREFIX = 4096
 _ANSWER_TOKENS = 8
@@ -70,41 +57,21 @@ _WAYS = (_PLAIN, _FIRST, _MISS, _SECOND, _HIT, _IDENTICAL, _TURN, _BARE, _FILLED
 
 def add_ttft_options(command: Any) -> None:
     """Add what ``run_ttft`` takes to an ``ArgumentParser``."""
-    default = "nemotron-h-8b" if torch.cuda.is_available() else "tiny"
-    command.add_argument(
-        "--family",
-        type=one_of(FAMILIES),
-        default=default,
-        metavar="NAME",
-        help=f"the model's shape: {', '.join(FAMILIES)}",
-    )
-    command.add_argument(
-        "--prefix",
-        type=count,
-        nargs="+",
-        action="extend",
-        metavar="N",
-        help=f"tokens that prompts share; default: {_DEFAULT_PREFIX}, or with --chat none",
-    )
-    command.add_argument(
-        "--suffix", type=count, default=256, metavar="N", help="tokens of each prompt's own"
-    )
-    command.add_argument(
-        "--rounds", type=count, default=5, metavar="N", help="how often each way is timed"
-    )
-    command.add_argument(
-        "--chat", action="store_true", help="time chats of two users and eight turns as well"
-    )
-    command.add_argument(
-        "--reference",
-        action="store_true",
-        help="transformers' reference path, as if no kernels were installed",
-    )
+    add = command.add_argument
+    add_family_option(command)
+    about = f"tokens that prompts share; default: {_DEFAULT_PREFIX}, or with --chat none"
+    add("--prefix", type=count, nargs="+", action="extend", metavar="N", help=about)
+    add("--suffix", type=count, metavar="N", help="tokens of each prompt's own; default: 256")
+    add("--rounds", type=count, metavar="N", help="how often each way is timed; default: 5")
+    about = "time chats of two users and eight turns as well"
+    add("--chat", action="store_true", help=about)
+    about = "transformers' reference path, as if no kernels were installed"
+    add("--reference", action="store_true", help=about)
 
 
 def run_ttft(
     *,
-    family: str,
+    family: str | None = None,
     prefix: Sequence[int] | None = None,
     suffix: int = 256,
     rounds: int = 5,
@@ -114,7 +81,7 @@ def run_ttft(
     """Make a model on the GPU, or else on the CPU, and measure it.
 
     Args:
-        family: One of ``FAMILIES``.
+        family: One of ``FAMILIES``. Default: the largest on a GPU, else the smallest.
         prefix: Tokens that prompts share, for each measurement. Default: 4,096; with ``chat``
             none.
         suffix: Tokens of each prompt's own.
@@ -137,40 +104,14 @@ def run_ttft(
         raise InvalidArgumentError(
             f"prefix, suffix and rounds must be at least 1, got {prefixes}, {suffix}, {rounds}"
         )
-    transformers()  # before anything is announced
-    chosen = FAMILIES[family]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    progress(f"making {family} with random weights on {device}")
-    with without_kernels() if reference else nullcontext():
-        model = make_model(chosen, device)
-    kernels = kernels_of(model)
-    if reference and set(kernels.values()) != {REFERENCE}:
-        raise InvalidArgumentError(f"the model was imported with kernels before: {kernels}")
-    progress(f"kernels: {kernels}")
-    report = _Report(Subject(model), chosen, suffix, rounds)
+    subject = make_subject(family, is_reference=reference)
+    report = _Report(subject, suffix, rounds)
     for length in prefixes:
         report.measure(f"{length:,} + {suffix:,} tokens", partial(report.add_prefix, length))
     report.add_break_even()
     if chat:
         report.measure("chat", report.add_chat)
-    return describe_run("ttft") | {
-        "family": family,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "versions": library_versions(),
-        "kernels": kernels,
-        "rounds": rounds,
-        **report.result(),
-    }
-
-
-def print_ttft(result: dict[str, Any]) -> None:
-    """Print the result of ``run_ttft`` for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    print(f"{result['family']} on {result['machine']}; {versions}")
-    print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
-    print_table(result)
-    for title, error in result["failed"].items():
-        print(f"{title}: {error}")
+    return describe_subject("ttft", subject) | {"rounds": rounds, **report.result()}
 
 
 def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
@@ -338,9 +279,9 @@ class PrefixTimes:
 class _Report:
     """The figures of one model."""
 
-    def __init__(self, subject: Subject, family: Family, suffix: int, rounds: int) -> None:
+    def __init__(self, subject: Subject, suffix: int, rounds: int) -> None:
         self._subject = subject
-        self._family = family
+        self._family = subject.family
         self._suffix = suffix
         self._rounds = rounds
         self._figures: list[Measurement] = []

@@ -1,4 +1,4 @@
-"""The models whose time to first token is measured, and what each measurement does with them.
+"""The models of transformers that are measured, and what each measurement does with them.
 
 Weights are random, because time does not depend on them.
 """
@@ -10,16 +10,38 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mamba_cache.bench.measure import progress
+from mamba_cache.bench.measure import describe_run, print_table, progress
+from mamba_cache.bench.model_kernels import (
+    REFERENCE,
+    kernels_of,
+    library_versions,
+    without_kernels,
+)
+from mamba_cache.bench.options import one_of
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN
 from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.library import transformers
 
-__all__ = ["FAMILIES", "Family", "FirstToken", "Subject", "copy_of", "evictions", "make_model"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "FirstToken",
+    "Subject",
+    "add_family_option",
+    "copy_of",
+    "describe_subject",
+    "evictions",
+    "make_model",
+    "make_subject",
+    "print_run",
+]
 
 _GIB = 2**30
 _STATES_A_CALL = 3
@@ -93,6 +115,57 @@ FAMILIES = {
 }
 
 
+def add_family_option(command: Any) -> None:
+    """Add ``--family`` to an ``ArgumentParser``."""
+    about = f"the model's shape: {', '.join(FAMILIES)}; default: the first on a GPU, else tiny"
+    command.add_argument("--family", type=one_of(FAMILIES), metavar="NAME", help=about)
+
+
+def make_subject(family: str | None, *, is_reference: bool = False) -> Subject:
+    """Make a model on the GPU, or else on the CPU.
+
+    Args:
+        family: One of ``FAMILIES``. Default: the largest on a GPU, else the smallest.
+        is_reference: Import it as if no kernels were installed.
+
+    Raises:
+        InvalidArgumentError: Kernels that it must not have were imported before.
+        MissingExtraError: transformers is not installed.
+        UnsupportedVersionError: It is too old.
+    """
+    transformers()  # before anything is announced
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = family or ("nemotron-h-8b" if device == "cuda" else "tiny")
+    progress(f"making {name} with random weights on {device}")
+    with without_kernels() if is_reference else nullcontext():
+        subject = Subject(make_model(FAMILIES[name], device), name)
+    kernels = kernels_of(subject.model)
+    if is_reference and set(kernels.values()) != {REFERENCE}:
+        raise InvalidArgumentError(f"the model was imported with kernels before: {kernels}")
+    progress(f"kernels: {kernels}")
+    return subject
+
+
+def describe_subject(benchmark: str, subject: Subject) -> dict[str, Any]:
+    """Return what the results of a model begin with."""
+    return describe_run(benchmark) | {
+        "family": subject.family_name,
+        "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
+        "versions": library_versions(),
+        "kernels": kernels_of(subject.model),
+    }
+
+
+def print_run(result: dict[str, Any]) -> None:
+    """Print the results of a model for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"{result['family']} on {result['machine']}; {versions}")
+    print("; ".join(f"{part}: {source}" for part, source in result["kernels"].items()))
+    print_table(result)
+    for title, error in result["failed"].items():
+        print(f"{title}: {error}")
+
+
 def make_model(family: Family, device: str) -> Any:
     """Make a model with random weights whose answers never end by themselves."""
     library: Any = importlib.import_module("transformers")
@@ -142,14 +215,18 @@ class Subject:
 
     Args:
         model: On the device where it is measured.
+        family: Its name among ``FAMILIES``.
 
     Attributes:
         model: As given.
+        family_name: As given.
+        family: What is known of it.
         is_cuda: Whether that is a GPU.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, family: str = "tiny") -> None:
         self.model = model
+        self.family_name, self.family = family, FAMILIES[family]
         self.is_cuda: bool = model.device.type == "cuda"
         accepts = set(inspect.signature(model.forward).parameters)
         self._cache_name = "cache_params" if "cache_params" in accepts else "past_key_values"

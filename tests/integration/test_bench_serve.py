@@ -56,7 +56,7 @@ def subject(model):
 @pytest.fixture
 def small(model, monkeypatch):
     """Whatever is asked for, the benchmark takes a small model and few requests."""
-    monkeypatch.setattr(serve, "make_model", lambda family, device: model)
+    monkeypatch.setattr(ttft_model, "make_model", lambda family, device: model)
     monkeypatch.setattr(serve, "_TINY", SCALE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -48,7 +48,7 @@ def subject(model):
 @pytest.fixture
 def small(model, monkeypatch):
     """Whatever is asked for, the benchmark takes the small model."""
-    monkeypatch.setattr(ttft, "make_model", lambda family, device: model)
+    monkeypatch.setattr(ttft_model, "make_model", lambda family, device: model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -258,6 +258,6 @@ def test_numbers_below_one_are_refused(wrong):
 
 
 def test_the_reference_path_is_refused_to_a_model_with_kernels(small, monkeypatch):
-    monkeypatch.setattr(ttft, "kernels_of", lambda model: {"scan": "fla 0.6"})
+    monkeypatch.setattr(ttft_model, "kernels_of", lambda model: {"scan": "fla 0.6"})
     with pytest.raises(InvalidArgumentError, match="with kernels before"):
         run_ttft(family="tiny", reference=True)

@@ -10,10 +10,10 @@ import pytest
 from sources import ROOT
 
 from mamba_cache.bench.no_model import NoModel
-from mamba_cache.bench.replay import POLICIES, _fit, replay
+from mamba_cache.bench.replay import _fit, replay
 from mamba_cache.bench.workload import draw_agents, draw_mixed
 from mamba_cache.reference import Engine
-from mamba_cache.slots import MegatronPlacement
+from mamba_cache.slots import SLOT_POLICIES, MegatronPlacement
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from mamba_cache.slots import MegatronPlacement
 def test_the_default_is_never_half_a_point_below_a_simple_policy(draw, slots):
     requests = draw(400, seed=1)
     rates = {}
-    for policy, make in POLICIES.items():
+    for policy, make in SLOT_POLICIES.items():
         config = _fit(requests, slots, None, 8192)
         engine = Engine(NoModel(), config, slot_policy=make(), placement=MegatronPlacement())
         rates[policy] = replay(engine, requests)["token_hit_rate"]
@@ -38,5 +38,5 @@ def test_the_runs_that_are_kept_show_the_same_at_any_number_of_slots(workload):
         rates.setdefault(record["slots"], {})[record["policy"]] = record["token_hit_rate"]
     assert sorted(rates) == [25, 50, 100, 200, 400, 800]
     for of_policies in rates.values():
-        assert of_policies.keys() == POLICIES.keys()
+        assert of_policies.keys() == SLOT_POLICIES.keys()
         assert of_policies["adaptive"] >= max(of_policies.values()) - 0.005
