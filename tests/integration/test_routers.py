@@ -168,7 +168,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
         stack.callback(service.router.close)
         prompts.wait_until_credited(service)
         assert publisher.stats().snapshots
-        socket, lost = publisher._sender._pub, []
+        socket, lost = publisher._pub, []
 
         class Lossy:
             """Has every third batch go astray."""
@@ -179,10 +179,10 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
                     socket.send_multipart(frames)
 
         for _ in range(10):
-            publisher._sender._pub = Lossy()
+            publisher._pub = Lossy()
             books.load(draw, 10)
             PAUSE.wait(0.03)
-            publisher._sender._pub = socket
+            publisher._pub = socket
             prompts.wait_until_credited(service)
         assert len(lost) > 10
         assert publisher.stats().replays > 1
@@ -199,7 +199,7 @@ def test_a_router_forgets_what_the_process_before_told_at_the_same_address():
         stack.callback(service.router.close)
         Prompts(first, "reachable").wait_until_credited(service)
         assert service.credit([1] * 32) == 8
-        old._sender._send = lambda events: None  # it dies, and tells nobody
+        old._send = lambda events: None  # it dies, and tells nobody
         old.close()
         new = stack.enter_context(EventPublisher(old.endpoint, replay_endpoint=old.replay_endpoint))
         new.watch(second)

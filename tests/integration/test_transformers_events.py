@@ -50,11 +50,11 @@ def predicted(known, ids):
 
 def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generator):
     cache = make_cache(make_model("granite 4"), measure_costs=False)
-    with by_hand(block_size=BLOCK) as (publisher, sender), Subscriber(publisher) as subscriber:
+    with by_hand(block_size=BLOCK) as publisher, Subscriber(publisher) as subscriber:
         observe(cache, publisher)
         ids, right = text(generator, 21), 0
         for turn in range(6):
-            catch_up(sender, subscriber)
+            catch_up(publisher, subscriber)
             credit, before = predicted(subscriber.known, ids), cache.stats().skipped_tokens
             output = cached(cache, ids)
             skipped = cache.stats().skipped_tokens - before
@@ -63,7 +63,7 @@ def test_a_router_predicts_what_a_conversation_skips_to_the_whole_block(generato
             ids = join(output.sequences, text(generator, 7))
         assert right == 6
         cache.reset()
-        catch_up(sender, subscriber)
+        catch_up(publisher, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
         cache.close()
 
@@ -104,7 +104,7 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     monkeypatch.setattr(PrefixTiers, "_publish", noted)
     stems = [text(generator, n)[0].tolist() for n in (5 * BLOCK, 3 * BLOCK + 5, 4 * BLOCK)]
     with (
-        by_hand("resident", block_size=BLOCK) as (publisher, sender),
+        by_hand("resident", block_size=BLOCK) as publisher,
         Subscriber(publisher) as subscriber,
     ):
         observe(cache, publisher)
@@ -118,7 +118,7 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
                 cache.generate_batch(prompts, max_new_tokens=order.randrange(1, 12))
             else:
                 cache.generate(prompts[:1], **GREEDY)
-            catch_up(sender, subscriber)
+            catch_up(publisher, subscriber)
             assert publisher.stats().untold_blocks == 0
             assert_true(cache, subscriber.known)
         assert brought
@@ -130,19 +130,19 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
 def test_salted_prompts_and_those_of_other_settings_are_not_told(generator):
     model = make_model("granite 4")
     cache = make_cache(model, measure_costs=False)
-    with by_hand("resident", block_size=BLOCK) as (publisher, sender):
+    with by_hand("resident", block_size=BLOCK) as publisher:
         observe(cache, publisher)
         ids = text(generator, 3 * BLOCK)
         cache.generate(ids, cache_salt="a", **GREEDY)
-        sender.step()
+        publisher._step()
         assert publisher.stats().told_blocks == 0
         cached(cache, ids)
-        sender.step()
+        publisher._step()
         told = publisher.stats().told_blocks
         assert told >= 3
         model.config.attention_multiplier = 0.5  # other prefixes for the same tokens
         cached(cache, ids)
-        sender.step()
+        publisher._step()
         assert publisher.stats().told_blocks == told
         assert publisher.stats().untold_blocks >= 3
         cache.close()
@@ -201,13 +201,13 @@ def test_a_cache_that_is_given_up_is_told_of_no_more(endpoints):
     for _ in range(1000):
         if publisher.stats().told_blocks:
             break
-        publisher._sender._stopping.wait(0.01)
+        publisher._stopping.wait(0.01)
     assert publisher.stats().told_blocks
     served.find(model)._give_up(RuntimeError("broken"))
     for _ in range(1000):
         if not publisher.stats().told_blocks:
             break
-        publisher._sender._stopping.wait(0.01)
+        publisher._stopping.wait(0.01)
     assert not publisher.stats().told_blocks
     served.close()
 

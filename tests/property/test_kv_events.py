@@ -66,7 +66,7 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
 ):
     # Not Hypothesis's own: what is drawn for losses depends on when messages arrive.
     rng, fate, books = random.Random(seed), random.Random(seed), Books()
-    with by_hand(mode) as (publisher, sender), ExitStack() as connected:
+    with by_hand(mode) as publisher, ExitStack() as connected:
         observe(books, publisher)
         subscribers = [
             connected.enter_context(Subscriber(publisher)),
@@ -76,21 +76,21 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
         always, lossy, away = subscribers
         for number in range(12):
             books.load(rng, rng.randrange(4))
-            sender.step()
+            publisher._step()
             for one in (always, lossy, *([away] if number < 4 else [])):
-                one.receive(sender.step)
+                one.receive(publisher._step)
         away.disconnect()
         for _ in range(num_silent):  # more than the log has, or fewer
-            sender._send([])
+            publisher._send([])
         books.load(rng, 3)
         away.connect()
         subscribers.append(connected.enter_context(Subscriber(publisher)))  # late
         lossy.loses = lambda: False
         expected = books.expected(mode)
         for _ in range(100):
-            sender.step()
+            publisher._step()
             for one in subscribers:
-                one.receive(sender.step)
+                one.receive(publisher._step)
             if all(one.known.groups == expected for one in subscribers):
                 break
         assert [one.known.groups for one in subscribers] == [expected] * 4

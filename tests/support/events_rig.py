@@ -15,7 +15,6 @@ import zmq
 
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlocksStored, KVBlockAllocator
 from mamba_cache.integrations.events import EventPublisher
-from mamba_cache.integrations.events.publisher import _Sender
 from mamba_cache.integrations.events.view import EventView
 from mamba_cache.slots import LruSlotPolicy, SlotPool, StatesRemoved, StatesStored
 
@@ -283,10 +282,8 @@ class Subscriber:
 
 
 @contextmanager
-def by_hand(
-    mode: str = "reachable", *, block_size: int = BLOCK
-) -> Iterator[tuple[EventPublisher, _Sender]]:
-    """A publisher and its sender without a thread: the test has it step when it wants.
+def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[EventPublisher]:
+    """A publisher without a thread: the test has it step when it wants.
 
     Each step sends a batch, be it an empty one.
     """
@@ -296,9 +293,9 @@ def by_hand(
         mode=mode,
         heartbeat_seconds=0,
     )
-    publisher._sender.begin(EventView(block_size, publisher.mode))
+    publisher._begin(EventView(block_size, publisher.mode))
     try:
-        yield publisher, publisher._sender
+        yield publisher
     finally:
         publisher.close()
 
@@ -309,13 +306,13 @@ def observe(books: Books, publisher: EventPublisher) -> None:
     books.slot_allocator.add_observer(publisher._take)
 
 
-def catch_up(sender: _Sender, subscriber: Subscriber) -> None:
+def catch_up(publisher: EventPublisher, subscriber: Subscriber) -> None:
     """Step until the subscriber knows of the newest batch; a connection takes a moment."""
-    sender.step()
-    newest = sender._next_seq - 1
+    publisher._step()
+    newest = publisher._next_seq - 1
     for _ in range(1000):
-        subscriber.receive(sender.step)
+        subscriber.receive(publisher._step)
         if subscriber.last >= newest:
             return
-        sender.step()
+        publisher._step()
     raise AssertionError("nothing arrives")

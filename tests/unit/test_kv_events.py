@@ -143,7 +143,7 @@ def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
 
 def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
     engine = make_engine()
-    with by_hand(block_size=BLOCK) as (publisher, sender):
+    with by_hand(block_size=BLOCK) as publisher:
         books = Books()
         for allocator in (engine.context.kv_block_allocator, engine.context.slot_allocator):
             allocator.add_observer(publisher._take)
@@ -156,7 +156,7 @@ def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
                 told = subscriber.known.groups[0]
                 assert done.skipped_tokens == len(told) * BLOCK
                 history += done.tokens
-                catch_up(sender, subscriber)
+                catch_up(publisher, subscriber)
             blocks = sorted(subscriber.known.groups[0].values(), key=lambda block: block[1])
             in_order = [history[i : i + BLOCK] for i in range(0, len(blocks) * BLOCK, BLOCK)]
             assert [tokens for _, tokens in blocks] == sorted(in_order)
@@ -169,28 +169,28 @@ def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
 )
 def test_what_tokens_alone_do_not_name_is_not_told(keys):
     engine = make_engine()
-    with by_hand("resident", block_size=BLOCK) as (publisher, sender):
+    with by_hand("resident", block_size=BLOCK) as publisher:
         observe(engine.context, publisher)
         engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
         list(engine.stream())
-        sender.step()
+        publisher._step()
         assert (publisher.stats().told_blocks, publisher.stats().untold_blocks) == (0, 3)
         engine.generate([[1] * 3 * BLOCK], SamplingParams(max_new_tokens=2))
-        sender.step()
+        publisher._step()
         assert publisher.stats().told_blocks == 3
 
 
 def test_a_reset_is_told_as_one_event():
     books = Books()
-    with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
+    with by_hand() as publisher, Subscriber(publisher) as subscriber:
         observe(books, publisher)
         books.run([1] * 16, [4])
-        catch_up(sender, subscriber)
+        catch_up(publisher, subscriber)
         assert len(subscriber.known.groups[0]) == 4
         books.slot_allocator.reset()
         books.kv_block_allocator.reset()
         events = publisher.stats().events
-        catch_up(sender, subscriber)
+        catch_up(publisher, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
         assert publisher.stats().events == events + 1
 
@@ -200,7 +200,7 @@ def test_a_reset_is_told_as_one_event():
 
 def test_an_event_costs_the_cache_an_append_and_nothing_else():
     books = Books()
-    with by_hand() as (publisher, _):
+    with by_hand() as publisher:
         assert lines_executed(lambda: publisher._take("event")) == 2
         publisher._waiting.clear()
         books.run([1] * 32, [8])
@@ -235,9 +235,9 @@ def test_a_publisher_that_fails_leaves_the_cache_as_it_is(caplog):
     publisher.watch(engine.context)
     engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
     wait_until(lambda: publisher.stats().told_blocks)
-    publisher._sender._pub.close()  # an interrupt of whatever kind in the thread's own calls
+    publisher._pub.close()  # an interrupt of whatever kind in the thread's own calls
     with caplog.at_level(logging.ERROR):
-        wait_until(lambda: not publisher._sender.is_running)
+        wait_until(lambda: not publisher._is_listening)
     assert "not published any more" in caplog.text
     [done] = engine.generate([[1] * 40], SamplingParams(max_new_tokens=4))
     assert done.skipped_tokens == 32
@@ -270,7 +270,7 @@ def test_a_new_process_at_the_same_address_is_not_taken_for_the_old_one():
         first.run([1] * 32, [8])
         wait_until(lambda: subscriber.receive() and subscriber.known.groups[0])
         endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
-        publisher._sender._send = lambda events: None  # it dies, and tells nobody
+        publisher._send = lambda events: None  # it dies, and tells nobody
         publisher.close()
         with EventPublisher(**endpoints, heartbeat_seconds=0.05) as publisher:
             publisher.watch(second)
@@ -283,7 +283,7 @@ def test_a_new_process_at_the_same_address_is_not_taken_for_the_old_one():
 
 
 def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
-    with by_hand() as (publisher, sender):
+    with by_hand() as publisher:
         dealer = zmq.Context.instance().socket(zmq.DEALER)
         dealer.linger = 0
         dealer.connect(publisher.replay_endpoint)
@@ -291,7 +291,7 @@ def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
             dealer.send_multipart(frames)
         dealer.send_multipart([b"", bytes(8)])
         with caplog.at_level(logging.WARNING):
-            wait_until(lambda: sender.step() or dealer.poll(0))
+            wait_until(lambda: publisher._step() or dealer.poll(0))
         assert caplog.text.count("8 bytes") == 3
         assert publisher.stats().replays == 1
         dealer.close()
@@ -299,8 +299,8 @@ def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
 
 def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
     books = Books()
-    with by_hand() as (publisher, sender):
-        sender._owes_snapshot = False
+    with by_hand() as publisher:
+        publisher._owes_snapshot = False
         observe(books, publisher)
         books.run([1] * 32, [8])
         dealer = zmq.Context.instance().socket(zmq.DEALER)
@@ -308,15 +308,15 @@ def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
         dealer.connect(publisher.replay_endpoint)
         for _ in range(20):
             dealer.send_multipart([b"", bytes(8)])
-        sender._snapshot_at = float("inf")  # as if one had just been sent
-        wait_until(lambda: sender.step() or publisher.stats().replays == 20)
+        publisher._snapshot_at = float("inf")  # as if one had just been sent
+        wait_until(lambda: publisher._step() or publisher.stats().replays == 20)
         dealer.close()
         assert publisher.stats().snapshots == 0
-        assert sender._owes_snapshot
-        sender._snapshot_at = float("-inf")
-        sender.step()
+        assert publisher._owes_snapshot
+        publisher._snapshot_at = float("-inf")
+        publisher._step()
         assert publisher.stats().snapshots == 1
-        assert not sender._owes_snapshot
+        assert not publisher._owes_snapshot
 
 
 def test_a_context_and_its_engine_are_what_can_be_watched():
@@ -332,10 +332,10 @@ def test_one_prefix_has_one_hash_in_all_replicas_whatever_their_secrets():
     for secret in (b"one", b"two"):
         books = Books()
         books.hasher = BlockHasher(secret=secret)
-        with by_hand() as (publisher, sender), Subscriber(publisher) as subscriber:
+        with by_hand() as publisher, Subscriber(publisher) as subscriber:
             observe(books, publisher)
             books.run([1] * 16 + [2] * 16, [8])
-            catch_up(sender, subscriber)
+            catch_up(publisher, subscriber)
             told.append(subscriber.known.groups)
         assert len(books.blocks) == 8
     assert told[0] == told[1]

@@ -153,18 +153,32 @@ class EventPublisher:
         self.mode: EventMode = mode
         # The cache's thread appends to it, the publisher's takes from it; neither waits.
         self._waiting: deque[BlockEvent | StateEvent] = deque()
-        self._sender = _Sender(
-            self._waiting,
-            endpoint,
-            replay_endpoint,
-            topic=topic.encode(),
-            rank=data_parallel_rank,
-            heartbeat_seconds=heartbeat_seconds,
-        )
-        self.endpoint = self._sender.endpoint
-        self.replay_endpoint = self._sender.replay_endpoint
+        self._is_listening = True
+        self._topic = topic.encode()
+        self._rank = data_parallel_rank
+        self._heartbeat = heartbeat_seconds
+        self._view = EventView(1, "resident")  # of nothing, until ``watch``
+        self._log: deque[tuple[bytes, bytes]] = deque(maxlen=_LOG_BATCHES)
+        self._snapshot_seq = b""
+        self._snapshot_at = -_SNAPSHOT_SECONDS
+        self._owes_snapshot = False
+        # Not 0: routers that knew an earlier process at this address would take for old whatever
+        # comes before the number where that one stood. Like this they see a gap, and ask.
+        self._next_seq = int(time.time() * 1e6)
+        self._sent_at = 0.0
+        self._counts = Counter(batches=0, events=0, replays=0, snapshots=0)
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._sockets: list[Any] = []
+        try:
+            self._pub, self.endpoint = self._open(zmq.PUB, endpoint, _is_bound(endpoint))
+            self._replay: Any = None
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                self._replay, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, True)
+        except BaseException:
+            self._close_sockets()
+            raise
 
     def __enter__(self) -> EventPublisher:
         """Return itself."""
@@ -191,8 +205,8 @@ class EventPublisher:
                     f"cache must have a {name}, but {type(cache).__name__} has none: give a "
                     "DynamicInferenceContext, an engine's context or a PrefixCache"
                 )
-        if self._thread is not None or self._is_closed:
-            state = "closed" if self._is_closed else "telling of a cache already"
+        if self._thread is not None or self._stopping.is_set():
+            state = "closed" if self._stopping.is_set() else "telling of a cache already"
             raise StepOrderError(f"the publisher is {state}: make one for each cache")
         kv_blocks, slots = cache.kv_block_allocator, cache.slot_allocator
         num_registered = sum(hash_id >= 0 for hash_id in kv_blocks.block_hashes.tolist())
@@ -202,7 +216,7 @@ class EventPublisher:
                 "before its first request, or reset it"
             )
         self._thread = threading.Thread(
-            target=self._sender.run,
+            target=self._run,
             args=(EventView(cache.block_size_tokens, self.mode),),
             name="mamba-cache-events",
             daemon=True,
@@ -213,79 +227,27 @@ class EventPublisher:
 
     def close(self) -> None:
         """Tell subscribers that nothing is held, and stop; the cache goes on without it."""
-        self._is_closed = True
-        self._sender.stop()
+        self._stopping.set()
         if self._thread is None:
-            self._sender.close_sockets()
+            self._close_sockets()
         else:
             self._thread.join(_JOIN_SECONDS)
 
     def stats(self) -> PublisherStats:
         """Return what it did so far, to any thread."""
-        return self._sender.stats()
+        view = self._view
+        return PublisherStats(
+            **self._counts,
+            told_blocks=view.num_told_blocks,
+            told_states=view.num_told_states,
+            untold_blocks=view.num_untold,
+            waiting_events=len(self._waiting),
+        )
 
     def _take(self, event: BlockEvent | StateEvent) -> None:
         """Called by the cache with all that happens."""
-        if self._sender.is_running:
+        if self._is_listening:
             self._waiting.append(event)
-
-
-class _Sender:
-    """What the thread does: it owns the sockets, the log, and what subscribers know.
-
-    Args:
-        waiting: What happened in the cache and was not looked at yet.
-        endpoint: As for ``EventPublisher``.
-        replay_endpoint: Likewise.
-        topic: Likewise, encoded.
-        rank: Likewise.
-        heartbeat_seconds: Likewise.
-
-    Attributes:
-        endpoint: As for ``EventPublisher``.
-        replay_endpoint: Likewise.
-        is_running: What happens in the cache is still of use.
-
-    Raises:
-        InvalidArgumentError: An endpoint cannot be used.
-    """
-
-    def __init__(
-        self,
-        waiting: deque[BlockEvent | StateEvent],
-        endpoint: str,
-        replay_endpoint: str | None,
-        *,
-        topic: bytes,
-        rank: int,
-        heartbeat_seconds: float,
-    ) -> None:
-        self._waiting = waiting
-        self._topic = topic
-        self._rank = rank
-        self._heartbeat = heartbeat_seconds
-        self._view = EventView(1, "resident")  # of nothing, until ``begin``
-        self._log: deque[tuple[bytes, bytes]] = deque(maxlen=_LOG_BATCHES)
-        self._snapshot_seq = b""
-        self._snapshot_at = -_SNAPSHOT_SECONDS
-        self._owes_snapshot = False
-        # Not 0: routers that knew an earlier process at this address would take for old whatever
-        # comes before the number where that one stood. Like this they see a gap, and ask.
-        self._next_seq = int(time.time() * 1e6)
-        self._sent_at = 0.0
-        self._counts = Counter(batches=0, events=0, replays=0, snapshots=0)
-        self._stopping = threading.Event()
-        self.is_running = True
-        self._sockets: list[Any] = []
-        try:
-            self._pub, self.endpoint = self._open(zmq.PUB, endpoint, _is_bound(endpoint))
-            self._replay: Any = None
-            self.replay_endpoint: str | None = None
-            if replay_endpoint is not None:
-                self._replay, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, True)
-        except BaseException:
-            self.close_sockets()
-            raise
 
     def _open(self, kind: int, endpoint: str, binds: bool) -> tuple[Any, str]:
         socket = zmq.Context.instance().socket(kind)
@@ -305,48 +267,35 @@ class _Sender:
                 self._stopping.wait(_POLL_SECONDS)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def close_sockets(self) -> None:
+    def _close_sockets(self) -> None:
         """Close the sockets; what was sent is delivered within half a second, or not at all."""
         for socket in self._sockets:
             socket.close()
 
-    def stop(self) -> None:
-        """Have ``run`` end."""
-        self._stopping.set()
+    # From here on all is done by the thread.
 
-    def stats(self) -> PublisherStats:
-        """Return what was done so far, to any thread."""
-        view = self._view
-        return PublisherStats(
-            **self._counts,
-            told_blocks=view.num_told_blocks,
-            told_states=view.num_told_states,
-            untold_blocks=view.num_untold,
-            waiting_events=len(self._waiting),
-        )
-
-    def run(self, view: EventView) -> None:
-        """Send what happens until ``stop``; whatever fails here ends it, and nothing else."""
+    def _run(self, view: EventView) -> None:
+        """Send what happens until ``close``; whatever fails here ends it, and nothing else."""
         try:
-            self.begin(view)
+            self._begin(view)
             while not self._stopping.is_set():
-                self.step()
+                self._step()
             self._drain()
             self._send([encode_cleared()])
         except Exception:
             _log.exception("KV events are not published any more; the cache goes on")
         finally:
-            self.is_running = False
+            self._is_listening = False
             self._waiting.clear()
-            self.close_sockets()
+            self._close_sockets()
 
-    def begin(self, view: EventView) -> None:
+    def _begin(self, view: EventView) -> None:
         """Tell subscribers to forget what another process may have told them at this address."""
         self._view = view
         self._send([encode_cleared()])
         self._snapshot_seq = self._log[0][0]
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Send what has happened, after some time, in which replays are answered."""
         # Asked at times and not woken: waking a thread would cost the cache more than an append.
         if self._replay is None:
