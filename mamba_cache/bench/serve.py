@@ -418,18 +418,7 @@ def run_serve(
 ) -> dict[str, Any]:
     """Make a model on the GPU, or else on the CPU, and measure ways to serve requests with it.
 
-    Args:
-        family: One of ``FAMILIES``; "tiny" has tiny workloads as well. Default: the largest on a
-            GPU, else the smallest.
-        workload: Some of ``WORKLOADS``. Default: all.
-        only: Some of ``WAYS``. Default: all.
-        sample: So many prompts are called one by one, and one static batch of each size is
-            measured, instead of all. Default: 2; of tiny workloads all.
-        seconds: Begin nothing new after so long; what was not measured counts as failed. Default:
-            400 on a GPU; for tiny workloads no limit.
-        static_rows: Sizes of static batches, of which the best counts.
-        decode_rows: Sizes of batches whose decode steps are timed.
-        compile: Compile the model's norms, MLPs and experts in place, for all ways alike.
+    It takes what ``add_serve_options`` adds. What was not measured in time counts as failed.
 
     Returns:
         What ``--json`` prints: the machine, versions and kernels, the figures with their limits,

@@ -365,10 +365,10 @@ class Clients:
         self._rng = rng
         self._max_tokens = max_tokens
         salts = cycle(_SALTS)
-        prompts = [self._text(max_tokens // 4), self._text(max_tokens // 3)]
-        agents = [_Client(prompt, next(salts), 120) for prompt in _repeat(prompts, _NUM_AGENTS)]
-        prompts = [self._text(70), self._text(20)]
-        chats = [_Client(prompt, next(salts), 40) for prompt in _repeat(prompts, _NUM_CHATS)]
+        prompts = cycle([self._text(max_tokens // 4), self._text(max_tokens // 3)])
+        agents = [_Client(next(prompts), next(salts), 120) for _ in range(_NUM_AGENTS)]
+        prompts = cycle([self._text(70), self._text(20)])
+        chats = [_Client(next(prompts), next(salts), 40) for _ in range(_NUM_CHATS)]
         self._idle = {"agent": agents, "chat": chats}
 
     def draw(self) -> Turn:
@@ -408,16 +408,10 @@ class Clients:
 class _Client:
     """Somebody who goes on where the last answer ended."""
 
-    __slots__ = ("context", "mean_tokens", "salt", "system")
-
     def __init__(self, system: npt.NDArray[np.int32], salt: str | None, mean_tokens: int) -> None:
         self.system = self.context = system
         self.salt = salt
         self.mean_tokens = mean_tokens
-
-
-def _repeat(prompts: list[npt.NDArray[np.int32]], number: int) -> list[npt.NDArray[np.int32]]:
-    return [prompts[i % len(prompts)] for i in range(number)]
 
 
 def _judge(soak: Soak, minutes: float, *, is_rate_limited: bool) -> Iterator[Measurement]:

@@ -186,9 +186,7 @@ class _LoopOfSteps:
 class _ContextOfSteps:
     """Requests that decode; with drafts one is accepted in each step, beside the token after it."""
 
-    def __init__(
-        self, lengths: Sequence[int], *, num_drafts: int, saves_states: bool = False
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], *, num_drafts: int) -> None:
         count = len(lengths)
         self._rng = np.random.default_rng()
         self._num_drafts = num_drafts
@@ -201,7 +199,7 @@ class _ContextOfSteps:
                 max_sequence_length=_MAX_SEQUENCE,
                 num_kv_blocks=64 * count,
                 max_slots=8 * count,
-                save_decode_states=saves_states,
+                save_decode_states=False,
                 num_speculative_tokens=num_drafts,
             ),
             smallest_state(),

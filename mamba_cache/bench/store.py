@@ -93,11 +93,7 @@ def run_store(
 ) -> list[Measurement]:
     """Run every measurement, one after the other.
 
-    Args:
-        store: URLs of stores; None: one in this process's memory.
-        device: Where the models are; None: on a GPU if there is one.
-        small: Whether entries and model are tiny.
-        rounds: Rounds of steps of each kind in each process.
+    It takes what ``add_store_options`` adds.
 
     Raises:
         InvalidArgumentError: PyTorch does not find the device, ``rounds`` is below 1, or a URL is

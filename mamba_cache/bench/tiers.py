@@ -142,12 +142,7 @@ def run_tiers(
 ) -> list[Measurement]:
     """Run every measurement, one after the other.
 
-    Args:
-        device: Where the cache is; None: on a GPU if there is one.
-        small: Whether to copy tiny states instead of a model's.
-        only: Which of ``PARTS`` to run.
-        disk_path: Where the disk tier is; None: in a new directory for temporary files.
-        ready_gb: GiB of the tier whose making is timed; None: 64 on a GPU, else a quarter.
+    It takes what ``add_tiers_options`` adds.
 
     Raises:
         InvalidArgumentError: PyTorch does not find the device, it is neither a CPU nor CUDA's, or

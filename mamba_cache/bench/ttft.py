@@ -80,14 +80,7 @@ def run_ttft(
 ) -> dict[str, Any]:
     """Make a model on the GPU, or else on the CPU, and measure it.
 
-    Args:
-        family: One of ``FAMILIES``. Default: the largest on a GPU, else the smallest.
-        prefix: Tokens that prompts share, for each measurement. Default: 4,096; with ``chat``
-            none.
-        suffix: Tokens of each prompt's own.
-        rounds: How often each way is timed, after one round to warm up.
-        chat: Measure a chat as well.
-        reference: Import the model as if no kernels were installed.
+    It takes what ``add_ttft_options`` adds.
 
     Returns:
         What ``--json`` prints: the machine, versions and kernels, the figures with their limits,

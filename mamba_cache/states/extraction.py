@@ -121,23 +121,9 @@ def plan_extraction(
 ) -> Callable[[], None]:
     """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
 
-    So a layer of several tensors can have all of them checked before the first is written. The
-    fields are not checked: a context makes them itself.
-
-    Args:
-        slot_conv: As there, like all that follow.
-        slot_ssm: Likewise.
-        live_conv: Likewise.
-        chunk_states: Likewise.
-        conv_input: Likewise.
-        fields: Those named in ``CHECKPOINT_FIELDS``, in that order.
-        slot_scales: Likewise.
-        quantization: Likewise.
-        backend: Likewise.
-
-    Raises:
-        InvalidArgumentError: As there.
-        MissingExtraError: As there.
+    So a layer of several tensors can have all of them checked before the first is written. It takes
+    and raises the same; the fields, those of ``CHECKPOINT_FIELDS`` in that order, are not checked:
+    a context makes them itself.
     """
     given = (slot_conv, slot_ssm, live_conv, chunk_states, conv_input, slot_scales)
     tensors = [tensor for tensor in given if tensor is not None]

@@ -58,12 +58,11 @@ class StateQuantizer(RowMover):
         *,
         backend: CopyBackend = "auto",
     ) -> None:
-        pairs, plans = _match(live, slots)
-        unchanged = plan_copy(*pairs, device=live[0].device)
+        (sources, targets), quantized = _match(live, slots)
+        plans = _plans(plan_copy(sources, targets, device=live[0].device), quantized)
         kernels = kernels_for(backend, live[0].device, kernels=_KERNELS, twins=quantize_torch)
         launches = [
-            kernels.quantize_states(QuantizedPlan(plan, *tensors, quantization.hash_seed))
-            for plan, tensors in _with_first(unchanged, plans)
+            kernels.quantize_states(QuantizedPlan(*plan, quantization.hash_seed)) for plan in plans
         ]
         takes_lists = kernels is quantize_torch
         super().__init__(live, slots, _one_after_another(launches), takes_lists=takes_lists)
@@ -90,13 +89,10 @@ class StateDequantizer(RowMover):
         *,
         backend: CopyBackend = "auto",
     ) -> None:
-        (sources, targets), plans = _match(live, slots)
-        unchanged = plan_copy(targets, sources, device=live[0].device)
+        (targets, sources), quantized = _match(live, slots)
+        plans = _plans(plan_copy(sources, targets, device=live[0].device), quantized)
         kernels = kernels_for(backend, live[0].device, kernels=_KERNELS, twins=quantize_torch)
-        launches = [
-            kernels.dequantize_states(QuantizedPlan(plan, *tensors, hash_seed=None))
-            for plan, tensors in _with_first(unchanged, plans)
-        ]
+        launches = [kernels.dequantize_states(QuantizedPlan(*plan, None)) for plan in plans]
         takes_lists = kernels is quantize_torch
         super().__init__(slots, live, _one_after_another(launches), takes_lists=takes_lists)
 
@@ -106,13 +102,12 @@ _Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Live states, codes and scales."""
 
 
-def _with_first(
+def _plans(
     unchanged: CopyPlan, quantized: Sequence[_Quantized]
-) -> list[tuple[CopyPlan, _Quantized]]:
-    """Give what is copied as it is to the first launch."""
+) -> list[tuple[CopyPlan, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return what each launch copies: the first one also what is kept as it is."""
     nothing = plan_copy([], [], device=unchanged.chunks.device)
-    rest = [(nothing, tensors) for tensors in quantized[1:]]
-    return [(unchanged, quantized[0]), *rest]
+    return [(nothing if i else unchanged, *tensors) for i, tensors in enumerate(quantized)]
 
 
 def _one_after_another(launches: Sequence[RowCopy]) -> RowCopy:
