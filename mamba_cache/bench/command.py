@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mamba_cache.bench.align import run_align
-from mamba_cache.bench.checksums import run_checksums
 from mamba_cache.bench.control import run_control
 from mamba_cache.bench.copy import run_copy
 from mamba_cache.bench.measure import as_dicts, describe_run, print_json, print_table
@@ -53,7 +52,6 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS: dict[str, Benchmark] = {
     "align": Benchmark("time states in block tables on a GPU, beside a flat copy", run_align),
-    "checksums": Benchmark("time the check of a model's weights on a GPU", run_checksums),
     "control": Benchmark("time the decisions: blocks, slots, hashes, admission", run_control),
     "copy": Benchmark("time state copies on a GPU, beside other ways to copy", run_copy),
     "quantization": Benchmark(

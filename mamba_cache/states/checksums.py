@@ -11,7 +11,7 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states.kernels import checksum_torch, entry_checksum_torch
+from mamba_cache.states.kernels import checksum_torch
 from mamba_cache.states.kernels.checksum_plan import (
     COMPARING_PROGRAMS,
     ENTRY_PROGRAMS,
@@ -23,7 +23,6 @@ from mamba_cache.states.kernels.checksum_plan import (
 __all__ = ["EntryChecksums", "TensorChecksums", "bytes_of"]
 
 _KERNELS = "mamba_cache.states.kernels.checksum"
-_ENTRY_KERNELS = "mamba_cache.states.kernels.entry_checksum"
 
 
 class TensorChecksums:
@@ -189,7 +188,7 @@ class EntryChecksums:
         device = tensors[0].device
         self._plan = plan_entries(tensors, sums_start)
         self._programs, self._comparing_programs = programs, comparing_programs
-        kernels = kernels_for(backend, device, kernels=_ENTRY_KERNELS, twins=entry_checksum_torch)
+        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
         self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
         self.num_sums = num_entry_chunks(tensors)
 

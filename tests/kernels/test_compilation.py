@@ -82,8 +82,7 @@ PRINT_ACCESSES_OF_ENTRIES = """
 import json, re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mamba_cache.states.kernels.checksum import NUM_WARPS
-from mamba_cache.states.kernels.entry_checksum import _entries_kernel
+from mamba_cache.states.kernels.checksum import NUM_WARPS, _entries_kernel
 
 types = {"chunks": "*i64", "entries": "*i64", "changed": "*i32"}
 names = _entries_kernel.arg_names

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_steps import PlainCaches, Sequence, Work, chunk_lengths, run_step
+from packed_steps import CONFIG, PlainCaches, Sequence, Work, chunk_lengths, run_step
 
-from mamba_cache.reference import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel
 from mamba_cache.reference.conv import ConvLayout, causal_conv1d, causal_conv1d_step
 from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_naive, ssd_step
 
@@ -14,20 +14,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 # (tokens before this step, tokens of this step) of each sequence.
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=4)
 
-CONFIG = HybridModelConfig(
-    layer_pattern="M*M-",
-    hidden_size=16,
-    num_attention_heads=2,
-    num_kv_heads=1,
-    attention_head_dim=8,
-    mamba_num_heads=4,
-    mamba_head_dim=4,
-    ssm_state_size=5,
-    num_groups=2,
-    ssm_chunk_size=4,
-    mlp_size=16,
-    vocab_size=32,
-)
 MODEL = HybridModel(CONFIG, dtype=torch.float64, seed=11)
 BLOCK_SIZE = 8
 

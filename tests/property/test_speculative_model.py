@@ -5,24 +5,10 @@ import dataclasses
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
+from packed_steps import CONFIG, PlainCaches, Sequence, Work, build_metadata, run_step
 
-from mamba_cache.reference import HybridModel, HybridModelConfig
+from mamba_cache.reference import HybridModel
 
-CONFIG = HybridModelConfig(
-    layer_pattern="M*M-",
-    hidden_size=16,
-    num_attention_heads=2,
-    num_kv_heads=1,
-    attention_head_dim=8,
-    mamba_num_heads=4,
-    mamba_head_dim=4,
-    ssm_state_size=5,
-    num_groups=2,
-    ssm_chunk_size=4,
-    mlp_size=16,
-    vocab_size=32,
-)
 MODEL = HybridModel(CONFIG, dtype=torch.float64, seed=12)
 BLOCK_SIZE = 8
 BLOCKS = 4

@@ -9,6 +9,22 @@ from mamba_cache.metadata.step import PAD_SLOT_ID, StepMetadata
 from mamba_cache.reference import HybridModelConfig
 from mamba_cache.states import StatePool, extract_checkpoint_states
 
+CONFIG = HybridModelConfig(
+    layer_pattern="M*M-",
+    hidden_size=16,
+    num_attention_heads=2,
+    num_kv_heads=1,
+    attention_head_dim=8,
+    mamba_num_heads=4,
+    mamba_head_dim=4,
+    ssm_state_size=5,
+    num_groups=2,
+    ssm_chunk_size=4,
+    mlp_size=16,
+    vocab_size=32,
+)
+"""A model of every kind of layer, small enough for many runs."""
+
 
 @dataclass
 class Sequence:

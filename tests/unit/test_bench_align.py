@@ -13,7 +13,7 @@ from mamba_cache.bench.align import REQUEST_COUNTS
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["align", "checksums", "copy"])
+@pytest.mark.parametrize("name", ["align", "copy"])
 def test_without_a_gpu_nothing_is_timed(name, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([name]) == 2
