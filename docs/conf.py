@@ -33,7 +33,7 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {"RowIndices": "mamba_cache.states._mover.RowIndices"}
+autodoc_type_aliases = {"RowIndices": "mamba_cache.states.copier.RowIndices"}
 # Each name is documented once, in the module that defines it, wherever else it is exported.
 autodoc_default_options = {"members": True, "ignore-module-all": True, "show-inheritance": True}
 

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -474,48 +475,35 @@ def compile_parts(model: torch.nn.Module) -> list[str]:
     return sorted({type(part).__name__ for part in parts})
 
 
+@dataclass(slots=True)
 class _Report:
     """The figures of one model."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        *,
-        workloads: Sequence[Workload],
-        ways: Sequence[str],
-        sample: int | None,
-        seconds: float | None,
-        static_rows: Sequence[int],
-        decode_rows: Sequence[int],
-        steps: int,
-        has_limits: bool,
-        is_exact: bool,
-    ) -> None:
-        self._subject = subject
-        self._workloads = workloads
-        self._ways = ways
-        self._sample = sample
-        self._seconds = seconds
-        self._static_rows = static_rows
-        self._decode_rows = decode_rows
-        self._steps = steps
-        self._has_limits = has_limits
-        self._is_exact = is_exact
-        self._figures: list[Measurement] = []
-        self._outcomes: dict[str, dict[str, list[Outcome]]] = {one.name: {} for one in workloads}
-        self._failed: dict[str, str] = {}
-        self._is_lost = False
-        self._extra: dict[str, Any] = {}
-        self._start = time.perf_counter()
+    subject: Subject
+    workloads: Sequence[Workload]
+    ways: Sequence[str]
+    sample: int | None
+    seconds: float | None
+    static_rows: Sequence[int]
+    decode_rows: Sequence[int]
+    steps: int
+    has_limits: bool
+    is_exact: bool
+    figures: list[Measurement] = field(default_factory=list)
+    outcomes: dict[str, dict[str, list[Outcome]]] = field(default_factory=lambda: defaultdict(dict))
+    failed: dict[str, str] = field(default_factory=dict)
+    is_lost: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    start: float = 0.0
 
     def result(self) -> dict[str, Any]:
         """Return the part of the result that is about figures."""
         return {
-            "sample": self._sample,
-            "seconds": round(time.perf_counter() - self._start, 1),
-            "passed": not self._failed and all(one.passed for one in self._figures),
-            "failed": self._failed,
-            "measurements": as_dicts(self._figures),
+            "sample": self.sample,
+            "seconds": round(time.perf_counter() - self.start, 1),
+            "passed": not self.failed and all(one.passed for one in self.figures),
+            "failed": self.failed,
+            "measurements": as_dicts(self.figures),
             "workloads": {
                 one.name: {
                     "prompts": len(one.prompts),
@@ -524,43 +512,44 @@ class _Report:
                     "new_tokens": [min(one.new_tokens), max(one.new_tokens)],
                     "ways": {
                         way: [outcome.as_dict(one) for outcome in outcomes]
-                        for way, outcomes in self._outcomes[one.name].items()
+                        for way, outcomes in self.outcomes[one.name].items()
                     },
                 }
-                for one in self._workloads
+                for one in self.workloads
             },
-            **self._extra,
+            **self.extra,
         }
 
     def run(self) -> None:
         """Measure everything."""
-        subject, model = self._subject, self._subject.model
-        if "generate" in self._ways:
+        self.start = time.perf_counter()
+        subject, model = self.subject, self.subject.model
+        if "generate" in self.ways:
             self._warm_up(lambda: subject.generate(model, self._fresh(1), max_new_tokens=8))
-            for one in self._workloads:
-                run = partial(_answer_one_by_one, subject, model, one, one.sample(self._sample))
+            for one in self.workloads:
+                run = partial(_answer_one_by_one, subject, model, one, one.sample(self.sample))
                 self._measure("generate", one, run)
-        if "batch" in self._ways:
+        if "batch" in self.ways:
             self._attempt(WAYS["batch"], self._run_batch)
-        if "static" in self._ways:
+        if "static" in self.ways:
             self._warm_up(lambda: subject.generate(model, self._fresh(2), max_new_tokens=8))
-            for one in self._workloads:
+            for one in self.workloads:
                 self._measure_static(one)
-        if "cached" in self._ways:
+        if "cached" in self.ways:
             self._attempt(WAYS["cached"], self._run_cached)
-        for one in self._workloads:
-            for way in self._ways:
-                if way not in self._outcomes[one.name]:
-                    self._failed.setdefault(f"{WAYS[way]}, {one.title}", "nothing was measured")
-            self._figures += self._compare(one)
+        for one in self.workloads:
+            for way in self.ways:
+                if way not in self.outcomes[one.name]:
+                    self.failed.setdefault(f"{WAYS[way]}, {one.title}", "nothing was measured")
+            self.figures += self._compare(one)
 
     def _measure(self, way: str, workload: Workload, run: Callable[[], Outcome]) -> None:
         def add() -> None:
             outcome = run()
-            self._outcomes[workload.name].setdefault(way, []).append(outcome)
+            self.outcomes[workload.name].setdefault(way, []).append(outcome)
             part = f"{len(outcome.answers)} of {workload.num_answers} answers"
             rate = f"{outcome.tokens_per_second:,.0f} new tokens/s"
-            total = time.perf_counter() - self._start
+            total = time.perf_counter() - self.start
             progress(
                 f"{workload.title}: {WAYS[way]}: {part} in {outcome.seconds:.1f} s, {rate} "
                 f"({total:.0f} s so far)"
@@ -569,45 +558,45 @@ class _Report:
         self._attempt(f"{WAYS[way]}, {workload.title}", add)
 
     def _measure_static(self, workload: Workload) -> None:
-        most = None if self._sample is None else 1
-        sizes = sorted({min(rows, workload.num_answers) for rows in self._static_rows})
+        most = None if self.sample is None else 1
+        sizes = sorted({min(rows, workload.num_answers) for rows in self.static_rows})
         for rows in sizes:
-            run = partial(_answer_in_batches, self._subject, workload, rows, most)
+            run = partial(_answer_in_batches, self.subject, workload, rows, most)
             self._measure("static", workload, run)
 
     def _run_cached(self) -> None:
         with self._make_cache() as cache:
-            self._warm_up(lambda: self._subject.generate(cache, self._fresh(1), max_new_tokens=8))
-            for one in self._workloads:
-                chosen = one.sample(self._sample)
+            self._warm_up(lambda: self.subject.generate(cache, self._fresh(1), max_new_tokens=8))
+            for one in self.workloads:
+                chosen = one.sample(self.sample)
                 others = [i for i in range(len(one.prompts)) if i not in chosen][:2]
                 for other in others if one.samples == 1 else ():
                     # Of a part, most would be the first to see what all share.
-                    ids = torch.tensor([one.prompts[other]], device=self._subject.model.device)
-                    self._subject.generate(cache, ids)
-                run = partial(_answer_one_by_one, self._subject, cache, one, chosen)
+                    ids = torch.tensor([one.prompts[other]], device=self.subject.model.device)
+                    self.subject.generate(cache, ids)
+                run = partial(_answer_one_by_one, self.subject, cache, one, chosen)
                 self._measure("cached", one, run)
 
     def _run_batch(self) -> None:
         with self._make_cache() as cache:
-            seconds = self._subject.time(lambda: self._warm_up_batches(cache))
-            self._figures.append(
+            seconds = self.subject.time(lambda: self._warm_up_batches(cache))
+            self.figures.append(
                 Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
             )
-            for rows in self._decode_rows:
+            for rows in self.decode_rows:
                 title = f"generate_batch: decode step of {rows} requests, host time included"
                 self._attempt(title, partial(self._add_decode_steps, title, cache, rows))
-            for one in self._workloads:
-                self._measure("batch", one, partial(_answer_batched, self._subject, cache, one))
+            for one in self.workloads:
+                self._measure("batch", one, partial(_answer_batched, self.subject, cache, one))
             stats = cache.batch_stats()
             if stats is not None:
-                self._extra["batch"] = json.loads(json.dumps(asdict(stats), default=str))
+                self.extra["batch"] = json.loads(json.dumps(asdict(stats), default=str))
 
     def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
-        seconds = _time_decode_steps(self._subject, cache, rows, self._steps)
+        seconds = _time_decode_steps(self.subject, cache, rows, self.steps)
         spread = _spread_ms(seconds)
-        limit = _STEP_LIMIT_MS.get(rows) if self._has_limits else None
-        self._figures.append(
+        limit = _STEP_LIMIT_MS.get(rows) if self.has_limits else None
+        self.figures.append(
             Measurement(
                 title,
                 spread["median"],
@@ -617,24 +606,24 @@ class _Report:
                 detail=f"99th percentile {spread['p99']:.2f} ms",
             )
         )
-        self._extra.setdefault("decode_step_ms", {})[str(rows)] = spread
+        self.extra.setdefault("decode_step_ms", {})[str(rows)] = spread
 
     def _make_cache(self) -> PrefixCache:
         """Make a prefix cache that gives nothing up that a workload needs."""
         self._empty()
         tokens = max(
             len(one.prompts[0]) * len(one.prompts) + max(one.new_tokens) * one.num_answers
-            for one in self._workloads
+            for one in self.workloads
         )
-        return self._subject.prefix_cache(
+        return self.subject.prefix_cache(
             num_tokens=2 * tokens,
-            num_calls=max(len(one.prompts) for one in self._workloads) + 8,
-            max_batch_size=max([*self._decode_rows, *(one.num_answers for one in self._workloads)]),
+            num_calls=max(len(one.prompts) for one in self.workloads) + 8,
+            max_batch_size=max([*self.decode_rows, *(one.num_answers for one in self.workloads)]),
         )
 
     def _compare(self, workload: Workload) -> Iterator[Measurement]:
         """Return the figures of a workload, the best of each way."""
-        found = self._outcomes[workload.name]
+        found = self.outcomes[workload.name]
         best = {
             way: max(outcomes, key=lambda one: one.tokens_per_second)
             for way in WAYS
@@ -645,7 +634,7 @@ class _Report:
         for way, limits in (("generate", _ONE_BY_ONE_LIMITS), ("static", _STATIC_LIMITS)):
             if way in best and "batch" in best:
                 ratio = best["batch"].tokens_per_second / best[way].tokens_per_second
-                limit = limits.get(workload.name) if self._has_limits else None
+                limit = limits.get(workload.name) if self.has_limits else None
                 name = f"generate_batch over {WAYS[way]}, {workload.title}"
                 yield Measurement(name, ratio, "x", limit, at_least=True)
         if "cached" in best and "generate" in best:
@@ -676,7 +665,7 @@ class _Report:
                 f"{WAYS[way]}: answers equal to those of {WAYS[first]}, {workload.title}",
                 100 * equal / len(both),
                 "%",
-                100.0 if self._is_exact else None,
+                100.0 if self.is_exact else None,
                 at_least=True,
                 detail=f"{equal} of {len(both)}; equal tokens before the first other one: "
                 f"{share:.0%}",
@@ -684,34 +673,34 @@ class _Report:
 
     def _attempt(self, title: str, run: Callable[[], None]) -> None:
         """Measure something; a failure is part of the result, and the rest is measured still."""
-        if self._seconds is not None and time.perf_counter() - self._start > self._seconds:
-            self._failed[title] = f"not begun: {self._seconds} s were over"
+        if self.seconds is not None and time.perf_counter() - self.start > self.seconds:
+            self.failed[title] = f"not begun: {self.seconds} s were over"
             return
-        if self._is_lost:
-            self._failed[title] = "not begun: the device had failed"
+        if self.is_lost:
+            self.failed[title] = "not begun: the device had failed"
             return
         try:
             run()
         except torch.cuda.OutOfMemoryError as error:
             progress(f"{title}: out of memory")
-            self._extra.setdefault("out_of_memory", {})[title] = str(error).partition(". ")[0]
+            self.extra.setdefault("out_of_memory", {})[title] = str(error).partition(". ")[0]
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            self._failed[title] = f"{type(error).__name__}: {error}"
+            self.failed[title] = f"{type(error).__name__}: {error}"
         try:
             self._empty()
         except RuntimeError as error:
             # An assertion of a kernel, in whichever way: no process recovers from it.
-            self._is_lost = True
-            self._failed.setdefault(title, f"{type(error).__name__}: {error}")
+            self.is_lost = True
+            self.failed.setdefault(title, f"{type(error).__name__}: {error}")
 
     def _warm_up(self, run: Callable[[], object]) -> None:
         """Have kernels compiled and tuned before anything is timed."""
-        self._subject.time(run)
+        self.subject.time(run)
 
     def _warm_up_batches(self, cache: PrefixCache) -> None:
         """Do the same for batches: prompts with a common beginning, as long as the longest."""
-        _time_decode_steps(self._subject, cache, 2, 4)
+        _time_decode_steps(self.subject, cache, 2, 4)
         [stem], ends = self._fresh(1).tolist(), self._fresh(4).tolist()
         part = len(stem) // 9
         prompts = [stem[part:] + end[:part] for end in ends]
@@ -719,12 +708,12 @@ class _Report:
 
     def _fresh(self, rows: int) -> torch.Tensor:
         """Return prompts of nobody, as long as the longest: [rows, length]."""
-        length = max(len(one.prompts[0]) for one in self._workloads)
-        return torch.cat([self._subject.random(length) for _ in range(rows)])
+        length = max(len(one.prompts[0]) for one in self.workloads)
+        return torch.cat([self.subject.random(length) for _ in range(rows)])
 
     def _empty(self) -> None:
         gc.collect()
-        if self._subject.is_cuda:
+        if self.subject.is_cuda:
             torch.cuda.empty_cache()
 
 

@@ -102,6 +102,8 @@ class Engine:
     taken back and its requests go on with the next one, or every later call raises
     ``PoisonedError`` until ``reset``; no token is lost or told twice.
 
+    Arguments that are not listed are those of ``DynamicInferenceContext``.
+
     Args:
         model: Computes the steps.
         config: Settings of the cache; ``max_tokens`` is the token budget of one step. Its
@@ -112,13 +114,7 @@ class Engine:
         max_wait_steps: Steps that one request waits at most.
         drafter: Makes the drafter of one request, such as a class or a ``functools.partial`` of
             one. Not called without ``num_speculative_tokens``.
-        slot_policy: As for ``DynamicInferenceContext``.
-        placement: Likewise.
-        load_planner: Likewise.
-        disk_planner: Likewise.
-        identity: Likewise; ``CacheConfig.disk_cache_path`` needs it.
         prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
-        clock: As for ``DynamicInferenceContext``.
 
     Attributes:
         context: The requests' memory, and the cache; ``context.stats()`` says what it did.

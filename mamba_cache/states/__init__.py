@@ -2,9 +2,8 @@
 
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
-from mamba_cache.states._mover import RowIndices
 from mamba_cache.states.comparison import PrefixContent, PrefixDifference, compare_prefixes
-from mamba_cache.states.copier import StateCopier
+from mamba_cache.states.copier import RowIndices, StateCopier
 from mamba_cache.states.extraction import (
     CHECKPOINT_FIELDS,
     extract_checkpoint_states,

@@ -1,20 +1,128 @@
-"""Batched copies of whole states: checked here, done by a kernel or its PyTorch twin."""
+"""Batched copies of whole states: rows checked here, copied by a kernel or its PyTorch twin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
+from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states._mover import RowMover, check_tensors
 from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.plan import plan_copy
+from mamba_cache.states.kernels.plan import RowCopy, plan_copy
 
-__all__ = ["StateCopier"]
+__all__ = [
+    "RowIndices",
+    "RowMover",
+    "StateCopier",
+    "check_are_tensors",
+    "check_devices",
+    "check_side",
+    "check_tensors",
+]
 
 _KERNELS = "mamba_cache.states.kernels.copy"
+
+RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
+"""[n] row indices: a sequence of ints, a numpy array, or a tensor."""
+
+_RING_DEPTH = 16
+_MOST_PAIRS_SENT = 1024
+"""Longer lists of rows on the host take a launch for each so many pairs."""
+
+
+class RowMover:
+    """Copies rows between two sets of tensors by a launch that it is given.
+
+    Args:
+        sources: Checked tensors, each [num_layers, source rows, *inner].
+        destinations: Likewise.
+        launch: Copies rows, given as [at least n] tensors on the device, and n.
+        takes_lists: Whether ``launch`` takes rows on the host as lists, too, as the twins of the
+            kernels do.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        destinations: Sequence[torch.Tensor],
+        launch: RowCopy,
+        *,
+        takes_lists: bool,
+    ) -> None:
+        self._device = sources[0].device
+        self._num_source_rows = sources[0].shape[1]
+        self._num_destination_rows = destinations[0].shape[1]
+        read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
+        self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
+        self._launch = launch
+        self._takes_lists = takes_lists
+        on_cuda = self._device.type == "cuda"
+        capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
+        self._ring = _RowRing(capacity, self._device) if on_cuda else None
+
+    def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
+        """Copy ``source_rows[i]`` to ``destination_rows[i]`` for every i.
+
+        ``PAD_SLOT_ID`` in either skips the pair; the source ``ZERO_SOURCE`` clears the destination.
+        Rows on the host are checked, then sent without waiting for the device. Rows on a CUDA
+        device cannot be read without waiting for it, so there only their number and dtype are
+        checked: a row past the end is foreign memory, and of duplicate destinations any may win.
+
+        While a CUDA graph is captured, rows must be on the device: the graph reads them there anew
+        at each replay.
+
+        Args:
+            source_rows: [n] ints: a sequence, numpy, or a tensor on the CPU or on the copier's
+                device; int32 or int64.
+            destination_rows: The same, on the host or on the device as ``source_rows`` are.
+
+        Raises:
+            InvalidArgumentError: The lengths, dtypes or devices do not fit, rows on the host are to
+                be captured, or, on the host, a row is out of range, a destination is listed twice,
+                or a row of the same tensors is both read and written. Nothing was copied.
+        """
+        if _is_on_host(source_rows) and _is_on_host(destination_rows):
+            self._copy_host_rows(source_rows, destination_rows)
+            return
+        sources = _check_device_rows("source_rows", source_rows, self._device)
+        destinations = _check_device_rows("destination_rows", destination_rows, self._device)
+        if sources.shape != destinations.shape:
+            raise InvalidArgumentError(
+                f"source_rows and destination_rows must be equally many, "
+                f"got {len(sources)} and {len(destinations)}"
+            )
+        self._launch(sources, destinations, sources.shape[0])
+
+    def _copy_host_rows(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
+        sources, destinations = _check_host_rows(
+            source_rows,
+            destination_rows,
+            num_source_rows=self._num_source_rows,
+            num_destination_rows=self._num_destination_rows,
+            in_place=self._in_place,
+        )
+        if self._ring is None:
+            if self._takes_lists:
+                self._launch(sources, destinations, len(sources))
+            else:  # the kernels, interpreted
+                rows = torch.tensor([sources, destinations], dtype=torch.int64, device="cpu")
+                self._launch(rows[0], rows[1], len(sources))
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgumentError(
+                "rows on the host cannot be captured in a CUDA graph, which would repeat them for "
+                "ever: give them in tensors on the device"
+            )
+        for first in range(0, len(sources), self._ring.capacity):
+            part = slice(first, first + self._ring.capacity)
+            sent = self._ring.send(sources[part], destinations[part])
+            self._launch(sent[0], sent[1], len(sources[part]))
+            self._ring.mark_used()
 
 
 class StateCopier(RowMover):
@@ -52,3 +160,230 @@ class StateCopier(RowMover):
         copy_rows = kernels.copy_states(plan)
         takes_lists = kernels is copy_torch
         super().__init__(sources, destinations, copy_rows, takes_lists=takes_lists)
+
+
+class _RowRing:
+    """Pinned host buffers and their device twins, used in turn.
+
+    Only a host that is more than ``_RING_DEPTH`` calls ahead of the device waits for it.
+
+    Args:
+        capacity: The most rows of each list.
+        device: A CUDA device.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        shape = _RING_DEPTH, 2, capacity
+        pinned = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        # Taking tensors apart anew in each call would cost as much as sending them.
+        self._pinned = pinned.unbind()
+        self._host = [tuple(lists) for lists in pinned.numpy()]
+        self._rows = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        self._lists = [rows.unbind() for rows in self._rows]
+        self._used = [torch.Event(device) for _ in range(_RING_DEPTH)]
+        self._turn = 0
+
+    def send(
+        self, source_rows: Sequence[int], destination_rows: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Enqueue the copy of two equally long lists on the current stream.
+
+        Returns:
+            Two tensors, each [capacity] int32 on the device, that begin with the lists. They hold
+            until ``mark_used``, and as long as the work that is enqueued before it reads them.
+        """
+        turn, count = self._turn, len(source_rows)
+        # Waits for nothing if the event is past, or was never recorded.
+        self._used[turn].synchronize()
+        sources, destinations = self._host[turn]
+        sources[:count], destinations[:count] = source_rows, destination_rows
+        self._rows[turn].copy_(self._pinned[turn], non_blocking=True)
+        return self._lists[turn]
+
+    def mark_used(self) -> None:
+        """Say that the work which reads the rows last sent is enqueued on the current stream."""
+        self._used[self._turn].record()
+        self._turn = (self._turn + 1) % _RING_DEPTH
+
+
+def _is_on_host(rows: RowIndices) -> bool:
+    """Say whether the rows can be read without waiting for a device."""
+    return not isinstance(rows, torch.Tensor) or rows.device.type == "cpu"
+
+
+def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> torch.Tensor:
+    """Check what can be checked of rows on a device without waiting for it.
+
+    Raises:
+        InvalidArgumentError: The rows are not a contiguous 1-D int32 or int64 tensor on ``device``.
+    """
+    if not isinstance(rows, torch.Tensor) or rows.device != device:
+        given = rows.device if isinstance(rows, torch.Tensor) else "the host"
+        raise InvalidArgumentError(
+            f"source and destination rows must both be on the host or both on {device}, "
+            f"got {name} on {given}"
+        )
+    is_int = rows.dtype in (torch.int32, torch.int64)
+    if not is_int or rows.dim() != 1 or not rows.is_contiguous():
+        raise InvalidArgumentError(
+            f"{name} must be contiguous, 1-D, and int32 or int64, got shape {tuple(rows.shape)}, "
+            f"strides {rows.stride()}, {rows.dtype}"
+        )
+    return rows
+
+
+def _check_host_rows(
+    source_rows: RowIndices,
+    destination_rows: RowIndices,
+    *,
+    num_source_rows: int,
+    num_destination_rows: int,
+    in_place: bool,
+) -> tuple[list[int], list[int]]:
+    """Check rows on the host.
+
+    Args:
+        source_rows: [n]; ``PAD_SLOT_ID`` and ``ZERO_SOURCE`` are allowed.
+        destination_rows: [n]; ``PAD_SLOT_ID`` is allowed.
+        num_source_rows: Rows of the tensors read.
+        num_destination_rows: Rows of the tensors written.
+        in_place: Both are the same tensors.
+
+    Returns:
+        The sources and the destinations of the pairs that are not padding.
+
+    Raises:
+        InvalidArgumentError: As in ``StateCopier.copy``.
+    """
+    sources = _as_list("source_rows", source_rows)
+    destinations = _as_list("destination_rows", destination_rows)
+    if len(sources) != len(destinations):
+        raise InvalidArgumentError(
+            f"source_rows and destination_rows must be equally many, "
+            f"got {len(sources)} and {len(destinations)}"
+        )
+    _check_range("source_rows", sources, min(PAD_SLOT_ID, ZERO_SOURCE), num_source_rows)
+    _check_range("destination_rows", destinations, PAD_SLOT_ID, num_destination_rows)
+    if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
+        pairs = zip(sources, destinations, strict=True)
+        real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
+        sources, destinations = [source for source, _ in real], [target for _, target in real]
+    _check_conflicts(sources, destinations, in_place=in_place)
+    return sources, destinations
+
+
+def _as_list(name: str, rows: RowIndices) -> list[int]:
+    if isinstance(rows, list) and set(map(type, rows)) == {int}:
+        return rows
+    try:
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{name} must be 1-D and int32 or int64, got {rows!r}"
+        ) from error
+    is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
+    if array.ndim != 1 or (array.size and not is_int):
+        raise InvalidArgumentError(
+            f"{name} must be 1-D and int32 or int64, got shape {array.shape}, {array.dtype}"
+        )
+    as_list: list[int] = array.tolist()
+    return as_list
+
+
+def _check_range(name: str, rows: list[int], least: int, num_rows: int) -> None:
+    if rows and (min(rows) < least or max(rows) >= num_rows):
+        outside = [row for row in rows if not least <= row < num_rows]
+        raise InvalidArgumentError(
+            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
+        )
+
+
+def _check_conflicts(sources: list[int], destinations: list[int], *, in_place: bool) -> None:
+    written = set(destinations)
+    if len(written) < len(destinations):
+        repeated = sorted(row for row in written if destinations.count(row) > 1)
+        raise InvalidArgumentError(
+            f"each destination row may be listed once, got {repeated} repeatedly"
+        )
+    both = written.intersection(sources) if in_place else ()
+    if both:
+        raise InvalidArgumentError(
+            f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
+        )
+
+
+def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Check that two sets of tensors can be copied into each other.
+
+    Raises:
+        InvalidArgumentError: As in ``StateCopier``.
+    """
+    check_are_tensors("sources", sources)
+    check_are_tensors("destinations", destinations)
+    if not sources or len(sources) != len(destinations):
+        raise InvalidArgumentError(
+            f"give at least one source, and as many destinations, "
+            f"got {len(sources)} and {len(destinations)}"
+        )
+    check_side("sources", sources)
+    check_side("destinations", destinations)
+    check_devices(*sources, *destinations)
+    for source, destination in zip(sources, destinations, strict=True):
+        if _kind(source) != _kind(destination):
+            raise InvalidArgumentError(
+                f"paired tensors must agree in dtype, layers and inner shape, "
+                f"got {_kind(source)} and {_kind(destination)}"
+            )
+
+
+def check_are_tensors(name: str, tensors: Any) -> None:
+    """Check that ``tensors`` is a list or tuple of tensors.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    is_sequence = isinstance(tensors, (list, tuple))
+    if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise InvalidArgumentError(f"{name} must be tensors in a list or tuple, got {tensors!r}")
+
+
+def check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that tensors hold parts of the same states, laid out so that they can be copied.
+
+    Args:
+        side: What they are, for the message.
+        tensors: Each [num_layers, rows, *inner].
+
+    Raises:
+        InvalidArgumentError: Inner axes are not contiguous, or not all have equally many rows.
+    """
+    for tensor in tensors:
+        _check_layout(side, tensor)
+    if len({tensor.shape[1] for tensor in tensors}) > 1:
+        rows = [tensor.shape[1] for tensor in tensors]
+        raise InvalidArgumentError(f"all {side} must have equally many rows, got {rows}")
+
+
+def check_devices(*tensors: torch.Tensor) -> None:
+    """Check that tensors are on one device.
+
+    Raises:
+        InvalidArgumentError: They are not.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise InvalidArgumentError(f"all tensors must be on one device, got {names}")
+
+
+def _check_layout(side: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() < 2 or (tensor.numel() and not tensor[0, 0].is_contiguous()):
+        raise InvalidArgumentError(
+            f"{side} must be [num_layers, rows, *inner] with contiguous inner axes, "
+            f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, int, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape[0], tuple(tensor.shape[2:])

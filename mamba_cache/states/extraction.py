@@ -9,7 +9,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states._mover import check_are_tensors, check_devices
+from mamba_cache.states.copier import check_are_tensors, check_devices
 from mamba_cache.states.kernels import extract_torch
 from mamba_cache.states.quantization import SlotQuantization
 

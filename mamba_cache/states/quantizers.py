@@ -10,7 +10,7 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states._mover import (
+from mamba_cache.states.copier import (
     RowMover,
     check_are_tensors,
     check_devices,

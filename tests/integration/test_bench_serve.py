@@ -323,7 +323,7 @@ def report(model, **outcomes):
         Subject(model), workloads=[one], ways=[*WAYS], sample=2, seconds=None, static_rows=[2],
         decode_rows=[64], steps=3, has_limits=True, is_exact=False,
     )  # fmt: skip
-    made._outcomes["shared"] = outcomes
+    made.outcomes["shared"] = outcomes
     return {figure.name: figure for figure in made._compare(one)}
 
 

@@ -159,8 +159,8 @@ def test_facts_of_each_state(rng):
     memories = describe_states(
         model.kv_cache_config(), [1, 2], states.forward_context(), model.copy_funcs
     )
-    facts = [(m.conv_width, m.inner_size, m.element_size, m.group) for m in memories]
-    assert facts == [(5, 6, 2, 0), (0, 24, 4, 0), (5, 3, 2, 1), (0, 5, 4, 1)]
+    facts = [(m.conv_width, m.block_bytes, m.element_size, m.group) for m in memories]
+    assert facts == [(5, 60, 2, 0), (0, 96, 4, 0), (5, 30, 2, 1), (0, 20, 4, 1)]
     assert memories[3].blocks.stride(0) == (5 + 2) * 4
 
 

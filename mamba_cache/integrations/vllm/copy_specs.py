@@ -84,11 +84,6 @@ class StateMemory:
         """Bytes of one token in one row."""
         return self.blocks.shape[3]
 
-    @property
-    def inner_size(self) -> int:
-        """Elements of one conv token over all rows, or of a temporal state."""
-        return self.block_bytes // self.element_size // max(self.conv_width, 1)
-
     def source_column(self, column: int, bias: int) -> int:
         """Return the column that a move reads: drafts leave temporal states in later ones."""
         return column if self.conv_width else column + bias
