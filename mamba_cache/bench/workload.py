@@ -14,7 +14,6 @@ from mamba_cache.bench.traces import TOKENS_PER_HASH_ID, TraceRequest
 __all__ = [
     "WORKLOADS",
     "draw_agents",
-    "draw_branches",
     "draw_conversations",
     "draw_documents",
     "draw_mixed",
@@ -73,14 +72,8 @@ def draw_agents(
     return _interleave(turns, starts, num_requests, draw, rng)
 
 
-def draw_documents(
-    num_requests: int = 4_000,
-    *,
-    num_documents: int = 60,
-    one_off_share: float = 0.5,
-    seed: int = 0,
-) -> list[TraceRequest]:
-    """Draw questions about documents, some more popular than others, among prompts that come once.
+def draw_documents(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
+    """Draw questions about documents, some more popular than others; half of all prompts come once.
 
     All begin with one system prompt. Which documents are popular changes as time goes on; a
     question about one is asked at its end, or after a part of it.
@@ -88,52 +81,23 @@ def draw_documents(
     rng = np.random.default_rng(seed)
     draw = _new_ids()
     system = draw(4)
-    documents = [draw(int(rng.integers(10, 80))) for _ in range(num_documents)]
-    weights = 1 / np.arange(1, num_documents + 1)
+    documents = [draw(int(rng.integers(10, 80))) for _ in range(60)]
+    weights = 1 / np.arange(1, len(documents) + 1)
     weights /= weights.sum()
     numbers = count()
 
     def turns(start: float) -> Iterator[_Turn]:
         number = next(numbers)
-        if rng.random() < one_off_share:
+        if rng.random() < 0.5:
             context = [*system, *draw(int(rng.integers(2, 60)))]
         else:
-            rank = int(rng.choice(num_documents, p=weights))
-            document = documents[(rank + number // 1_000 * 7) % num_documents]
+            rank = int(rng.choice(len(documents), p=weights))
+            document = documents[(rank + number // 1_000 * 7) % len(documents)]
             part = len(document) if rng.random() < 0.7 else int(rng.integers(1, len(document)))
             context = [*system, *document[:part], *draw(int(rng.integers(0, 4)))]
         yield _Turn(start, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
 
     return _interleave(turns, _arrivals(rng, mean_ms=300), num_requests, draw, rng)
-
-
-def draw_branches(
-    num_requests: int = 3_000, *, num_branches: int = 8, seed: int = 0
-) -> list[TraceRequest]:
-    """Draw searches that try several ways on from one prompt, and go on from one of them.
-
-    Between their requests come single ones behind a few hot prefixes.
-    """
-    rng = np.random.default_rng(seed)
-    draw = _new_ids()
-    hot = [draw(int(rng.integers(4, 30))) for _ in range(6)]
-
-    def turns(start: float) -> Iterator[_Turn]:
-        now = start
-        if rng.random() < 0.8:
-            context = [*hot[int(rng.integers(len(hot)))], *draw(int(rng.integers(0, 20)))]
-            yield _Turn(now, tuple(context), int(rng.integers(1, TOKENS_PER_HASH_ID)))
-            return
-        context = draw(int(rng.integers(5, 50)))
-        for _ in range(int(rng.integers(2, 8))):
-            ways = [[*context, *draw(int(rng.integers(1, 6)))] for _ in range(num_branches)]
-            for way in ways:
-                yield _Turn(now, tuple(way), int(rng.integers(1, TOKENS_PER_HASH_ID)))
-                now += rng.exponential(300)
-            context = ways[int(rng.integers(num_branches))]
-            now += rng.exponential(10_000)
-
-    return _interleave(turns, _arrivals(rng, mean_ms=1_500), num_requests, draw, rng)
 
 
 def draw_mixed(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest]:
@@ -164,7 +128,6 @@ def draw_mixed(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest
 
 WORKLOADS: dict[str, Callable[..., list[TraceRequest]]] = {
     "agents": draw_agents,
-    "branches": draw_branches,
     "conversations": draw_conversations,
     "documents": draw_documents,
     "mixed": draw_mixed,

@@ -18,8 +18,7 @@ from mamba_cache.states.copier import (
     check_tensors,
 )
 from mamba_cache.states.kernels import quantize_torch
-from mamba_cache.states.kernels.plan import CopyPlan, RowCopy, plan_copy
-from mamba_cache.states.kernels.quantized_plan import QuantizedPlan
+from mamba_cache.states.kernels.plan import CopyPlan, QuantizedPlan, RowCopy, plan_copy
 from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["StateDequantizer", "StateQuantizer"]

@@ -1,4 +1,4 @@
-"""Where a batched state copy reads and writes: worked out once, used at every copy."""
+"""Where copies of states read and write, quantised or not: worked out once for all copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["TILE_WORDS", "WIDE_BYTES", "CopyPlan", "RowCopy", "plan_copy"]
+__all__ = [
+    "CHANCE_BASE",
+    "CHANCE_BITS",
+    "INFINITY_BITS",
+    "LARGEST_CODE",
+    "LEAST_MAGNITUDE_BITS",
+    "MAGNITUDE_MASK",
+    "ONE_OVER_LARGEST_CODE",
+    "TILE_WORDS",
+    "WIDE_BYTES",
+    "CopyPlan",
+    "QuantizedPlan",
+    "RowCopy",
+    "plan_copy",
+]
 
 RowCopy: TypeAlias = Callable[[Any, Any, int], None]
 """Copies n rows, given the sources, the destinations, and n.
@@ -24,6 +38,33 @@ TILE_WORDS = 512
 
 WIDE_BYTES = 16
 """The widest access that a GPU has."""
+
+LARGEST_CODE = 127.0
+"""The code of a column's largest magnitude; -128 is not used, so that codes are symmetric."""
+
+ONE_OVER_LARGEST_CODE = 1 / LARGEST_CODE
+"""Scales are multiplied by it, in float32: a division takes ten times as long."""
+
+# Magnitudes are compared as the bits of float32, where NaN is above infinity: one integer maximum
+# finds the largest of a column and whether all are finite.
+MAGNITUDE_MASK = 0x7FFFFFFF
+"""All bits of a float32 but its sign."""
+
+INFINITY_BITS = 0x7F800000
+"""An infinite float32; the magnitudes of NaNs are above it."""
+
+LEAST_MAGNITUDE_BITS = (127 - 100) << 23
+"""2**-100, for which columns that stay below are taken: scales, and one over them, stay normal."""
+
+CHANCE_BITS = 14
+"""Random bits that decide whether a value is rounded up."""
+
+CHANCE_BASE = 768.0
+"""Added to a code that is not rounded, it leaves a float32 with ``CHANCE_BITS`` bits of fraction.
+
+768 is 512 + 256. From 512 to 1024 the fraction of a float32 has 14 bits; and 256 does not show in
+the eight bits above them, which are the code, rounded down.
+"""
 
 _WIDEST_WORD_BYTES = 8
 _MOST_TILES_PER_CHUNK = 16
@@ -56,6 +97,25 @@ class CopyPlan:
     narrow_bytes: int
     tiles_per_chunk: int
     num_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPlan:
+    """The tensors of a copy between live states and quantised slots, in either direction.
+
+    Attributes:
+        unchanged: The copy of the tensors that are not quantised, in the copy's direction.
+        states: [num_layers, rows, heads, head_dim, state_dim], floating-point: live SSM states.
+        codes: [num_layers, slots, heads, head_dim, state_dim] int8.
+        scales: [num_layers, slots, heads, state_dim] float32.
+        hash_seed: Seed of stochastic rounding; None: round to nearest.
+    """
+
+    unchanged: CopyPlan
+    states: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    hash_seed: int | None
 
 
 class _Segment(NamedTuple):

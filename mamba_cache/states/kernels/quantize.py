@@ -22,8 +22,7 @@ from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.states.kernels._launch import Launcher, layout_of
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.copy import WORDS, copy_tile
-from mamba_cache.states.kernels.plan import WIDE_BYTES, RowCopy
-from mamba_cache.states.kernels.quantized_plan import (
+from mamba_cache.states.kernels.plan import (
     CHANCE_BASE,
     CHANCE_BITS,
     INFINITY_BITS,
@@ -31,7 +30,9 @@ from mamba_cache.states.kernels.quantized_plan import (
     LEAST_MAGNITUDE_BITS,
     MAGNITUDE_MASK,
     ONE_OVER_LARGEST_CODE,
+    WIDE_BYTES,
     QuantizedPlan,
+    RowCopy,
 )
 
 __all__ = [

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 
 from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.plan import RowCopy
-from mamba_cache.states.kernels.quantized_plan import (
+from mamba_cache.states.kernels.plan import (
     CHANCE_BASE,
     CHANCE_BITS,
     INFINITY_BITS,
@@ -17,6 +16,7 @@ from mamba_cache.states.kernels.quantized_plan import (
     MAGNITUDE_MASK,
     ONE_OVER_LARGEST_CODE,
     QuantizedPlan,
+    RowCopy,
 )
 
 __all__ = ["dequantize", "dequantize_states", "quantize", "quantize_states"]
