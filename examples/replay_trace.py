@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from mamba_cache.bench.replay import POLICIES, print_replay, run_replay
+from mamba_cache.bench.replay import print_replay, run_replay
+from mamba_cache.slots import SLOT_POLICIES
 
 BUDGETS = (10, 20, 40, None)
 DRAWN_REQUESTS = 150
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"\nThe fewest slots that come within {NEAR:.0%} of what a policy reaches without a limit:"
     )
-    for policy in POLICIES:
+    for policy in SLOT_POLICIES:
         records = [record for record in result["records"] if record["policy"] == policy]
         print(smallest_budget(records, policy))
     return 0 if result["passed"] else 1
