@@ -7,57 +7,19 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
+from gpu_models import BLOCK, make_model
 from gpu_rig import waiting_raises
-from transformers import AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs
 
 pytestmark = pytest.mark.gpu
 
-BLOCK = 64
-SIZES = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-SSD = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 64}
-LINEAR = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"]}
-LINEAR["layer_types"] = [*LINEAR["layer_types"], "linear_attention"]
-DELTA = {
-    **LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-}  # fmt: skip
-FAMILIES = {
-    "mamba2": {
-        "num_hidden_layers": 3, "state_size": 64, "num_heads": 8, "head_dim": 32, "n_groups": 1,
-        "chunk_size": BLOCK,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 64,
-        "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "chunk_size": BLOCK,
-    },
-    "granitemoehybrid": {
-        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
-        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128,
-        "mamba_chunk_size": BLOCK, **SSD,
-    },
-    "qwen3_5_text": DELTA,
-    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_chunk_size": BLOCK, **SSD},
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-}  # fmt: skip
+FAMILIES = (
+    "mamba2", "nemotron_h", "granitemoehybrid without experts", "qwen3_5_text", "falcon_h1", "lfm2",
+)  # fmt: skip
 EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
-
-
-def make_model(family, dtype=torch.bfloat16):
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers has no {family}: needs the extra transformers")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})
-    )
-    return model.to("cuda", dtype).eval()
 
 
 def make_cache(model, **settings):

@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
+from gpu_models import BLOCK, make_model
 from gpu_rig import BUSY_CYCLES, waiting_raises
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -18,47 +17,14 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
-BLOCK = 64
+FAMILIES = ("mamba2", "nemotron_h", "granitemoehybrid", "qwen3_next", "falcon_h1")
 CUTS = (BLOCK, 3 * BLOCK)
 LENGTH = 5 * BLOCK - 7
-SIZES = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-SSD = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 64}
-FAMILIES = {
-    "mamba2": {
-        "num_hidden_layers": 3, "state_size": 64, "num_heads": 8, "head_dim": 32, "n_groups": 1,
-        "chunk_size": BLOCK,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 64,
-        "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "chunk_size": BLOCK,
-    },
-    "granitemoehybrid": {
-        "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
-        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 128,
-        "mamba_chunk_size": BLOCK, **SSD,
-    },
-    "qwen3_next": {
-        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 1
-        + ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    },
-    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_chunk_size": BLOCK, **SSD},
-}  # fmt: skip
 
 
 @pytest.fixture(params=FAMILIES)
 def model(request):
-    if request.param not in CONFIG_MAPPING:
-        pytest.skip(f"transformers has no {request.param}: needs the extra transformers")
-    torch.manual_seed(0)
-    sizes = {**SIZES, **FAMILIES[request.param]}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[request.param](**sizes))
-    return model.to("cuda", torch.bfloat16).eval()
+    return make_model(request.param)
 
 
 def tokens(generator, count=LENGTH):
