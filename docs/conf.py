@@ -64,7 +64,12 @@ def first_sentence(documented: object) -> str:
     """The first sentence of a docstring, on one line; "" if there is none."""
     text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
     sentence = re.match(r".*?[.?!](?= |$)", text)
-    return sentence[0] if sentence else text
+    return literal_stars(sentence[0] if sentence else text)
+
+
+def literal_stars(text: str) -> str:
+    """The same text, in which a star, as in the shape [layers, *inner], is a star."""
+    return re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", text)
 
 
 def exports(package: ModuleType) -> list[str]:
@@ -106,7 +111,10 @@ def module_page(module: ModuleType, exported: set[str]) -> tuple[list[str], list
     if len(defined) > 1:
         lines += titled(
             "In this module",
-            [f"- :py:obj:`~{name}.{one}`: {first_sentence(getattr(module, one))}" for one in defined],
+            [
+                f"- :py:obj:`~{name}.{one}`: {first_sentence(getattr(module, one))}"
+                for one in defined
+            ],
         )
     if apart:
         lines += [".. toctree::", "   :hidden:", ""]
@@ -260,11 +268,10 @@ def read_docstring(
     """Turn a Google style docstring into reStructuredText.
 
     `sphinx.ext.napoleon` as an extension would take what stands before a colon in the docstring of
-    an attribute for its type; as a method's docstring it is read for its sections alone. A star, as
-    in the shape [layers, *inner], is a star.
+    an attribute for its type; as a method's docstring it is read for its sections alone.
     """
     what = "method" if what in ("attribute", "data", "property") else what
-    text = [re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", line) for line in lines]
+    text = [literal_stars(line) for line in lines]
     lines[:] = GoogleDocstring(text, DOCSTRINGS, what=what, name=name, obj=obj).lines()
 
 
