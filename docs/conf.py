@@ -28,6 +28,8 @@ html_theme = "furo"
 html_title = f"mamba_cache {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_copy_source = False
+html_use_index = html_domain_indices = False  # the reference and the search lead to every name
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
@@ -116,9 +118,6 @@ def module_page(module: ModuleType, exported: set[str]) -> tuple[list[str], list
                 for one in defined
             ],
         )
-    if apart:
-        lines += [".. toctree::", "   :hidden:", ""]
-        lines += [f"   {one} <{name}.{one}>" for one in apart] + [""]
     return lines, apart
 
 
@@ -202,7 +201,8 @@ def write_reference(_app: object) -> None:
         folder = REFERENCE / "inner" if is_inner(name) else REFERENCE
         (folder / f"{name}.rst").write_text("\n".join(body), encoding="utf-8")
         for one in apart:
-            page = [one, "=" * len(one), "", f".. autoclass:: {name}.{one}", ""]
+            # An orphan: hundreds of entries beside every page would help nobody.
+            page = [":orphan:", "", one, "=" * len(one), "", f".. autoclass:: {name}.{one}", ""]
             page += [f"From :py:mod:`{name}`.", ""]
             (folder / f"{name}.{one}.rst").write_text("\n".join(page), encoding="utf-8")
 
