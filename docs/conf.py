@@ -26,6 +26,10 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mamba_cache {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_use_index = html_domain_indices = False  # the reference and the search lead to every name
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
@@ -62,7 +66,12 @@ def first_sentence(documented: object) -> str:
     """The first sentence of a docstring, on one line; "" if there is none."""
     text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
     sentence = re.match(r".*?[.?!](?= |$)", text)
-    return sentence[0] if sentence else text
+    return literal_stars(sentence[0] if sentence else text)
+
+
+def literal_stars(text: str) -> str:
+    """The same text, in which a star, as in the shape [layers, *inner], is a star."""
+    return re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", text)
 
 
 def exports(package: ModuleType) -> list[str]:
@@ -75,6 +84,48 @@ def exports(package: ModuleType) -> list[str]:
             sentence = first_sentence(exported) if callable(exported) else ""
             lines.append(f"- :py:obj:`{name} <{home}.{name}>`: {sentence}".rstrip(": "))
     return titled("Exports", lines)
+
+
+def exported_classes() -> set[str]:
+    """The classes that a package exports, but exceptions, which stand together on one page."""
+    found = [mamba_cache.__name__]
+    found += [
+        module.name
+        for module in pkgutil.walk_packages(mamba_cache.__path__, "mamba_cache.")
+        if module.ispkg and not re.search(r"\._|\.(bench|cli)\b", module.name)
+    ]
+    packages = [importlib.import_module(name) for name in found if not is_old_path(name)]
+    classes = [getattr(package, name) for package in packages for name in package.__all__]
+    return {
+        f"{one.__module__}.{one.__qualname__}"
+        for one in classes
+        if inspect.isclass(one) and not issubclass(one, BaseException)
+    }
+
+
+def module_page(module: ModuleType, exported: set[str]) -> tuple[list[str], list[str]]:
+    """A module's page, and the classes that have a page of their own."""
+    name = module.__name__
+    defined = [one for one in module.__all__ if is_defined_in(module, one)]
+    apart = [one for one in defined if f"{name}.{one}" in exported and len(defined) > 1]
+    lines = [name, "=" * len(name), "", f".. automodule:: {name}"]
+    lines += [f"   :exclude-members: {', '.join(apart)}", ""] if apart else [""]
+    if len(defined) > 1:
+        lines += titled(
+            "In this module",
+            [
+                f"- :py:obj:`~{name}.{one}`: {first_sentence(getattr(module, one))}"
+                for one in defined
+            ],
+        )
+    return lines, apart
+
+
+def is_defined_in(module: ModuleType, name: str) -> bool:
+    """Whether a module defines a class or a function itself."""
+    one = getattr(module, name)
+    is_its_own = getattr(one, "__module__", None) == module.__name__
+    return is_its_own and (inspect.isclass(one) or inspect.isfunction(one))
 
 
 def titled(title: str, lines: list[str]) -> list[str]:
@@ -141,13 +192,19 @@ def write_reference(_app: object) -> None:
     names = [module.name for module in found if not module.name.endswith("__main__")]
     names = ["mamba_cache", *(name for name in names if not is_old_path(name))]
     (REFERENCE / "modules.rst").write_text("\n".join(overview(names)), encoding="utf-8")
+    exported = exported_classes()
     for name in names:
         module = importlib.import_module(name)
-        body = [name, "=" * len(name), "", f".. automodule:: {name}", ""]
+        body, apart = module_page(module, set() if is_inner(name) else exported)
         if hasattr(module, "__path__"):
             body += exports(module) + contents(module)
         folder = REFERENCE / "inner" if is_inner(name) else REFERENCE
         (folder / f"{name}.rst").write_text("\n".join(body), encoding="utf-8")
+        for one in apart:
+            # An orphan: hundreds of entries beside every page would help nobody.
+            page = [":orphan:", "", one, "=" * len(one), "", f".. autoclass:: {name}.{one}", ""]
+            page += [f"From :py:mod:`{name}`.", ""]
+            (folder / f"{name}.{one}.rst").write_text("\n".join(page), encoding="utf-8")
 
 
 def write_results(_app: object) -> None:
@@ -211,11 +268,10 @@ def read_docstring(
     """Turn a Google style docstring into reStructuredText.
 
     `sphinx.ext.napoleon` as an extension would take what stands before a colon in the docstring of
-    an attribute for its type; as a method's docstring it is read for its sections alone. A star, as
-    in the shape [layers, *inner], is a star.
+    an attribute for its type; as a method's docstring it is read for its sections alone.
     """
     what = "method" if what in ("attribute", "data", "property") else what
-    text = [re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", line) for line in lines]
+    text = [literal_stars(line) for line in lines]
     lines[:] = GoogleDocstring(text, DOCSTRINGS, what=what, name=name, obj=obj).lines()
 
 

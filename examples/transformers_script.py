@@ -1,8 +1,8 @@
-"""Put a prefix cache around a transformers model: the shortest example, with and without it.
+"""A script with transformers: a prefix cache around the model, with and without.
 
-A small hybrid model with random weights and bytes as tokens answers a few questions about one long
-text. What it says means nothing, but with the cache and without it must say the same. Replace
-``make_model`` by ``AutoModelForCausalLM.from_pretrained(...)`` and ``encode`` by your tokenizer.
+The model of a folder (``transformers_script.py FOLDER``) answers questions about one long text.
+Without a folder it is a small hybrid with random weights and bytes as tokens: what it says means
+nothing, but with the cache and without it must say the same.
 
 Needs the extra: pip install -e '.[transformers]'
 """
@@ -16,7 +16,12 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    GraniteMoeHybridConfig,
+)
 
 from mamba_cache.integrations.transformers import PrefixCache
 
@@ -38,37 +43,52 @@ def make_model() -> Any:
         mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=64,
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config)
 
 
-def encode(question: str) -> torch.Tensor:
-    """Return a prompt's tokens, [1, length]."""
-    return torch.tensor([list((TEXT + question).encode())])
+def read_bytes(text: str, **_: Any) -> BatchEncoding:
+    """Return a text's bytes as tokens, as a tokenizer does."""
+    ids = torch.tensor([list(text.encode())])
+    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-def answer(generate: Callable[..., Any], question: str) -> tuple[list[int], float]:
+def answer(generate: Callable[..., Any], inputs: Any, **more: Any) -> tuple[list[int], float]:
     """Return the tokens of an answer, and the seconds that it took."""
-    ids, begun = encode(question), time.perf_counter()
-    output = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-    return output[0, ids.shape[1] :].tolist(), time.perf_counter() - begun
+    begun = time.perf_counter()
+    output = generate(**inputs, max_new_tokens=8, do_sample=False, **more)
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - begun
 
 
-def main() -> int:
-    """Answer every question with the cache and without, and compare."""
-    model, agree = make_model(), []
-    cache = PrefixCache(model, mamba_cache_gb=0.1, kv_cache_gb=0.1, block_size_tokens=128)
+def main(folder: str | None = None) -> int:
+    """Answer every question with the cache and without, and compare; return the exit status."""
+    model, tokenizer, block = make_model(), read_bytes, 128
+    if folder is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        tokenizer, block = AutoTokenizer.from_pretrained(folder), 256
+    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # the tensors are small: more threads mostly wait for each other
+    gb = 0.1 if folder is None else 4
+    cache = PrefixCache(model, mamba_cache_gb=gb, kv_cache_gb=gb, block_size_tokens=block)
+    shared = tokenizer(TEXT, return_tensors="pt")["input_ids"].shape[1]
+    agree, computed, needed = [], 0, 0
+    answer(model.generate, tokenizer("warm up", return_tensors="pt").to(model.device))
     print("question                        tokens  skipped  with the cache  without")
     for question in QUESTIONS:
-        before = cache.stats().skipped_tokens
-        cached, seconds = answer(cache.generate, question)
+        inputs = tokenizer(TEXT + question, return_tensors="pt").to(model.device)
+        before, length = cache.stats().skipped_tokens, inputs["input_ids"].shape[1]
+        # Where the questions part is known here; else the cache finds it at the second one.
+        cached, seconds = answer(cache.generate, inputs, checkpoints=[shared])
         skipped = cache.stats().skipped_tokens - before
-        plain, plain_seconds = answer(model.generate, question)
+        plain, plain_seconds = answer(model.generate, inputs)
         agree.append(cached == plain)
+        computed, needed = computed + length - skipped, needed + length
         times = f"{seconds * 1e3:11.0f} ms {plain_seconds * 1e3:5.0f} ms"
-        print(f"{question:30} {encode(question).shape[1]:7,} {skipped:8,} {times}")
-    print(f"\nAnswers with and without the cache {'agree' if all(agree) else 'DO NOT AGREE'}.")
+        print(f"{question:30} {length:7,} {skipped:8,} {times}")
+    print(f"\nPrompt tokens computed: {computed:,} with the cache, {needed:,} without.")
+    print(f"Answers with and without the cache {'agree' if all(agree) else 'DO NOT AGREE'}.")
     return 0 if all(agree) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,35 +96,31 @@ def draw_tiers() -> None:
 def draw_layers() -> None:
     """Draw the packages of each layer, as the table on the page about architecture lists them."""
     rows = re.findall(
-        r"^\| (\d) \| (`[^|]*) \| ([^|:]*)", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| (\d) \| (`[^|]*) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE
     )
-    layers: dict[str, tuple[list[str], list[str]]] = {}
-    for number, names, holds in rows:
+    layers: dict[str, list[str]] = {}
+    for number, names in rows:
         packages = re.findall(r"`([a-z]+)", names)  # not the private modules
         if packages:
-            drawn = layers.setdefault(number, ([], []))
-            drawn[0].extend(packages)
-            drawn[1].append(holds.strip())
-    axes = _canvas(110, 8.4 + 7.4 * (len(layers) - 1))
-    for number, (packages, holds) in layers.items():
+            layers.setdefault(number, []).extend(packages)
+    axes = _canvas(60, 8.4 + 7.4 * (len(layers) - 1))
+    for number, packages in layers.items():
         bottom = 1.8 + 7.4 * (int(number) - 1)
         axes.text(2, bottom + 3, number, va="center", color=LIGHT["muted"], fontsize=12)
         width = 52 / len(packages)
         for index, package in enumerate(packages):
             _box(axes, 6 + index * width, bottom, package, BLOCK, width=width - 1)
-        text = textwrap.fill("; ".join(holds), 58)
-        axes.text(60, bottom + 3, text, va="center", color=LIGHT["muted"], fontsize=9)
     save(axes.get_figure(), "layers")
 
 
 def draw_entry() -> None:
     """Draw the life of an entry: down to the disk, and verified on its way up."""
-    axes = _canvas(112, 52)
-    rows = ((38, "GPU", "slots and KV blocks"), (22, "host", "pinned rows"), (6, "disk", "slabs"))
+    axes = _canvas(66, 58)
+    rows = ((45, "GPU", "slots, blocks"), (29, "host", "pinned rows"), (13, "disk", "slabs"))
     steps = {
-        38: (("step commits", BLOCK), ("found by hash", STATE), ("evicted", SKIPPED)),
-        22: (("spilled", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),
-        6: (
+        45: (("step commits", BLOCK), ("found by hash", STATE), ("evicted", SKIPPED)),
+        29: (("spilled", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),
+        13: (
             ("second use:\nwritten, synced", BLOCK),
             ("found by digest", STATE),
             ("evicted", SKIPPED),
@@ -134,17 +129,24 @@ def draw_entry() -> None:
     for bottom, name, detail in rows:
         _name(axes, bottom, name, detail)
         for index, (label, paint) in enumerate(steps[bottom]):
-            left = 24 + index * 22
-            _box(axes, left, bottom, label, paint, width=18)
+            left = 13 + index * 18
+            _box(axes, left, bottom, label, paint, width=15)
             if index:
                 _arrow(axes, (left - 3.8, bottom + 3), (left - 0.2, bottom + 3), "muted")
-    for bottom in (22, 6):
-        _arrow(axes, (33, bottom + 15.8), (33, bottom + 6.3), "blue")
-        _arrow(axes, (55, bottom + 6.3), (55, bottom + 15.8), "green")
-        label = "header, then checksums" if bottom == 22 else "header, then digest"
-        axes.text(57, bottom + 11, f"verified: {label}", color=LIGHT["green"], va="center")
-    _note(axes, 97, 25, "dropped and counted:\na miss, by reason")
-    _note(axes, 55, 1.6, "what does not match is never restored; the prompt is computed instead")
+    for bottom in (29, 13):
+        _arrow(axes, (20, bottom + 15.8), (20, bottom + 6.3), "blue")
+        _arrow(axes, (38, bottom + 6.3), (38, bottom + 15.8), "green")
+        label = "header, then checksums" if bottom == 29 else "header, then digest"
+        axes.text(
+            40, bottom + 11, f"verified: {label}", color=LIGHT["green"], va="center", fontsize=9
+        )
+    _note(
+        axes,
+        33,
+        5,
+        "what does not match is never restored: it is dropped and\n"
+        "counted, a miss by reason, and the prompt is computed",
+    )
     save(axes.get_figure(), "entry")
 
 

@@ -16,6 +16,9 @@ from tables import kernel_runs, shown_run
 
 RESULTS = Path(__file__).parent.parent / "benchmarks"
 
+WIDTH = 4.8
+"""Inches: a phone shows that at about its own size, so that what is written can be read there."""
+
 Points = dict[float, float]
 """A curve: y by x."""
 
@@ -23,7 +26,7 @@ Points = dict[float, float]
 def draw_copy() -> None:
     """Draw how fast states are copied, by how many there are, beside other ways to copy them."""
     path = _newest("copy-h200")
-    axes = _axes("Copying states of 97.9 MiB, GB/s read and written", "states in one call")
+    axes = _axes("Copying states of 97.9 MiB, GB/s", "states in one call")
     curves: dict[str, Points] = defaultdict(dict)
     for name, result in _measurements(path).items():
         match = re.fullmatch(r"Nemotron-H-8B, fp32 SSM, (\d+) slots: (.*)", name)
@@ -70,7 +73,7 @@ def draw_ttft() -> None:
     """Draw the time to first token of one model, by the tokens that were cached."""
     shown = shown_run(kernel_runs())
     paths = [shown["path"]] if shown else sorted(RESULTS.glob("ttft-nemotron-h-8b*.json"))
-    axes = _axes("Time to first token, Nemotron-H-8B's shape, ms", "cached tokens, beside 256 new")
+    axes = _axes("Time to first token, Nemotron-H-8B, ms", "cached tokens, beside 256 new")
     curves: dict[str, Points] = defaultdict(dict)
     for path in paths:
         for name, result in _measurements(path).items():
@@ -80,7 +83,7 @@ def draw_ttft() -> None:
     colours = {"miss": "orange", "plain transformers": "muted", "hit": "blue"}
     for label, colour in colours.items():
         _curve(axes, curves[label], label, colour)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     _ticks(axes, sorted(curves["hit"]))
     _finish(axes, "ttft", paths)
 
@@ -88,9 +91,9 @@ def draw_ttft() -> None:
 def draw_hits() -> None:
     """Draw the share of tokens skipped by the number of slots, for each drawn workload."""
     paths = sorted(RESULTS.glob("replay-*.json"))
-    figure = Figure(figsize=(7.8, 3.4), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
-    for path, axes in zip(paths, figure.subplots(1, len(paths), squeeze=False)[0], strict=True):
+    figure = Figure(figsize=(WIDTH, 3.1 * len(paths)), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    for path, axes in zip(paths, figure.subplots(len(paths), squeeze=False)[:, 0], strict=True):
         result = json.loads(path.read_text(encoding="utf-8"))
         records = [one for one in result["records"] if one["placement"] == "megatron"]
         curves: dict[str, Points] = defaultdict(dict)
@@ -106,7 +109,7 @@ def draw_hits() -> None:
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         _ticks(axes, sorted({x for points in curves.values() for x in points})[::2])
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     save(figure, "hits", paths)
 
 
@@ -120,8 +123,8 @@ def _measurements(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _axes(title: str, x_label: str) -> Axes:
-    figure = Figure(figsize=(7.8, 3.4), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     axes = figure.add_subplot()
     axes.set_title(title, pad=10)
     axes.set_xlabel(x_label)
@@ -142,5 +145,6 @@ def _ticks(axes: Axes, values: list[float]) -> None:
 
 def _finish(axes: Axes, name: str, paths: list[Path]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    labels = axes.get_legend_handles_labels()
+    axes.get_figure().legend(*labels, loc="outside lower center", ncols=2)
     save(axes.get_figure(), name, paths)

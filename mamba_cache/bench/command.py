@@ -113,7 +113,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "mamba-cache ben
         return 2
     if not given[0].startswith("-") and given[0] not in BENCHMARKS:
         parser.error(f"NAME {wrong_name(given[0], BENCHMARKS)}")
-    options = vars(parser.parse_args(given))
+    parsed, unknown = parser.parse_known_args(given)
+    if unknown:
+        parser.error(
+            f"{given[0]} takes no {unknown[0]!r}; {prog} {given[0]} --help lists its options"
+        )
+    options = vars(parsed)
     name, as_json = options.pop("benchmark"), options.pop("json")
     try:
         passed = _run(name, BENCHMARKS[name], options, as_json=as_json)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mamba_cache.errors import InvalidArgumentError
+
 __all__ = ["serve"]
 
 
@@ -62,4 +64,7 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
-        server(args=[model, *context.args], prog_name="mamba-cache serve")
+        try:
+            server(args=[model, *context.args], prog_name="mamba-cache serve")
+        except OSError as error:  # what transformers raises where there is no such model
+            raise InvalidArgumentError(f"{model!r} cannot be served: {error}") from error

@@ -576,7 +576,9 @@ def _not_found(model: str) -> str:
     message = f"model must be one of {allowed}, got {model!r:.200}"
     near = get_close_matches(model.rpartition("/")[2].lower(), BUILT_IN, n=1)
     message += f"; did you mean {near[0]!r}?" if near else "."
-    if _HUB_ID.fullmatch(model) and not model.endswith(".json"):
+    if model.endswith(".json") or model.startswith(("/", ".", "~")):
+        message += " There is no file or folder of that name"
+    elif _HUB_ID.fullmatch(model):
         message += (
             " Nothing is downloaded, and this machine's cache of the hub has no such model: run "
             f"'hf download {model} config.json' first"

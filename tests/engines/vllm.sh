@@ -41,3 +41,4 @@ fi
 
 [ $# -gt 0 ] || set -- tests/integration/test_vllm_real.py
 timeout 1500 "$folder/venv/bin/python" -m pytest -q "$@"
+timeout 300 "$folder/venv/bin/python" -W ignore examples/vllm_offline.py

@@ -1,12 +1,15 @@
 """The command line: results, errors, exit codes, terminals and pipes."""
 
 import dataclasses
+import importlib
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from sources import ROOT
@@ -146,7 +149,9 @@ def test_a_plan_takes_every_option(call):
         (["plan", "zamba2-7b", "--shared", "9", "--prompt", "8"], 2, "at most --prompt (8)"),
         (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
         (["bench", "ttft", "--family", "nemotron"], 2, "did you mean 'nemotron-h-8b'?"),
+        (["plan", "/nowhere/config.json"], 2, "There is no file or folder of that name"),
         (["bench", "cpy"], 2, "copy"),
+        (["bench", "ttft", "--familly", "x"], 2, "no '--familly'; mamba-cache bench ttft --help"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
         (["doctor", "--store", "ftp://host"], 2, "a store must be one of mooncake://"),
@@ -444,3 +449,16 @@ def test_serve_says_what_it_passes_on_and_needs(call, monkeypatch):
     code, _, err = call("serve", "some/model")
     assert code == 2
     assert re.search(r"pip install -e '\.\[(serve|transformers)\]'", err)
+
+
+def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, monkeypatch):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    serving = importlib.import_module("mamba_cache.integrations.transformers.serve")
+    monkeypatch.setattr(serving, "installed", lambda **_: nullcontext())
+
+    def load(force_model: str) -> None:
+        raise OSError("no such repository")
+
+    monkeypatch.setitem(sys.modules, "transformers.cli.serve", SimpleNamespace(Serve=load))
+    code, _, err = call("serve", "some/model")
+    assert (code, err) == (2, "mamba-cache: 'some/model' cannot be served: no such repository\n")

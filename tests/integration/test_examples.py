@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -38,8 +40,25 @@ def test_output_is_as_shown(page, name, capsys):
     assert capsys.readouterr().out == shown(page, f"python examples/{name}.py")
 
 
+CHOOSER = (
+    *("own_engine", "megatron_core", "vllm_offline", "transformers_script", "transformers_server"),
+    "several_machines",
+)
+"""The examples of the README's chooser, one for each thing that somebody may have."""
+
+
+@pytest.mark.parametrize("name", CHOOSER)
+def test_what_the_chooser_leads_to_is_short_and_compares(name):
+    """Each is under 100 lines, ends in a comparison, and fails if that finds a difference."""
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    assert "{'agree' if " in text
+    assert "return 0 if " in text
+    assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
 def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
-    chat = load("multi_turn_chat")
+    chat = load("own_engine")
     assert chat.main() == 0
     printed = capsys.readouterr().out
     turns = [line.split() for line in printed.splitlines() if re.match(r" +\d+ ", line)]
@@ -49,17 +68,37 @@ def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
     block = chat.BLOCK_SIZE_TOKENS
     for turn in range(1, len(turns)):
         # The last token of an answer is not computed in its turn, so neither is its block then.
-        said_before = prompts[turn - 1] + chat.SAMPLING.max_new_tokens - 1
+        said_before = prompts[turn - 1] + chat.NEW_TOKENS - 1
         assert skipped[turn] == said_before // block * block
 
 
 def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
-    chat = load("multi_turn_chat")
-    turns = iter([chat.converse(chat.make_engine(chat.HybridModel(), enable_prefix_caching=True))])
-    other = chat.converse(chat.make_engine(chat.HybridModel(seed=1), enable_prefix_caching=True))
-    monkeypatch.setattr(chat, "converse", lambda _: next(turns, other))
+    chat = load("own_engine")
+    turns = iter([[(2, 0, [7])], [(2, 0, [8])]])
+    monkeypatch.setattr(chat, "converse", lambda *_: next(turns))
     assert chat.main() == 1
     assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "said"),
+    [
+        ("vllm_offline", "vllm", "This example needs vLLM: .*pip install -e '.\\[vllm]'"),
+        ("megatron_core", "megatron", "Megatron Core is not installed.*pip install megatron-core"),
+    ],
+)
+def test_an_example_whose_engine_is_missing_says_what_to_install(name, package, said):
+    example = ROOT / "examples" / f"{name}.py"
+    # Blocked, so that the test is the same where the engine is installed.
+    program = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; "
+        f"runpy.run_path({str(example)!r}, run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert re.search(said, result.stderr.splitlines()[-1])
 
 
 def test_the_own_policy_keeps_what_was_used_most():

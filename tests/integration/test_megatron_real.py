@@ -5,6 +5,7 @@ what a real context asks of CUDA, the host answers.
 """
 
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def core(imported):
     with host_for_cuda():
         yield imported
     megatron.uninstall()
+
+
+def test_the_example_computes_only_what_is_new(core, capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "megatron_core.py"))
+    assert example["main"]() == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"(\d+) computed with the cache", printed) == ["701", "64", "44"]
+    assert "States with and without the cache agree" in printed
 
 
 def test_the_readmes_lines_run(core, generator):

@@ -258,7 +258,10 @@ def test_a_built_in_name_in_any_case(name):
         ("nemotron-h-8", "did you mean 'nemotron-h-8b'"),
         ("nvidia/Nemotron-H-8B-Base-8K", "did you mean 'nemotron-h-8b'"),
         ("someone/their-model", "hf download someone/their-model config.json"),
-        ("nowhere/config.json", r"or the folder that holds one, got 'nowhere/config\.json'\.$"),
+        (
+            "nowhere/config.json",
+            r"got 'nowhere/config\.json'\. There is no file or folder of that name$",
+        ),
         ("", "got ''"),
         ("x" * 5000, "got 'xxx"),
         ("a\0b", "got"),

@@ -12,9 +12,10 @@ import pytest
 import torch
 from sources import ROOT
 
-from mamba_cache import Request
+from mamba_cache import DynamicInferenceContext, Request
 from mamba_cache.cli.serve import serve as serve_command
 from mamba_cache.integrations.vllm import plugin
+from mamba_cache.reference import HybridModel
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -94,25 +95,22 @@ def run(code: str, **names: object) -> dict[str, object]:
 
 def test_every_block_is_run_by_a_test() -> None:
     """Megatron's in tests/integration/test_megatron_real.py, where there is a Megatron."""
-    needles = "PrefixCache(", "megatron.install", "found = context.add_request(request)\nlogits"
-    needles = *needles, "EventPublisher(", "def answer("
+    needles = "PrefixCache(", "megatron.install", "context.add_request(request)", "EventPublisher("
     assert sorted(map(block, needles)) == sorted(PYTHON)
 
 
-def test_the_embedding_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    code = block("def answer(")
-    run(code)
-    output = capsys.readouterr()
-    assert output.err == ""
-    [promised] = re.findall(r"# (skipped .*)", code)
-    assert promised in output.out
+def engine() -> tuple[HybridModel, DynamicInferenceContext]:
+    """A model and a context, as an engine has them."""
+    model = HybridModel()
+    example = runpy.run_path(str(ROOT / "examples" / "own_engine.py"))
+    return model, example["make_context"](model, enable_prefix_caching=True)
 
 
 def test_the_lines_for_your_own_engine_run() -> None:
-    names = run(block("def answer("))
+    model, context = engine()
     request = Request(request_id="a", prompt_tokens=list(b"What is a slot?"))
-    run(block("found = context.add_request(request)\nlogits"), **{**names, "request": request})
-    assert names["context"].progress("a").num_generated == 1
+    run(block("context.add_request(request)"), model=model, context=context, request=request)
+    assert context.progress("a").num_generated == 1
 
 
 def test_the_lines_for_scripts_run() -> None:
@@ -139,10 +137,9 @@ def test_the_lines_for_several_machines_run() -> None:
         port = free.getsockname()[1]
     code = block("EventPublisher(")
     assert "tcp://127.0.0.1:5557" in code
-    names = run(block("def answer("))
-    names["context"].reset()
-    made = run(code.replace("5557", str(port)), context=names["context"])
-    assert names["context"].kv_block_allocator.is_observed
+    _, context = engine()
+    made = run(code.replace("5557", str(port)), context=context)
+    assert context.kv_block_allocator.is_observed
     made["publisher"].close()
 
 

@@ -1,0 +1,79 @@
+"""Several machines: what one replica has computed, the others resume from, through a store.
+
+Three replicas get one question each, behind the same system prompt, from a router that knows of
+nothing. With the store the second and third compute only what is new, without it everything. The
+model is small and what it says means nothing, but with the store and without it must say the same.
+
+Without an argument the replicas are engines of this process, and the store is in its memory.
+Machines share a server by its URL: ``several_machines.py valkey://127.0.0.1:6379``, or
+``mooncake://...`` (docs/how-to/stores.md). Routers that know more: docs/how-to/scale_out.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from mamba_cache import CacheConfig
+from mamba_cache.reference import Completion, Engine, HybridModel, SamplingParams
+from mamba_cache.stores import open_store
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
+
+SYSTEM = list(b"You answer letters for the town library, kindly and in one sentence. " * 10)
+QUESTIONS = (b"Is it open on Sundays?", b"May I bring my dog?", b"Who reads to the children?")
+SAMPLING = SamplingParams(max_new_tokens=16)
+
+
+def make_replica(model: HybridModel, store: Any) -> Engine:
+    """Return an engine over a store; over none if it is None."""
+    config = CacheConfig(
+        block_size_tokens=64,
+        ssm_chunk_size=model.config.ssm_chunk_size,
+        max_sequence_length=2048,
+        num_kv_blocks=64,
+        max_slots=8,
+        num_host_blocks=64,
+        num_host_states=8,
+        store=store,
+        store_write_on_use=1,  # everything; by default what was used twice
+        store_patience_seconds=5.0,
+        hash_secret=b"the same on all machines",
+    )
+    # Which model this is, and with which weights: others' entries are never found.
+    identity = ModelIdentity(name="the example's", weights="random, seed 0")
+    # A model so small computes faster than anything loads. A planner that learns would see that.
+    planner = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
+    return Engine(model, config, identity=identity, load_planner=planner)
+
+
+def ask(replica: Engine, question: bytes) -> Completion:
+    """Return what became of a question."""
+    checkpoints = [len(SYSTEM)]  # where other prompts will branch off
+    name = replica.submit(SYSTEM + list(question), SAMPLING, checkpoint_positions=checkpoints)
+    return next(e.completion for e in replica.stream() if e.request_id == name and e.completion)
+
+
+def main(url: str = "memory://") -> int:
+    """Ask each replica, with the store and without; compare; return the exit status."""
+    torch.set_num_threads(1)
+    model, store, agree = HybridModel(dtype=torch.float64), open_store(url), []
+    computed = {"with": 0, "without": 0}
+    print("replica  question                    prompt  computed with the store  without")
+    for name, question in zip("ABC", QUESTIONS, strict=True):
+        sharing, alone = make_replica(model, store), make_replica(model, None)
+        shared, own = ask(sharing, question), ask(alone, question)
+        sharing.context.wait_for_tiers()  # so that the next replica finds it; no step waits for it
+        agree.append(shared.tokens == own.tokens)
+        computed["with"] += shared.computed_tokens
+        computed["without"] += own.computed_tokens
+        figures = f"{shared.prompt_tokens:6}  {shared.computed_tokens:23}  {own.computed_tokens:7}"
+        print(f"{name:7}  {question.decode():26}  {figures}")
+    print(f"\nPrompt tokens computed: {computed['with']:,} with, {computed['without']:,} without.")
+    print(f"Answers with and without the store {'agree' if all(agree) else 'DO NOT AGREE'}.")
+    return 0 if all(agree) and computed["with"] < computed["without"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:2]))
