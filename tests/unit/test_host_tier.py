@@ -153,6 +153,7 @@ def test_a_budget_in_bytes_is_shared_by_a_ratio():
     stats = host_stats(make_context(config))
     assert stats.rows == {"kv": 12, "state": 4}
     assert stats.ready_rows == stats.rows
+    assert stats.row_bytes == {"kv": 4096, "state": 4096}
     with pytest.raises(BudgetError, match=r"host_cache_gb=.* is too small: it holds no KV block"):
         make_context(make_config(host_cache_gb=2**-18))
     assert host_stats(make_context(make_config(host_cache_gb=2**-18, host_state_share=1))).rows == {

@@ -129,6 +129,21 @@ def test_whether_a_slot_can_be_had_is_known_before():
     assert pool.reserve_slots([2], owner="b") != [None]
 
 
+def test_up_to_its_share_a_salt_takes_slots_of_others():
+    pool = SlotPool(4, KVBlockAllocator(20))
+    pool.max_owned = 2
+    pool.commit_reserved(pool.reserve_slots([0], owner="a"), [0], [1])
+    for block in (1, 2, 3):
+        pool.commit_reserved(pool.reserve_slots([block], owner="b"), [block], [block + 1])
+    first = owned(pool, "a")
+    [second] = pool.reserve_slots([4], owner="a")
+    assert owned(pool, "a") == first | {second}
+    assert len(owned(pool, "b")) == 2
+    pool.commit_reserved([second], [4], [5])
+    assert {*pool.reserve_slots([5], owner="a")} < first | {second}  # one more is one of its own
+    assert len(owned(pool, "b")) == 2
+
+
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_prompt_whose_salt_has_no_share_left_is_computed_rather_than_loaded(policy):
     context = make_tiered(max_slots=1, max_salt_share=0.0, slot_policy=policy)
