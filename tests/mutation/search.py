@@ -29,7 +29,8 @@ class Search:
     Args:
         mutants: The mutants to try.
         num_processes: Forks at once.
-        budget_seconds: Per mutant: the quickest tests run, as many as took this long together.
+        budget_seconds: Per mutant: the quickest tests run, as many as took this long together, in
+            seconds of the processor.
         minutes: When to stop trying mutants; None: when all are tried.
 
     Attributes:
@@ -50,7 +51,8 @@ class Search:
         self._budget_seconds = budget_seconds
         self._minutes = minutes
         self._failed = False
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # of the processor: others may keep it busy
+        self._waits: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes a test that failed."""
@@ -91,12 +93,13 @@ class Search:
         watch.set_option("run:disable_warnings", ["no-data-collected"])  # all are uncovered then
         for number, item in enumerate(session.items):
             _show(f"{number} of {len(session.items)} tests")
-            began = time.monotonic()
+            began, began_to_wait = time.process_time(), time.monotonic()
             watch.start()
             watch.switch_context(item.nodeid)
             self._run(item)
             watch.stop()
-            self._seconds[item.nodeid] = time.monotonic() - began
+            self._seconds[item.nodeid] = time.process_time() - began
+            self._waits[item.nodeid] = time.monotonic() - began_to_wait
             if self._failed:
                 raise session.Failed(f"{item.nodeid} fails without a mutant")
         items = {item.nodeid: item for item in session.items}
@@ -147,10 +150,10 @@ class Search:
         for function, code in exchanges:
             function.__code__ = code
         for item in items:
-            seconds = self._seconds[item.nodeid]
-            signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
+            # A loop without an end.
+            signal.setitimer(signal.ITIMER_PROF, 3 + 5 * self._seconds[item.nodeid])
             # A wait without an end: on a machine that is busy, a mutant may just have to wait.
-            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds)
+            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * self._waits[item.nodeid])
             self._run(item)
             if self._failed and exchanges:
                 os._exit(KILLED)

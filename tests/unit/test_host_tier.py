@@ -289,14 +289,16 @@ def test_tokens_that_only_the_device_knows_are_dropped_too():
 
 
 def test_a_commit_that_broke_off_still_knows_what_was_damaged():
-    context = fill(make_tiered())
+    context = fill(make_tiered(num_kv_blocks=24))
     for row in cached_rows(context, STATE):
         flip(context, STATE, row, 3)
     add(context, "hurt", PROMPT)
+    add(context, "hurt too", OTHERS[0])
     context.begin_step()
     runner, verify = context._runner, context._tiering.verify
+    assert len(runner._prefills) == 2
     assert verify(runner._prefills) == verify(runner._prefills) == list(runner._prefills)
-    assert context.commit_step({"hurt": 1}) == ("hurt",)
+    assert context.commit_step({"hurt": 1, "hurt too": 2}) == ("hurt", "hurt too")
     fine = fill(make_tiered())
     add(fine, "fine", PROMPT)
     fine.begin_step()
