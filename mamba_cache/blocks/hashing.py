@@ -92,7 +92,7 @@ class BlockHashes(Sequence[int]):
         """Return the hash ids of these blocks, and perhaps of later ones."""
         ids = self._ids
         known = len(ids)
-        if known < self._length:
+        if known < self._length:  # unnoticed: a shortcut, the longer way gives the same
             new = _cut_from(self._digests[known : self._length])
             # Threads that come here at once write the same.
             ids[known : self._length] = new

@@ -257,6 +257,7 @@ class KVBlockAllocator:
         blocks = np.array(ids, np.intp)
         ref_counts = self._ref_counts[blocks].tolist()
         left: list[int] = []
+        # unnoticed: a shortcut, the longer way gives the same
         if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
             given = Counter(ids)
             # unnoticed: of ints that is the dtype anyway
@@ -538,6 +539,7 @@ class KVBlockAllocator:
         """
         if self.before_reset is not None:
             self.before_reset()
+        self._guard.is_changing = True
         gone = {
             block_id: (hash_id, digest)
             for event in self._unsent  # of a call that was interrupted
@@ -710,6 +712,7 @@ class KVBlockAllocator:
         num_wanted = num_blocks - len(self._free)
         while len(victims) < num_wanted:
             if new_leaf is None and not leaves:
+                # unnoticed: of ints that is the dtype anyway
                 self._offer_for_eviction(victims, np.array(victims, np.intp))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
             block_id = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()

@@ -655,6 +655,7 @@ class DynamicInferenceContext:
                 saving.append(place)
             if beyond > 1:
                 crossing.append(place)
+        # unnoticed: of ints that is the dtype anyway, and none is looked at
         return saving, np.array(crossing, dtype=np.int64)
 
     @guarded(trusts=())
@@ -1146,6 +1147,7 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
+        # unnoticed: any number that is no tolerance
         tolerance = check_number("tolerance", tolerance, maximum=1e9)
         check_kind("hit", hit, HitToVerify)
         sampler = self._sampler

@@ -198,6 +198,7 @@ class StepRunner:
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
+                # unnoticed: where it is, the device finds what the host knows
                 is_exact = drafts is None and self._uncollected is None
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan)

@@ -48,7 +48,7 @@ class MemoryStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Copy blobs."""
-        check_blobs(keys, buffers, writable=False)
+        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
         with self._lock:
             return [self._put(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 

@@ -139,7 +139,7 @@ class MooncakeStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Store blobs; what is there stays as it is, also if it has another size."""
-        check_blobs(keys, buffers, writable=False)
+        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
         names = [keys[i] for i in sent]
         addresses, sizes = _spans([buffers[i] for i in sent])

@@ -111,7 +111,7 @@ class ValkeyStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """SET each key that is not there."""
-        check_blobs(keys, buffers, writable=False)
+        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
         commands: list[list[_Part]] = [
             [b"SET", keys[i].encode(), buffers[i].cast("B"), *self._options] for i in sent

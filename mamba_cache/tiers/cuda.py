@@ -264,6 +264,7 @@ def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
             count, lines = 1, None
             if not line and entries.num_bytes <= most:
                 count = min(most // max(entries.num_bytes, 1), len(order) - index)
+                # unnoticed: None is as 0
                 chunks, size = slice(0, entries.checksums.num_sums), count * entries.num_bytes
             else:
                 lines = entries.lines_within(line, most)
@@ -357,7 +358,7 @@ class CudaTransfers:
                     _keep_for(table, self._comparing)
                 arrived.record(self._receiving)
         finally:
-            received.record(self._receiving)
+            received.record(self._receiving)  # unnoticed: only a GPU shows it
             current.wait_event(received)  # whatever came of it, it is over by then
         with torch.cuda.stream(self._comparing):
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)

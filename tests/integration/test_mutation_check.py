@@ -55,3 +55,29 @@ class D:  # pragma: no cover - three
     e = 4  # noqa: F841  # unnoticed: four
 """
     assert reasons_in(source) == {2: "one", 5: "two", 7: "three", 8: "four"}
+
+
+def test_what_a_decorator_has_made_changes_with_it(tmp_path: Path, monkeypatch) -> None:
+    """It was made when its module was imported, before any mutant was."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "mutation")
+    from mutants import mutants_of  # noqa: PLC0415 - needs the extra
+    from search import _exchanges, _functions  # noqa: PLC0415
+
+    file = tmp_path / "decorated.py"
+    file.write_text(
+        "def twice(method):\n"
+        "    def run(number):\n"
+        "        return method(number) * 2\n"
+        "    return run\n"
+        "@twice\n"
+        "def successor(number):\n"
+        "    return number + 1\n"
+    )
+    made: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), made)  # as importing it does
+    assert made["successor"](4) == 10
+    found = [one for one in mutants_of(file) if "/ 2" in one.change()[1]]
+    assert [one.function for one in found] == ["twice"]
+    for function, code in _exchanges(_functions({str(file)}), found[0], found[0].code()):
+        function.__code__ = code
+    assert made["successor"](4) == 2.5

@@ -24,8 +24,10 @@ from search import Search
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL_PLANE = (
-    *("blocks", "slots", "context", "metadata", "integrations/vllm/mamba2_attention.py"),
-    *("config.py", "errors.py", "protocols.py", "_checks.py", "_eviction_queue.py", "_guard.py"),
+    *("blocks", "slots", "stores", "tiers", "context", "metadata"),
+    *("integrations/vllm/mamba2_attention.py", "config.py", "errors.py", "protocols.py"),
+    *("_checks.py", "_eviction_queue.py", "_extras.py", "_guard.py", "_in_flight.py"),
+    *("_indices.py", "_inference_mode.py", "_observers.py", "_old_paths.py", "_weak_callback.py"),
 )
 TESTS = (
     "tests/conformance",
@@ -33,11 +35,12 @@ TESTS = (
     "tests/unit",
     "tests/integration/test_distributed.py",
     "tests/integration/test_state_kinds.py",
+    "tests/integration/test_stores.py",
 )
 # Of other packages, of the text of files, or striking everywhere, which takes too long.
 OTHER_TESTS = (
     *("align", "bench", "engine", "extraction", "model", "plan.", "prometheus", "state_copy"),
-    *("docs", "property/test_faults", "property/test_interrupts", "figures", "fuzz.", "layers"),
+    *("docs", "property/test_faults", "interrupts.py", "figures", "fuzz.", "layers"),
     *("package", "peers", "readme", "style"),
 )
 

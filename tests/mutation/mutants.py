@@ -20,7 +20,7 @@ from libcst.metadata import (
 )
 from mutmut.mutation.mutators import mutation_operators, operator_string
 
-__all__ = ["Mutant", "mutants_of", "reasons_in"]
+__all__ = ["Mutant", "codes_in", "mutants_of", "reasons_in"]
 
 OPERATORS = [(kind, make) for kind, make in mutation_operators if make is not operator_string]
 TEXT = (cst.SimpleString, cst.FormattedString, cst.ConcatenatedString)
@@ -64,7 +64,7 @@ class Mutant:
         name = self.function.rpartition(".")[2]
         return next(
             code
-            for code in _codes(module)
+            for code in codes_in(module)
             if (code.co_name, code.co_firstlineno) == (name, self.first_line)
         )
 
@@ -204,8 +204,9 @@ def _lines(text: str, start: int, end: int) -> str:
     return " ".join(text[before : len(text) if after < 0 else after].split())
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield code and the code of all functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import coverage
 import pytest
-from mutants import Mutant
+from mutants import Mutant, codes_in
 
 __all__ = ["Search"]
 
@@ -20,6 +20,7 @@ SURVIVED, KILLED = 0, 1
 BOUND_BYTES = 12 << 30  # of a fork's address space: a mutant may ask for any amount of memory
 
 Key = tuple[str, str, int]
+Exchange = tuple[FunctionType, CodeType]
 
 
 class Search:
@@ -28,7 +29,8 @@ class Search:
     Args:
         mutants: The mutants to try.
         num_processes: Forks at once.
-        budget_seconds: Per mutant: the quickest tests run, as many as took this long together.
+        budget_seconds: Per mutant: the quickest tests run, as many as took this long together, in
+            seconds of the processor.
         minutes: When to stop trying mutants; None: when all are tried.
 
     Attributes:
@@ -49,7 +51,8 @@ class Search:
         self._budget_seconds = budget_seconds
         self._minutes = minutes
         self._failed = False
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # of the processor: others may keep it busy
+        self._waits: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes a test that failed."""
@@ -78,7 +81,7 @@ class Search:
                 continue
             while len(running) >= self._num_processes:
                 self._wait(running)
-            running[self._fork(items, functions[_key(mutant)], code)] = mutant
+            running[self._fork(items, _exchanges(functions, mutant, code))] = mutant
         while running:
             self._wait(running)
         return True
@@ -90,12 +93,13 @@ class Search:
         watch.set_option("run:disable_warnings", ["no-data-collected"])  # all are uncovered then
         for number, item in enumerate(session.items):
             _show(f"{number} of {len(session.items)} tests")
-            began = time.monotonic()
+            began, began_to_wait = time.process_time(), time.monotonic()
             watch.start()
             watch.switch_context(item.nodeid)
             self._run(item)
             watch.stop()
-            self._seconds[item.nodeid] = time.monotonic() - began
+            self._seconds[item.nodeid] = time.process_time() - began
+            self._waits[item.nodeid] = time.monotonic() - began_to_wait
             if self._failed:
                 raise session.Failed(f"{item.nodeid} fails without a mutant")
         items = {item.nodeid: item for item in session.items}
@@ -108,7 +112,7 @@ class Search:
     def _check_forks(self, session: pytest.Session) -> None:
         """Runs all tests again in a fork: a mutant must not be what they fail for then."""
         _show("all tests in a fork")
-        _, status = os.waitpid(self._fork(session.items, [], None), 0)
+        _, status = os.waitpid(self._fork(session.items, []), 0)
         if os.waitstatus_to_exitcode(status) != SURVIVED:
             raise session.Failed("a test fails in a fork without a mutant")
 
@@ -127,36 +131,31 @@ class Search:
     def _run(self, item: pytest.Item) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 
-    def _fork(
-        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType | None
-    ) -> int:
+    def _fork(self, items: list[pytest.Item], exchanges: list[Exchange]) -> int:
         pid = os.fork()
         if pid:
             return pid
         try:
-            self._try(items, functions, code)
+            self._try(items, exchanges)
         finally:
             os._exit(KILLED)  # an exception that left pytest
 
-    def _try(
-        self, items: list[pytest.Item], functions: list[FunctionType], code: CodeType | None
-    ) -> NoReturn:
+    def _try(self, items: list[pytest.Item], exchanges: list[Exchange]) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        if code is not None:
+        if exchanges:
             os.dup2(nowhere, 2)
         gc.freeze()  # collecting would copy the parent's pages
         resource.setrlimit(resource.RLIMIT_AS, (BOUND_BYTES, BOUND_BYTES))
-        for function in functions:
-            assert code is not None
+        for function, code in exchanges:
             function.__code__ = code
         for item in items:
-            seconds = self._seconds[item.nodeid]
-            signal.setitimer(signal.ITIMER_PROF, 3 + 5 * seconds)  # a loop without an end
+            # A loop without an end.
+            signal.setitimer(signal.ITIMER_PROF, 3 + 5 * self._seconds[item.nodeid])
             # A wait without an end: on a machine that is busy, a mutant may just have to wait.
-            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds)
+            signal.setitimer(signal.ITIMER_REAL, 60 + 20 * self._waits[item.nodeid])
             self._run(item)
-            if self._failed and code is not None:
+            if self._failed and exchanges:
                 os._exit(KILLED)
         os._exit(KILLED if self._failed else SURVIVED)
 
@@ -183,8 +182,26 @@ def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:
     return found
 
 
-def _key(mutant: Mutant) -> Key:
-    return str(mutant.file), mutant.function.rpartition(".")[2], mutant.first_line
+def _exchanges(
+    functions: dict[Key, list[FunctionType]], mutant: Mutant, code: CodeType
+) -> list[Exchange]:
+    """The functions that get new code: a mutant's own, and those that it has made already.
+
+    What a decorator returns was made when the package was imported.
+    """
+    name = str(mutant.file)
+    exchanges = [
+        (function, new)
+        for new in codes_in(code)
+        for function in functions.get((name, new.co_name, new.co_firstlineno), ())
+        if new is code or _can_replace(function.__code__, new)
+    ]
+    assert any(new is code for _, new in exchanges), f"{mutant.function} was not found"
+    return exchanges
+
+
+def _can_replace(code: CodeType, new: CodeType) -> bool:
+    return not new.co_name.startswith("<") and new.co_freevars == code.co_freevars
 
 
 def _show(text: str) -> None:

@@ -14,7 +14,7 @@ from mamba_cache.blocks import (
     as_token_array,
     compute_block_hashes,
 )
-from mamba_cache.blocks.hashing import _encode
+from mamba_cache.blocks.hashing import _encode, hash_id_of
 from mamba_cache.errors import InvalidArgumentError
 
 HASHERS = pytest.mark.parametrize(
@@ -73,6 +73,9 @@ def test_ids_are_positive_and_cut_from_the_digests():
     zero = b"\x00" * 8 + b"\x02" * 8
     assert list(BlockHashes([high, zero])) == [2**63 - 1, 1]
     assert [BlockHashes([high, zero])[i] for i in (0, 1, -1)] == [2**63 - 1, 1, 1]
+    # Of many, too: 0 alone shares an id with another.
+    many = [number.to_bytes(16, "little") for number in range(20)]
+    assert list(BlockHashes(many)) == [1, *range(1, 20)] == [hash_id_of(each) for each in many]
 
 
 KEYS = [

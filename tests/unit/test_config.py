@@ -106,8 +106,33 @@ def test_no_slots_need_be_given_without_prefix_caching() -> None:
     assert (config.max_slots, config.mamba_cache_gb) == (None, 1)
 
 
-def test_the_largest_budget_is_allowed() -> None:
-    assert make(kv_cache_gb=2**33).kv_cache_gb == 2**33
+@pytest.mark.parametrize("name", ["kv_cache_gb", "host_cache_gb", "disk_cache_gb"])
+def test_the_largest_budget_is_allowed_and_no_larger_one(name: str) -> None:
+    others: dict[str, Any] = {"host_cache_gb": 1, "disk_cache_path": "x", "disk_cache_gb": 1}
+    assert getattr(make(**{**others, name: 2**33}), name) == 2**33
+    with pytest.raises(InvalidArgumentError, match=f"{name} must be a number in"):
+        make(**{**others, name: 2**33 + 1})
+
+
+def test_a_disk_needs_rows_of_host_memory() -> None:
+    disk = {"disk_cache_path": "x", "disk_cache_gb": 1}
+    with pytest.raises(InvalidArgumentError, match="a disk tier needs a host tier"):
+        make(**disk)
+    assert make(host_cache_gb=1, **disk).disk_cache_gb == 1
+    assert make(num_host_blocks=1, num_host_states=1, **disk).disk_cache_gb == 1
+
+
+def test_all_of_the_host_may_be_for_states_and_no_more() -> None:
+    assert make(host_cache_gb=1, host_state_share=1).host_state_share == 1
+    with pytest.raises(InvalidArgumentError, match="host_state_share must be a number in"):
+        make(host_cache_gb=1, host_state_share=1.5)
+
+
+def test_hits_are_compared_where_slots_keep_states_as_they_are() -> None:
+    assert make(verify_hits=1).verify_hits == 1
+    assert make(slot_quantization="int8").verify_hits == 0
+    with pytest.raises(InvalidArgumentError, match="verify_hits needs slots that keep states"):
+        make(verify_hits=0.5, slot_quantization="int8")
 
 
 def test_alignment_is_a_multiple_of_the_chunk() -> None:

@@ -15,6 +15,7 @@ from context_rig import (
 )
 
 from mamba_cache.context import MissReason, PrefixMatch, Request
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, RefZeroSlotPolicy, ScoreSlotPolicy
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
@@ -284,6 +285,14 @@ def test_reset_forgets_the_cache():
     context.check_invariants()
     assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.NO_KV_MATCH
     assert context.stats().requests == 1
+
+
+@pytest.mark.parametrize("keys", [None, 0, "cat", [(0,)], ((0, None),)])
+def test_multimodal_keys_that_are_none_are_refused(keys):
+    """Not taken for a prompt without pictures, which would match others'."""
+    request = Request(request_id="a", prompt_tokens=PROMPT, multimodal_keys=keys)
+    with pytest.raises(InvalidArgumentError):
+        make_context().prepare(request)
 
 
 @pytest.mark.parametrize(

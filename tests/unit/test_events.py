@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_rig import BLOCK, SamplingParams, make_engine
 from kv_rig import cache, prefix
-from slot_rig import full, make_allocator, refer
+from slot_rig import full, make_allocator, make_pool, refer
 
 from mamba_cache.blocks import BlocksRemoved, BlocksStored, KVBlockAllocator
 from mamba_cache.errors import InvalidArgumentError, InvariantError, PoisonedError
@@ -247,6 +247,23 @@ def test_states_that_are_lost_are_told(allocator, lose):
     lose(allocator)
     assert told(allocator) == [StatesRemoved((slot,), (1,), (101,))]
     allocator.reset()  # some of the calls handed the slot out
+
+
+@pytest.mark.parametrize("make", [lambda: KVBlockAllocator(9), lambda: make_pool(2, 9)])
+def test_a_reset_of_which_an_observer_did_not_hear_ends_only_with_another(make):
+    pool = make()
+
+    def refuses(event):
+        raise InvalidArgumentError("not now")
+
+    pool.add_observer(refuses)
+    with pytest.raises(InvalidArgumentError, match="not now"):
+        pool.reset()
+    with pytest.raises(PoisonedError, match="reset"):
+        pool.end_leaving(None)
+    pool._observers.clear()
+    pool.reset()
+    pool.check_invariants()
 
 
 def test_a_reset_removes_all_states_and_says_so(allocator):

@@ -153,6 +153,7 @@ def test_a_budget_in_bytes_is_shared_by_a_ratio():
     stats = host_stats(make_context(config))
     assert stats.rows == {"kv": 12, "state": 4}
     assert stats.ready_rows == stats.rows
+    assert stats.row_bytes == {"kv": 4096, "state": 4096}
     with pytest.raises(BudgetError, match=r"host_cache_gb=.* is too small: it holds no KV block"):
         make_context(make_config(host_cache_gb=2**-18))
     assert host_stats(make_context(make_config(host_cache_gb=2**-18, host_state_share=1))).rows == {
@@ -288,14 +289,16 @@ def test_tokens_that_only_the_device_knows_are_dropped_too():
 
 
 def test_a_commit_that_broke_off_still_knows_what_was_damaged():
-    context = fill(make_tiered())
+    context = fill(make_tiered(num_kv_blocks=24))
     for row in cached_rows(context, STATE):
         flip(context, STATE, row, 3)
     add(context, "hurt", PROMPT)
+    add(context, "hurt too", OTHERS[0])
     context.begin_step()
     runner, verify = context._runner, context._tiering.verify
+    assert len(runner._prefills) == 2
     assert verify(runner._prefills) == verify(runner._prefills) == list(runner._prefills)
-    assert context.commit_step({"hurt": 1}) == ("hurt",)
+    assert context.commit_step({"hurt": 1, "hurt too": 2}) == ("hurt", "hurt too")
     fine = fill(make_tiered())
     add(fine, "fine", PROMPT)
     fine.begin_step()

@@ -387,6 +387,22 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
     assert (again[0], again[2].skip_tokens) == (tokens, 56)
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path, uses) -> None:
+    context = make(
+        tmp_path, num_host_states=2, max_slots=4, slot_policy="adaptive", disk_write_on_use=uses
+    )
+    once = [[(7 * i + k) % 13 for i in range(17)] for k in range(5)]
+    for prompt in (PROMPT[:17], PROMPT[:17], *once):
+        generate(context, prompt, 1)
+        context.wait_for_tiers()
+    is_stored = [bool(match(context, prompt).arriving_tokens or ask(context, prompt).num_entries)
+                 for prompt in once]  # fmt: skip
+    assert is_stored[:2] == [uses == 1] * 2  # their slots were given to others since
+    assert (context.host_tier.dropped["refused"] > 0) == (uses == 2)
+    context.close()
+
+
 def test_arguments_are_checked(context, tmp_path) -> None:
     with pytest.raises(InvalidArgumentError, match="timeout_seconds must be a number"):
         ask(context, timeout_seconds=-1)

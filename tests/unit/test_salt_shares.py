@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from context_rig import BLOCK, VOCAB, generate, make_config, make_context
+from context_rig import BLOCK, VOCAB, generate, make_config, make_context, run_step
 from hypothesis import given
 from hypothesis import strategies as st
 from tier_rig import make_tiered
@@ -127,6 +127,42 @@ def test_whether_a_slot_can_be_had_is_known_before():
     assert pool.reserve_slots([2], owner="a") == [None]
     assert pool.can_reserve(2, [], owner="b")  # by evicting its own
     assert pool.reserve_slots([2], owner="b") != [None]
+
+
+def test_up_to_its_share_a_salt_takes_slots_of_others():
+    pool = SlotPool(4, KVBlockAllocator(20))
+    pool.max_owned = 2
+    pool.commit_reserved(pool.reserve_slots([0], owner="a"), [0], [1])
+    for block in (1, 2, 3):
+        pool.commit_reserved(pool.reserve_slots([block], owner="b"), [block], [block + 1])
+    first = owned(pool, "a")
+    [second] = pool.reserve_slots([4], owner="a")
+    assert owned(pool, "a") == first | {second}
+    assert len(owned(pool, "b")) == 2
+    pool.commit_reserved([second], [4], [5])
+    assert {*pool.reserve_slots([5], owner="a")} < first | {second}  # one more is one of its own
+    assert len(owned(pool, "b")) == 2
+
+
+def test_a_load_asks_for_the_share_of_its_own_salt():
+    """Whoever has none may evict others' states; this one's share is being written."""
+    context = make_tiered(max_slots=2, max_salt_share=0.5)
+    prompt = [1 + (5 * i) % 12 for i in range(2 * BLOCK + 1)]
+    generate(context, prompt, 1, request_id="a", cache_salt="a")
+    context.wait_for_tiers()
+    allocator = context.slot_allocator
+    allocator.invalidate_block(int(allocator.pool._slot_to_block.max()))
+    for others in (prompt[::-1], prompt[1:]):
+        generate(context, others, 1, request_id="b", cache_salt="b")
+        if allocator.free_count == 1:
+            break
+    running = Request(request_id="running", prompt_tokens=[9] * (BLOCK + 1), cache_salt="a")
+    context.add_request(running)
+    assert allocator.free_count == 0
+    again = Request(request_id="again", prompt_tokens=prompt, cache_salt="a")
+    assert context.add_request(again).skip_tokens == 0
+    run_step(context)
+    context.check_invariants()
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])

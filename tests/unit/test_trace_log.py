@@ -109,6 +109,7 @@ def test_a_thread_writes_what_is_queued_without_being_asked(tmp_path, monkeypatc
     was_written, append = threading.Event(), trace_log._append
     monkeypatch.setattr(trace_log, "_append", lambda *given: (append(*given), was_written.set()))
     add(log, 8)
+    assert log._thread.daemon  # a log that nobody closes keeps no process from its end
     assert was_written.wait(60)
     log.close()
     assert len(written(tmp_path / "log")) == 1
