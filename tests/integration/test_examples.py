@@ -132,7 +132,7 @@ def test_a_trace_is_replayed_at_every_budget(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "3 requests, 1,100 prompt tokens each." in printed
     share = 2 * 1024 / 3300  # two of three skip two blocks each
-    for policy in example.POLICIES:
+    for policy in example.SLOT_POLICIES:
         assert f"{policy:>8}: 10 slots, {share:.1%} of {share:.1%}" in printed
 
 
