@@ -32,6 +32,7 @@ from mamba_cache import BudgetError, InvalidArgumentError, TierInUseError
 from mamba_cache.tiers import EntryHeader, EntryKind, Refusal
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers import jobs
 from mamba_cache.tiers import slab as slabs
 from mamba_cache.tiers.directory import folder_of, folders, remove_folder, slab_path
 from mamba_cache.tiers.slab import PAGE_BYTES, SlabFile, row_bytes_of
@@ -163,7 +164,7 @@ def test_an_entry_is_written_at_its_second_use(tmp_path) -> None:
 
 
 def test_first_uses_are_forgotten_when_there_are_many(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disks, "_MAX_FIRST_USES", 2)
+    monkeypatch.setattr(jobs, "_MAX_FIRST_USES", 2)
     tier = open_tier(tmp_path, write_on_use=2)
     for number in (1, 2, 3):
         assert put(tier, number) is False
@@ -902,7 +903,7 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
 def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
     assert put(tier, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(disks.os, "getpid", lambda: -1)
+        patch.setattr(os, "getpid", lambda: -1)
         assert not tier.is_healthy
         assert has(tier, 1) == [False]
         assert load(tier, 1) is False

@@ -165,7 +165,7 @@ def test_what_an_interrupted_call_has_queued_on_the_disk_is_done(tmp_path):
             if struck.pop():
                 raise KeyboardInterrupt
 
-    tier._loads = Interrupted()
+    tier._jobs.loads = Interrupted()
     facts = facts_of(1)
     with pytest.raises(KeyboardInterrupt):
         tier.load(facts, buffer_for(facts), answer)
