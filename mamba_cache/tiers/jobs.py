@@ -229,9 +229,9 @@ class TierJobs:
     def close(self) -> None:
         """Have nothing more taken, and wake the threads: they take what is queued, and end it."""
         with self.lock:
-            self.is_closing = True
             self.load_came.notify_all()
             self.put_came.notify_all()
+            self.is_closing = True  # last, as in ``add``
 
     # What threads of the tier do.
 

@@ -316,8 +316,8 @@ class RemoteTier:
         if self._jobs.is_forked:
             return  # the threads, and what they hold, are the parent's
         with self._lock:
-            self._jobs.close()
             self._call_began.notify_all()
+            self._jobs.close()
         self._watcher.join()  # which ends the others, where no interrupt reaches it
 
     def stats(self) -> RemoteStats:

@@ -14,6 +14,7 @@ from mamba_cache.context import Prefetch, Request
 from mamba_cache.errors import TokenCapacityError
 from mamba_cache.slots import AdaptiveSlotPolicy
 from mamba_cache.tiers import DiskTier
+from mamba_cache.tiers.jobs import TierJobs
 from mamba_cache.tiers.rows import RowPool
 
 LONG = [(3 * i * i + 2 * i) % 13 for i in range(30)]
@@ -91,7 +92,7 @@ def made():
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(RowPool, "read"), (RowPool, "_lease"), (DiskTier, "load"), (DiskTier, "_check_size")],
+    [(TierJobs, "add"), (RowPool, "_lease"), (DiskTier, "load"), (DiskTier, "_check_size")],
 )
 def test_a_prefetch_that_is_interrupted_keeps_no_row(made, monkeypatch, owner, name):
     """A row was lent to the disk, which had never heard of it: it was held for ever."""
