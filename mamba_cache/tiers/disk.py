@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache.errors import (
@@ -355,28 +355,26 @@ class DiskTier:
 
     def _write_queued(self) -> None:
         """Write what is queued, some entries at once, until the tier is closed."""
-        self._serve(self._jobs.put_came, lambda: self._jobs.take_puts(_WRITES_AT_ONCE), self._write)
+        jobs = self._jobs
+        while puts := jobs.wait(jobs.put_came, lambda: jobs.take_puts(_WRITES_AT_ONCE)):
+            self._write(puts)
+            puts.clear()  # they hold the callers' buffers
+        self._end_queued()
 
     def _read_queued(self) -> None:
         """Read what is queued, one entry at a time, until the tier is closed."""
         jobs = self._jobs
-        self._serve(
-            jobs.load_came, lambda: jobs.take(self._removals) or jobs.take(jobs.loads), self._read
-        )
+        while reads := jobs.wait(
+            jobs.load_came, lambda: jobs.take(self._removals) or jobs.take(jobs.loads)
+        ):
+            self._read(reads.pop())
+        self._end_queued()
 
-    def _serve(
-        self, came: threading.Condition, take: Callable[[], Any], do: Callable[[Any], None]
-    ) -> None:
-        """Do jobs until the tier is closed; then end what is queued."""
-        while not self._jobs.is_closing:
-            taken = []
-            with self._lock:
-                while not self._jobs.is_closing and not (taken := take()):
-                    came.wait()
-            do(taken)
+    def _end_queued(self) -> None:
+        """End what is queued, for the tier is closed: only what is wrong is still removed."""
         for job in self._jobs.take_queued():
             if isinstance(job, _Removal):
-                self._remove(job)
+                self._read(job)
             else:
                 self._jobs.end(job, Refusal.ABORTED, "aborted")
 
@@ -389,15 +387,10 @@ class DiskTier:
             self._jobs.write_seconds += time.perf_counter() - started
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
-                if is_synced:
-                    rows.complete(lease)
-                else:
-                    rows.cancel(lease)
+                (rows.complete if is_synced else rows.cancel)(lease)
+        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, "io_error")
         for put, _ in written:
-            if is_synced:
-                self._jobs.end(put)
-            else:
-                self._jobs.end(put, Refusal.IO_ERROR, "io_error")
+            self._jobs.end(put, refusal, reason)
 
     def _write_one(self, put: PutJob) -> RowLease | None:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
@@ -458,46 +451,29 @@ class DiskTier:
                 taken -= other.num_bytes
         return taken <= spare
 
-    def _read(self, jobs: list[LoadJob] | list[_Removal]) -> None:
-        for job in jobs:
-            if isinstance(job, _Removal):
-                self._remove(job)
-            else:
-                self._load(job)
-
-    def _load(self, job: LoadJob) -> None:
+    def _read(self, job: LoadJob | _Removal) -> None:
+        """Read and verify an entry, or find it to be wrong."""
         started = time.perf_counter()
-        kind, name = job.expected.key.kind, _name(job.expected.key)
+        key = job.expected.key if isinstance(job, LoadJob) else job.key
+        file = self._files[key.kind]
         with self._lock:
-            lease = self._files[kind].rows.read(name)
-        if lease is None:  # it was given up since it was asked for
-            refusal: Refusal | None = Refusal.MISSING
-        else:
-            refusal = self._refusal(self._files[kind], job, lease)
-            seconds = time.perf_counter() - started
-            self._give_back(kind, lease, refusal)
-            with self._lock:
-                self._jobs.read_seconds += seconds
-        self._jobs.end(job, refusal)
-
-    def _remove(self, job: _Removal) -> None:
-        with self._lock:
-            lease = self._files[job.key.kind].rows.read(_name(job.key))
+            lease = file.rows.read(_name(key))
+        refusal: Refusal | None = Refusal.MISSING  # given up since it was asked for
         if lease is not None:
-            self._give_back(job.key.kind, lease, Refusal.PAYLOAD_DIGEST)
-        self._jobs.end(job)
-
-    def _give_back(self, kind: EntryKind, lease: RowLease, refusal: Refusal | None) -> None:
-        """Free a row for others that was read; if it was refused, its entry is not found again."""
-        file = self._files[kind]
-        if refusal is not None:
+            refusal = Refusal.PAYLOAD_DIGEST
+            if isinstance(job, LoadJob):
+                refusal = self._refusal(file, job, lease)
+                with self._lock:
+                    self._jobs.read_seconds += time.perf_counter() - started
+            if refusal is not None:
+                with self._lock:
+                    file.rows.drop(lease)
+                if refusal is not Refusal.IO_ERROR:
+                    # Nobody finds it when the file is opened again. Before the row is free.
+                    self._try(partial(file.slab.erase_header, lease.row))
             with self._lock:
-                file.rows.drop(lease)
-            if refusal is not Refusal.IO_ERROR:
-                # Nor when the file is opened again. Before the row is free.
-                self._try(lambda: file.slab.erase_header(lease.row))
-        with self._lock:
-            file.rows.release(lease)
+                file.rows.release(lease)
+        self._jobs.end(job, refusal)
 
     def _submit(self, call: Callable[[], int]) -> Future[int]:
         """Have one of the readers make a call."""

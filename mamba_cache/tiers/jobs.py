@@ -124,7 +124,6 @@ class TierJobs:
         loads: Loads that are queued.
         puts: Puts that are queued, by key: an entry is stored once at a time.
         taken: Jobs that threads do now.
-        ended: How many are over, by class.
         counts: What came of them; "known": puts of what was there.
         refused: Loads that brought nothing, by reason.
         not_written: Puts that stored nothing, by reason.
@@ -154,7 +153,6 @@ class TierJobs:
         self.taken: set[Job] = set()
         self._num_telling = 0
         self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
-        self.ended: Counter[type[Job]] = Counter()
         self.counts: Counter[str] = Counter()
         self.refused: Counter[Refusal] = Counter()
         self.not_written: Counter[str] = Counter()
@@ -235,7 +233,16 @@ class TierJobs:
 
     # What threads of the tier do.
 
-    def take(self, queue: deque[_Some], count: int = 1) -> list[_Some]:
+    def wait(self, came: threading.Condition, take: Callable[[], list[Any]]) -> list[Any]:
+        """Wait until ``take``, called with the lock held, returns jobs; none: it is closed."""
+        with self.lock:
+            while not self.is_closing:
+                if jobs := take():
+                    return jobs
+                came.wait()
+            return []
+
+    def take(self, queue: deque[Any], count: int = 1) -> list[Any]:
         """Take the oldest jobs of a queue."""
         jobs = [queue.popleft() for _ in range(min(count, len(queue)))]
         self.taken.update(jobs)
@@ -268,7 +275,6 @@ class TierJobs:
         with self.lock:
             self.taken.remove(job)
             self._num_telling += 1
-            self.ended[type(job)] += 1
             if isinstance(job, LoadJob):
                 if refusal is None:
                     self.counts["hits"] += 1
@@ -299,15 +305,12 @@ class TierJobs:
         """Return what ``LowerTierStats`` has but for ``is_healthy``; the lock is held."""
         counts, not_written = self.counts, dict(self.not_written)
         stored = counts["known"] + counts["written"] + counts["found_stored"]
-        return {
+        names = "hits", "read_bytes", "written", "written_bytes"
+        return {name: counts[name] for name in names} | {
             "loads": counts["hits"] + self.refused.total() + len(self.open_jobs(LoadJob)),
-            "hits": counts["hits"],
             "refused": {each.value: count for each, count in self.refused.items()},
             "puts": stored + sum(not_written.values()) + len(self.open_jobs(PutJob)),
-            "written": counts["written"],
             "not_written": not_written,
-            "read_bytes": counts["read_bytes"],
-            "written_bytes": counts["written_bytes"],
             "read_seconds": self.read_seconds,
             "write_seconds": self.write_seconds,
         }

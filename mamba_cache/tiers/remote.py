@@ -250,6 +250,7 @@ class RemoteTier:
         with self._lock:
             if not self._takes_reads(self._asks):
                 return False
+            self._counts["asks"] += 1
             self._add_read(self._asks, _Ask(found, keys))
         return True
 
@@ -326,7 +327,7 @@ class RemoteTier:
             return RemoteStats(
                 store=self.store.name,
                 is_healthy=self.is_healthy,
-                asks=self._jobs.ended[_Ask] + len(self._jobs.open_jobs(_Ask)),
+                asks=self._counts["asks"],
                 found_stored=self._counts["found_stored"],
                 faults=dict(self._faults),
                 given_up=self._counts["given_up"],
@@ -410,7 +411,7 @@ class RemoteTier:
     def _work_once(self, worker: _Worker) -> bool:
         """Do some of it; return whether to go on."""
         try:
-            jobs = self._next_jobs(worker)
+            jobs = self._jobs.wait(self._work_came, partial(self._take, worker))
             if jobs:
                 self._do(worker, jobs)
             return bool(jobs)
@@ -437,34 +438,27 @@ class RemoteTier:
             self.store.unregister(worker.memory.data)
         return False
 
-    def _next_jobs(self, worker: _Worker) -> list[Job]:
-        """Wait for jobs of one kind, questions and loads first; none: the tier is closed."""
-        with self._lock:
-            worker.is_writing = False
-            while not self._jobs.is_closing:
-                taken: list[Job] = []
-                if self._failures >= _FAILURES_TO_OPEN:
-                    if self._probe_is_due:
-                        self._probe_is_due = False
-                        return [_Probe(None)]  # for which nobody waits: no job of the worker's
-                elif self._connecting:
-                    taken = [*self._jobs.take(self._connecting)]
-                elif self._asks:
-                    taken = [*self._jobs.take(self._asks)]
-                elif self._jobs.loads:
-                    taken = [*self._take_loads()]
-                elif self._removals:
-                    taken = [*self._jobs.take(self._removals)]
-                elif self._jobs.puts and self._num_writing() < self._num_threads - 1:
-                    worker.is_writing = True
-                    taken = [*self._jobs.take_puts(_ENTRIES_AT_ONCE)]
-                if taken:
-                    worker.jobs = list(taken)
-                    return taken
-                self._work_came.wait()
-            return []
+    def _take(self, worker: _Worker) -> list[Any]:
+        """Have a worker take jobs of one kind, questions and loads first."""
+        worker.is_writing = False
+        jobs: list[Any] = []
+        if self._failures >= _FAILURES_TO_OPEN:
+            if self._probe_is_due:
+                self._probe_is_due = False
+                return [_Probe(None)]  # for which nobody waits: no job of the worker's
+        elif self._connecting or self._asks:
+            jobs = self._jobs.take(self._connecting) or self._jobs.take(self._asks)
+        elif self._jobs.loads:
+            jobs = self._take_loads()
+        elif self._removals:
+            jobs = self._jobs.take(self._removals)
+        elif sum(each.is_writing for each in self._workers) < self._num_threads - 1:
+            jobs = self._jobs.take_puts(_ENTRIES_AT_ONCE)
+            worker.is_writing = bool(jobs)
+        worker.jobs = list(jobs)
+        return jobs
 
-    def _take_loads(self) -> list[LoadJob]:
+    def _take_loads(self) -> list[Any]:
         """Take a thread's share of the loads: of different entries, for a call names each once."""
         loads = self._jobs.loads
         share = min(-(-len(loads) // self._num_threads), _ENTRIES_AT_ONCE)
@@ -472,9 +466,6 @@ class RemoteTier:
         while len(keys) < share and loads[len(keys)].expected.key not in keys:
             keys.add(loads[len(keys)].expected.key)
         return self._jobs.take(loads, len(keys))
-
-    def _num_writing(self) -> int:
-        return sum(worker.is_writing for worker in self._workers)
 
     def _do(self, worker: _Worker, jobs: Sequence[Job]) -> None:
         started = time.perf_counter()
