@@ -1,7 +1,7 @@
 """A context over tiers, interrupted at moments of its calls: never wrong, nothing held.
 
-At some moments of each call, the same in each run; ``python tests/interrupt_table.py --only Tiers``
-tries all.
+At some moments of each call, the same in each run; ``python tests/interrupt_table.py`` tries all,
+``--only Tiers``, ``--only DiskTier`` and ``--only RemoteTier``.
 """
 
 import pytest
@@ -19,9 +19,9 @@ def test_an_interrupted_context_over_tiers_is_whole_or_says_that_it_is_not(name)
 
 @pytest.mark.parametrize("name", LOWER_TIER_CALLS)
 def test_an_interrupted_call_of_a_lower_tier_loses_nothing(name):
-    """At each line: flush and close end, counts agree, who is told is told once, memory is free."""
+    """Flush and close end, counts agree, who is told is told once, no memory is kept."""
     search = Search(LOWER_TIER_CALLS[name], LineOfSignals)
-    assert search.survey(search.moments())[1] == []
+    assert search.survey(search.moments(24))[1] == []
 
 
 @pytest.mark.parametrize("kind", [DiskRun, StoreRun])
