@@ -39,6 +39,7 @@ _CHUNK_BYTES: Final = 2**21
 """Of the format, as the header is: all who share a store have the same."""
 
 _CHUNKS_AT_ONCE: Final = 8
+_CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
 _ENTRIES_AT_ONCE: Final = 16
 _FAILURES_TO_OPEN: Final = 2
 _PROBE_SECONDS: Final = 5.0
@@ -115,6 +116,7 @@ class _Worker:
     Attributes:
         jobs: What it has taken and not ended.
         deadline: When the call that it is in is given up; None: it is in none.
+        reads_since: When that call began, if somebody waits for what it reads.
         is_given_up: Whether it is in a call that was.
         is_writing: Whether it writes to the store.
     """
@@ -122,6 +124,7 @@ class _Worker:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.deadline: float | None = None
+        self.reads_since: float | None = None
         self.is_given_up = self.is_writing = False
         self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.thread: threading.Thread
@@ -228,12 +231,15 @@ class RemoteTier:
     def silence(self) -> float:
         """Return for how many seconds the store has owed an answer to somebody who reads.
 
-        Any answer is a sign of life. 0 if nobody waits for one.
+        An answer to one call is no sign of life for another, which may ask a machine that is dead.
+        0 if nobody waits for any.
         """
         with self._lock:
             if not self._owes_reads():
                 return 0.0
-            return max(0.0, time.monotonic() - max(self._heard_at, self._reads_since))
+            heard_at = max(self._heard_at, self._reads_since)
+            calls = [each.reads_since for each in self._workers if each.reads_since is not None]
+            return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
     def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether this process knows that the store has it, without asking."""
@@ -497,7 +503,10 @@ class RemoteTier:
         """
         with self._lock:
             seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
-            worker.deadline = time.monotonic() + seconds
+            now = time.monotonic()
+            worker.deadline = now + seconds
+            is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
+            worker.reads_since = now if is_read else None
             if not self._watches_calls:
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
@@ -505,6 +514,7 @@ class RemoteTier:
             answers = call()
         finally:
             with self._lock:
+                worker.reads_since = None
                 if worker.is_given_up:
                     raise _GivenUp
                 worker.deadline = None
@@ -620,7 +630,7 @@ class RemoteTier:
             parts = self._parts(load.expected, load.into)
             chunks += [(load, *each, own) for each, own in zip(parts, digests, strict=True)]
         left = Counter(load for load, *_ in chunks)
-        for group in _grouped(chunks, _CHUNKS_AT_ONCE):
+        for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
             taken = [each for each in group if each[0] in worker.jobs]  # not of one that is refused
             if not taken:
                 continue
