@@ -168,7 +168,7 @@ class CacheConfig:
     max_pinned_share: float = 0.25
     store: Any = None
     store_write_on_use: int = 2
-    store_patience_seconds: float = 0.04
+    store_patience_seconds: float = 0.03
     trace_path: str | None = None
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = None

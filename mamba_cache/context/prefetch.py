@@ -332,7 +332,7 @@ class LowerTierLink:
         has_kv: bool,
         host_planner: LoadPlanner,
         store: AskedTier | None = None,
-        patience_seconds: float = 0.04,
+        patience_seconds: float = 0.03,
         planner: LoadPlanner | None = None,
     ) -> None:
         self.tier, self.store = tier, store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -40,6 +41,11 @@ _NO_REQUEST: Final = bytes(64)
 """A master that lives closes the connection when it reads this; one that hangs does nothing."""
 
 _MAX_SECONDS: Final = 3600.0
+_REFRESH: Final = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "5"
+"""Mooncake keeps what it learnt of a peer by its address and port, for as long as the process
+lives, unless told to look again. Ports are drawn of some 2,000: sooner or later a new holder has
+that of a dead one, and everything that is sent to it fails. Read when Mooncake is loaded."""
+
 _LOCAL_BUFFER_BYTES: Final = 16 * 2**20
 
 
@@ -266,6 +272,7 @@ class MooncakeStore:
 
 
 def _load() -> Any:
+    os.environ.setdefault(*_REFRESH)
     try:
         import mooncake.store  # noqa: PLC0415 (an extra)
     except ModuleNotFoundError as error:

@@ -26,6 +26,7 @@ from mamba_cache.tiers.identity import (
     tenant_digest,
 )
 from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
+from mamba_cache.tiers.jobs import LowerTierStats
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
 from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
@@ -61,6 +62,7 @@ __all__ = [
     "HostTier",
     "LoadPlanner",
     "LowerTier",
+    "LowerTierStats",
     "Mark",
     "ModelIdentity",
     "Numerics",

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +16,12 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from mamba_cache._checks import check_int, check_kind, check_number
-from mamba_cache.errors import BudgetError, InvalidArgumentError, TierInUseError
-from mamba_cache.tiers.answers import report_error, tell
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    InvariantError,
+    TierInUseError,
+)
 from mamba_cache.tiers.directory import folders, open_folder, remove_folder, slab_path
 from mamba_cache.tiers.entry import (
     EntryFacts,
@@ -30,6 +34,14 @@ from mamba_cache.tiers.entry import (
 )
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
+from mamba_cache.tiers.jobs import (
+    Job,
+    LoadJob,
+    LowerTierStats,
+    PutJob,
+    TierJobs,
+    report_error,
+)
 from mamba_cache.tiers.protocols import Done
 from mamba_cache.tiers.rows import RowLease, RowPool
 from mamba_cache.tiers.slab import SlabFile, Submit, row_bytes_of
@@ -41,12 +53,13 @@ _WRITES_AT_ONCE: Final = 16
 
 _FAILURES_TO_REST: Final = 2
 _REST_SECONDS: Final = 5.0
-_MAX_FIRST_USES: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStats:
+class DiskStats(LowerTierStats):
     """What the disk tier did since it was opened, and what it holds now.
+
+    Besides, ``not_written`` has "no_row", "disk_full" and "io_error".
 
     Attributes:
         entries: Entries that can be found now, by kind.
@@ -54,22 +67,10 @@ class DiskStats:
         max_rows: Rows that they may have at most, by kind.
         disk_bytes: What the files take on the disk.
         is_direct: Whether reads and writes go past the page cache (``O_DIRECT``).
-        is_healthy: Whether calls are taken now.
         recovered: Entries that were there when it was opened.
         not_recovered: Rows that held something else then, by reason.
-        loads: Entries asked for.
-        hits: Those that were read and verified.
-        refused: Those that were not, by reason.
-        puts: Entries offered.
-        written: Those that were stored.
-        not_written: Those that were not, by reason: "first_use", "in_flight", "queue_full",
-            "unhealthy", "no_row", "disk_full", "io_error", "aborted".
         evicted: Entries given up for others.
         io_errors: Reads, writes and waits that the system refused, a full disk not counted.
-        read_bytes: Payloads read.
-        written_bytes: Payloads written.
-        read_seconds: Time in which threads read and verified them, in sum.
-        write_seconds: Time in which a thread digested and wrote them.
     """
 
     entries: Mapping[str, int]
@@ -77,21 +78,10 @@ class DiskStats:
     max_rows: Mapping[str, int]
     disk_bytes: int
     is_direct: bool
-    is_healthy: bool
     recovered: int
     not_recovered: Mapping[str, int]
-    loads: int
-    hits: int
-    refused: Mapping[str, int]
-    puts: int
-    written: int
-    not_written: Mapping[str, int]
     evicted: int
     io_errors: int
-    read_bytes: int
-    written_bytes: int
-    read_seconds: float
-    write_seconds: float
 
 
 class DiskTier:
@@ -148,33 +138,22 @@ class DiskTier:
     ) -> None:
         check_kind("identity", identity, CacheIdentity)
         self._capacity = check_int("capacity_bytes", capacity_bytes, minimum=0)
-        self._write_on_use = check_int("write_on_use", write_on_use, minimum=1, maximum=2)
         num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
-        self._max_queued = check_int("max_queued", max_queued, minimum=1)
+        self._removals: deque[_Removal] = deque()
+        self._jobs = TierJobs(
+            write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals]
+        )
+        self._lock = self._jobs.lock
         sizes = {EntryKind.STATE: state_bytes, EntryKind.KV: kv_bytes}
         for kind, size in sizes.items():
             check_int(f"{kind.name.lower()}_bytes", size, minimum=0)
         sizes = {kind: size for kind, size in sizes.items() if size}
         share = check_number("state_share", state_share, maximum=1)
         max_rows = _rows_within(self._capacity, sizes, share)
-        self._path, self._identity, self._pid = Path(path).expanduser(), identity, os.getpid()
-        self._lock = threading.RLock()
-        self._load_came = threading.Condition(self._lock)
-        self._put_came = threading.Condition(self._lock)
-        self._one_over = threading.Condition(self._lock)
-        self._counts: Counter[str] = Counter()
-        self._refused: Counter[Refusal] = Counter()
-        self._not_written: Counter[str] = Counter()
+        self._path, self._identity = Path(path).expanduser(), identity
         self._not_recovered: Counter[Refusal] = Counter()
-        self._read_seconds = self._write_seconds = 0.0
-        self._loads: deque[_Load] = deque()
-        self._puts: deque[_Put] = deque()
-        self._pending: set[EntryKey] = set()
-        self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
-        self._num_busy = self._failures = 0
-        self._rests_until = 0.0
-        self._full_until = 0.0
-        self._is_closing = False
+        self._failures = 0
+        self._rests_until = self._full_until = 0.0
         self.state_lengths: set[int] = set()
         self.folder, self._folder_lock = open_folder(self._path, identity, sizes)
         self._files: dict[EntryKind, _File] = {}
@@ -185,7 +164,7 @@ class DiskTier:
             with ThreadPoolExecutor(num_readers) as readers:
                 for file in self._files.values():
                     self._recover(file, readers)
-        except OSError:
+        except BaseException:
             self._close_files()
             raise
         # Not an executor: those take nothing any more, with loads under way, as a process ends.
@@ -196,14 +175,14 @@ class DiskTier:
     @property
     def is_healthy(self) -> bool:
         """Whether it takes calls now: not after errors of the disk, for some seconds each time."""
-        if self._is_closing or os.getpid() != self._pid:
+        if self._jobs.is_closing or self._jobs.is_forked:
             return False
         return not self._rests_until or time.monotonic() >= self._rests_until
 
     @property
     def num_queued(self) -> int:
         """Loads and puts that are not over."""
-        return len(self._loads) + len(self._puts) + self._num_busy
+        return self._jobs.num_open
 
     def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether it is likely to be there; ``load`` alone knows.
@@ -230,16 +209,10 @@ class DiskTier:
         return found
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored.
+        """Queue an entry to be stored, as ``LowerTier`` says.
 
-        Args:
-            facts: What it is.
-            payload: [``facts.payload_bytes``] bytes, contiguous; not written until ``done``.
-            done: Called with None when it is on the disk, or with why it is not.
-
-        Returns:
-            False if it is not taken, and ``done`` not called: it is offered for the first time and
-            only the second counts, it is on its way, the queue is full, or the disk has failed.
+        It is not taken either that is offered for the first time, where only the second counts, or
+        is on its way.
 
         Raises:
             InvalidArgumentError: It is of another identity, or of another size than the rows.
@@ -249,40 +222,18 @@ class DiskTier:
         if name is None:
             raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
         if not self.is_healthy:  # without the lock: a fork may have left it held for ever
-            self._not_written["unhealthy"] += 1
-            return False
-        key = facts.key
+            return self._jobs.refuse_put("unhealthy")
         with self._lock:
-            self._counts["puts"] += 1
-            if name in self._files[key.kind].rows:
-                self._files[key.kind].rows.touch([name])
-                is_there, reason = True, None
-            else:
-                is_there, reason = False, self._reason_against(key)
-            if reason is not None:
-                self._not_written[reason] += 1
-                return False
-            if not is_there:
-                self._pending.add(key)
-                self._puts.append(_Put(facts, name, payload, done))
-                self._put_came.notify()
-        if is_there:
-            done(None)
+            rows = self._files[facts.key.kind].rows
+            if name not in rows:
+                return self._jobs.add_put(PutJob(done, facts, payload))
+            rows.touch([name])
+            self._jobs.counts["known"] += 1
+        done(None)
         return True
 
     def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
-        """Queue an entry to be read and verified: each field of its header, and its digest.
-
-        Args:
-            expected: What the request derived of it.
-            into: [``expected.payload_bytes``] bytes, contiguous, to write to until ``done``. They
-                hold the entry only if that was called with None.
-            done: Called with None when it is there and verified, or with why it is not. An entry
-                that does not match is not found again.
-
-        Returns:
-            False if it is not taken, and ``done`` not called: the queue is full, or the disk has
-            failed.
+        """Queue an entry to be read and verified, as ``LowerTier`` says.
 
         Raises:
             InvalidArgumentError: It is of another size than the rows.
@@ -292,87 +243,47 @@ class DiskTier:
         refusal = Refusal.IDENTITY if name is None else Refusal.MISSING
         if not self.is_healthy:
             return False
+        jobs = self._jobs
         with self._lock:
-            if self._is_closing or len(self._loads) >= self._max_queued:
+            if jobs.is_closing or len(jobs.loads) >= jobs.max_queued:
                 return False
-            self._counts["loads"] += 1
-            rows = self._files[expected.key.kind].rows
-            number = rows.next_number
-            try:
-                lease = None if name is None else rows.read(name)
-                if lease is not None:
-                    self._loads.append(_Load(expected, lease, into, done))
-                    self._load_came.notify()
-                    return True
-            except BaseException:
-                last = self._loads[-1] if self._loads else None
-                if last is None or (last.expected, last.lease.number) != (expected, number):
-                    rows.take_back(number)
-                raise
-            self._refused[refusal] += 1
+            if name is not None and name in self._files[expected.key.kind].rows:
+                jobs.add(jobs.loads, LoadJob(done, expected, into))
+                return True
+            jobs.refused[refusal] += 1
         done(refusal)
         return True
 
     def remove(self, key: EntryKey) -> None:
         """Make an entry unfindable that is known to be wrong, for later processes too.
 
-        It writes to the disk in the caller's thread.
+        It waits until that is written, so it must not be called from ``done``.
         """
-        name = self._name_of(key)
-        if name is None or not self.is_healthy:
+        is_over = threading.Event()
+        if self._name_of(key) is None or not self.is_healthy:
             return
-        file = self._files[key.kind]
         with self._lock:
-            lease = file.rows.read(name)
-            if lease is not None:
-                file.rows.drop(lease)
-        if lease is not None:
-            # Before the row is free.
-            self._try(lambda: file.slab.erase_header(lease.row))
-            with self._lock:
-                file.rows.release(lease)
+            if self._jobs.is_closing:
+                return
+            self._jobs.add(self._removals, _Removal(lambda _: is_over.set(), key))
+        is_over.wait()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over.
-
-        Args:
-            timeout_seconds: How long. Default: as long as it takes.
-
-        Returns:
-            Whether it is.
-        """
-        with self._lock:
-            # Once more: a call that was interrupted may have queued something and told nobody.
-            self._load_came.notify_all()
-            self._put_came.notify_all()
-            return self._one_over.wait_for(lambda: not self.num_queued, timeout_seconds)
+        """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
+        return self._jobs.flush(timeout_seconds)
 
     def close(self) -> None:
         """End its threads; what is queued is given up, and ``done`` called for each."""
-        if os.getpid() != self._pid:
+        if self._jobs.is_forked:
             return  # the threads, and what they hold, are the parent's
         # Each part may be done again: a call that was interrupted is followed by another.
-        with self._lock:
-            self._is_closing = True
-            self._load_came.notify_all()
-            self._put_came.notify_all()
+        self._jobs.close()
         for thread in self._threads:
             thread.join()
         for _ in self._readers:  # now that nobody waits for parts
             self._parts.put(None)
         for reader in self._readers:
             reader.join()
-        while self._loads:
-            load = self._loads[0]
-            tell(load.done, Refusal.ABORTED)
-            self._refused[Refusal.ABORTED] += 1
-            self._loads.popleft()
-            self._files[load.expected.key.kind].rows.release(load.lease)
-        while self._puts:
-            tell(self._puts[0].done, Refusal.ABORTED)
-            self._not_written["aborted"] += 1
-            self._puts.popleft()
-        self._pending.clear()
         self._close_files()
 
     def stats(self) -> DiskStats:
@@ -386,38 +297,24 @@ class DiskTier:
                 disk_bytes=self._disk_bytes(),
                 is_direct=all(file.slab.is_direct for file in files.values()),
                 is_healthy=self.is_healthy,
-                recovered=self._counts["recovered"],
+                recovered=self._jobs.counts["recovered"],
                 not_recovered={each.value: n for each, n in self._not_recovered.items()},
-                loads=self._counts["loads"],
-                hits=self._counts["hits"],
-                refused={each.value: n for each, n in self._refused.items()},
-                puts=self._counts["puts"],
-                written=self._counts["written"],
-                not_written=dict(self._not_written),
                 evicted=sum(file.rows.evicted_total for file in files.values()),
-                io_errors=self._counts["io_errors"],
-                read_bytes=self._counts["read_bytes"],
-                written_bytes=self._counts["written_bytes"],
-                read_seconds=self._read_seconds,
-                write_seconds=self._write_seconds,
+                io_errors=self._jobs.counts["io_errors"],
+                **self._jobs.stats(),
             )
 
     def tier_stats(self) -> TierStats:
         """Return the same in the form that all tiers have in common."""
         stats = self.stats()
-        return TierStats(
-            name=self.name,
+        row_bytes = {kind.name.lower(): file.slab.row_bytes for kind, file in self._files.items()}
+        return stats.of_all_tiers(
+            self.name,
             entries=stats.entries,
             rows=stats.max_rows,
             ready_rows=stats.rows,
-            row_bytes={
-                kind.name.lower(): file.slab.row_bytes for kind, file in self._files.items()
-            },
-            stored=stats.written,
-            restored=stats.hits,
+            row_bytes=row_bytes,
             evicted=stats.evicted,
-            dropped=stats.not_written,
-            refused=stats.refused,
         )
 
     def check_invariants(self) -> None:
@@ -427,6 +324,10 @@ class DiskTier:
             InvariantError: It does not.
         """
         with self._lock:
+            self._jobs.check_invariants()
+            leases = [lease for file in self._files.values() for lease in file.rows.leases]
+            if len(leases) > len(self._jobs.taken):
+                raise InvariantError(f"rows are held for nobody, of {leases}")
             for file in self._files.values():
                 file.rows.check_invariants()
 
@@ -452,71 +353,57 @@ class DiskTier:
                 f"got {facts.payload_bytes} in a buffer of {len(payload)}"
             )
 
-    def _reason_against(self, key: EntryKey) -> str | None:
-        """Say why an entry that is not there is not written now."""
-        if self._is_closing:
-            return "aborted"
-        if key in self._pending:
-            return "in_flight"
-        if self._write_on_use > 1 and key not in self._first_uses:
-            self._first_uses[key] = None
-            if len(self._first_uses) > _MAX_FIRST_USES:
-                self._first_uses.popitem(last=False)
-            return "first_use"
-        if len(self._puts) >= self._max_queued:
-            return "queue_full"
-        self._first_uses.pop(key, None)
-        return None
-
     def _write_queued(self) -> None:
         """Write what is queued, some entries at once, until the tier is closed."""
-        while True:
-            with self._lock:
-                self._put_came.wait_for(lambda: self._puts or self._is_closing)
-                if self._is_closing:
-                    return
-                number = min(len(self._puts), _WRITES_AT_ONCE)
-                puts = [self._puts.popleft() for _ in range(number)]
-                self._num_busy += number
+        jobs = self._jobs
+        while puts := jobs.wait(jobs.put_came, lambda: jobs.take_puts(_WRITES_AT_ONCE)):
             self._write(puts)
-            with self._lock:
-                self._num_busy -= number
-                self._one_over.notify_all()
+            puts.clear()  # they hold the callers' buffers
+        self._end_queued()
 
-    def _write(self, puts: list[_Put]) -> None:
+    def _read_queued(self) -> None:
+        """Read what is queued, one entry at a time, until the tier is closed."""
+        jobs = self._jobs
+        while reads := jobs.wait(
+            jobs.load_came, lambda: jobs.take(self._removals) or jobs.take(jobs.loads)
+        ):
+            self._read(reads.pop())
+        self._end_queued()
+
+    def _end_queued(self) -> None:
+        """End what is queued, for the tier is closed: only what is wrong is still removed."""
+        for job in self._jobs.take_queued():
+            if isinstance(job, _Removal):
+                self._read(job)
+            else:
+                self._jobs.end(job, Refusal.ABORTED, "aborted")
+
+    def _write(self, puts: list[PutJob]) -> None:
         started = time.perf_counter()
         written = [(put, lease) for put in puts if (lease := self._write_one(put)) is not None]
         kinds = {put.facts.key.kind for put, _ in written}
         is_synced = all(self._try(self._files[kind].slab.sync) for kind in kinds)
         with self._lock:
-            self._write_seconds += time.perf_counter() - started
+            self._jobs.write_seconds += time.perf_counter() - started
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
-                if is_synced:
-                    rows.complete(lease)
-                    self._counts["written"] += 1
-                    self._counts["written_bytes"] += len(put.payload)
-                else:
-                    rows.cancel(lease)
-                    self._not_written["io_error"] += 1
-            self._pending.difference_update(put.facts.key for put in puts)
+                (rows.complete if is_synced else rows.cancel)(lease)
+        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, "io_error")
         for put, _ in written:
-            tell(put.done, None if is_synced else Refusal.IO_ERROR)
+            self._jobs.end(put, refusal, reason)
 
-    def _write_one(self, put: _Put) -> RowLease | None:
+    def _write_one(self, put: PutJob) -> RowLease | None:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
         file = self._files[put.facts.key.kind]
-        lease = self._reserve(file, put.name)
+        lease = self._reserve(file, _name(put.facts.key))
         reason = "disk_full" if self._full_until else "no_row"
         if lease is not None:
             if self._try(partial(_write_row, file.slab, lease, put)):
                 return lease
             reason = "io_error"
-        with self._lock:
-            if lease is not None:
+            with self._lock:
                 file.rows.cancel(lease)
-            self._not_written[reason] += 1
-        tell(put.done, Refusal.IO_ERROR)
+        self._jobs.end(put, Refusal.IO_ERROR, reason)
         return None
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | None:
@@ -564,38 +451,29 @@ class DiskTier:
                 taken -= other.num_bytes
         return taken <= spare
 
-    def _read_queued(self) -> None:
-        """Read what is queued, one entry at a time, until the tier is closed."""
-        while True:
-            with self._lock:
-                self._load_came.wait_for(lambda: self._loads or self._is_closing)
-                if self._is_closing:
-                    return
-                load = self._loads.popleft()
-                self._num_busy += 1
-            self._read(load)
-            with self._lock:
-                self._num_busy -= 1
-                self._one_over.notify_all()
-
-    def _read(self, load: _Load) -> None:
+    def _read(self, job: LoadJob | _Removal) -> None:
+        """Read and verify an entry, or find it to be wrong."""
         started = time.perf_counter()
-        file = self._files[load.expected.key.kind]
-        refusal = self._refusal(file, load)
+        key = job.expected.key if isinstance(job, LoadJob) else job.key
+        file = self._files[key.kind]
         with self._lock:
-            self._read_seconds += time.perf_counter() - started
-            if refusal is None:
-                self._counts["hits"] += 1
-                self._counts["read_bytes"] += len(load.into)
-            else:
-                self._refused[refusal] += 1
-                file.rows.drop(load.lease)
-        if refusal not in (None, Refusal.IO_ERROR):
-            # Nobody finds it any more, nor when the file is opened again. Before the row is free.
-            self._try(lambda: file.slab.erase_header(load.lease.row))
-        with self._lock:
-            file.rows.release(load.lease)
-        tell(load.done, refusal)
+            lease = file.rows.read(_name(key))
+        refusal: Refusal | None = Refusal.MISSING  # given up since it was asked for
+        if lease is not None:
+            refusal = Refusal.PAYLOAD_DIGEST
+            if isinstance(job, LoadJob):
+                refusal = self._refusal(file, job, lease)
+                with self._lock:
+                    self._jobs.read_seconds += time.perf_counter() - started
+            if refusal is not None:
+                with self._lock:
+                    file.rows.drop(lease)
+                if refusal is not Refusal.IO_ERROR:
+                    # Nobody finds it when the file is opened again. Before the row is free.
+                    self._try(partial(file.slab.erase_header, lease.row))
+            with self._lock:
+                file.rows.release(lease)
+        self._jobs.end(job, refusal)
 
     def _submit(self, call: Callable[[], int]) -> Future[int]:
         """Have one of the readers make a call."""
@@ -614,10 +492,10 @@ class DiskTier:
                     future.set_exception(error)
             del part, future, call  # they hold the caller's buffer
 
-    def _refusal(self, file: _File, load: _Load) -> Refusal | None:
+    def _refusal(self, file: _File, load: LoadJob, lease: RowLease) -> Refusal | None:
         """Read a row and say what is wrong with it."""
         found: list[Refusal | None] = []
-        if not self._try(lambda: found.append(_read_row(file.slab, load, self._submit))):
+        if not self._try(lambda: found.append(_read_row(file.slab, load, lease, self._submit))):
             return Refusal.IO_ERROR
         return found[0]
 
@@ -635,7 +513,7 @@ class DiskTier:
                 if header.facts.key.kind is EntryKind.STATE:
                     self.state_lengths.add(header.facts.prefix_tokens)
         file.rows.adopt(file.slab.num_rows, entries)
-        self._counts["recovered"] += len(entries)
+        self._jobs.counts["recovered"] += len(entries)
 
     def _header_of(self, file: _File, row: int) -> EntryHeader | Refusal | None:
         """Read a row's header; None if nothing was written to the row."""
@@ -676,7 +554,7 @@ class DiskTier:
 
     def _count_failure(self) -> None:
         with self._lock:
-            self._counts["io_errors"] += 1
+            self._jobs.counts["io_errors"] += 1
             self._failures += 1
             if self._failures >= _FAILURES_TO_REST:
                 self._rests_until = time.monotonic() + _REST_SECONDS
@@ -697,22 +575,11 @@ class _File(NamedTuple):
     rows: _DiskRows
 
 
-class _Load(NamedTuple):
-    """An entry that is to be read."""
+@dataclass(slots=True, eq=False)
+class _Removal(Job):
+    """An entry that is known to be wrong."""
 
-    expected: EntryFacts
-    lease: RowLease
-    into: memoryview
-    done: Done
-
-
-class _Put(NamedTuple):
-    """An entry that is to be written."""
-
-    facts: EntryFacts
-    name: bytes
-    payload: memoryview
-    done: Done
+    key: EntryKey
 
 
 class _DiskRows(RowPool):
@@ -760,19 +627,19 @@ def _threads(name: str, targets: Sequence[Callable[[], None]]) -> list[threading
     return threads
 
 
-def _write_row(slab: SlabFile, lease: RowLease, put: _Put) -> None:
+def _write_row(slab: SlabFile, lease: RowLease, put: PutJob) -> None:
     header = EntryHeader(put.facts, payload_digest(put.payload), lease.generation)
     slab.write(lease.row, header.to_bytes(), put.payload)
 
 
-def _read_row(slab: SlabFile, load: _Load, submit: Submit) -> Refusal | None:
+def _read_row(slab: SlabFile, load: LoadJob, lease: RowLease, submit: Submit) -> Refusal | None:
     """Read a row and compare it with what is looked for: a part is hashed as others come."""
     hasher = payload_hasher()
-    header = EntryHeader.read(slab.read(load.lease.row, load.into, submit, hasher.update))
+    header = EntryHeader.read(slab.read(lease.row, load.into, submit, hasher.update))
     if isinstance(header, Refusal):
         return header
     refusal = header.refusal(load.expected)
-    if refusal is None and header.generation != load.lease.generation:
+    if refusal is None and header.generation != lease.generation:
         refusal = Refusal.GENERATION
     if refusal is None and hasher.digest() != header.payload_digest:
         refusal = Refusal.PAYLOAD_DIGEST

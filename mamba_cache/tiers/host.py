@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -96,13 +96,13 @@ class TierStats:
     """
 
     name: str
-    entries: Mapping[str, int]
-    rows: Mapping[str, int]
-    ready_rows: Mapping[str, int]
-    row_bytes: Mapping[str, int]
+    entries: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+    ready_rows: Mapping[str, int] = field(default_factory=dict)
+    row_bytes: Mapping[str, int] = field(default_factory=dict)
     stored: int
     restored: int
-    evicted: int
+    evicted: int = 0
     dropped: Mapping[str, int]
     refused: Mapping[str, int]
 

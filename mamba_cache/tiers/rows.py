@@ -313,20 +313,6 @@ class RowPool:
         else:
             self._queue.push(row, self.block_timestamps.item(row))
 
-    def take_back(self, number: int) -> None:
-        """End the lease of a reader, whatever it is a part of: the call that took it broke off.
-
-        Args:
-            number: Of the lease.
-        """
-        self._leases.pop(number, None)
-        self.readers[:] = 0
-        for lease in self._leases.values():
-            self.readers[lease.row] += not lease.writes
-        for row in self._row_of.values():
-            if not self.readers[row]:
-                self._queue.push(row, self.block_timestamps.item(row))
-
     def drop(self, lease: RowLease) -> None:
         """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
         row = lease.row

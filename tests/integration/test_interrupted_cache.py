@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from injectors import LineAboveDisk, LineInterrupt
+from injectors import LineInterrupt, LineOfSignals
 from interrupt_rig import Search
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -27,7 +27,7 @@ CALLS = cache_calls()
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_cache_serves_nothing_wrong_and_lets_the_model_go(name):
     """Removed to see it fail: ``remove_hooks``, and ``let_go``, in ``PrefixCache._take_back``."""
-    search = Search(CALLS[name], LineAboveDisk)  # without tiers there is no disk
+    search = Search(CALLS[name], LineOfSignals)  # without tiers there is no disk
     few = "over tiers" in name  # each waits for disks and threads
     assert search.survey(search.moments(4 if few else 12))[1] == []
 

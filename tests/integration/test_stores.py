@@ -4,6 +4,8 @@ The checks are functions of a store: stores that are wrong on purpose show that 
 """
 
 import contextlib
+import os
+import re
 import socket
 import ssl
 import subprocess
@@ -549,6 +551,62 @@ def test_what_a_mooncake_holder_had_is_gone_with_it(rng):
         answers = reader.get_many_into(list(blobs), views(into))
         assert set(answers) <= {MISSING, StoreFault.TRANSFER_FAILED}
         reader.close()
+
+
+HOLDER = """
+import signal, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+where = f"127.0.0.1:{sys.argv[1]}"
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 2**26, 2**24, "tcp", "", where)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def mooncake_holder(master, log, ports):
+    """A process that gives memory, and its port, of few; none if it found none that is free."""
+    own = {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[-1])}
+    with log.open("w") as stderr:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(master.port)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=os.environ | own | {"GLOG_minloglevel": "0"},
+        )
+    try:
+        is_there = bool(holder.stdout.readline())
+        [*_, port] = re.findall(r"P2P handshake, listening on \S+:(\d+)", log.read_text())
+        yield int(port) if is_there else None
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@with_mooncake
+def test_a_mooncake_holder_on_the_port_of_a_dead_one_is_written_to(rng, tmp_path):
+    """What Mooncake knows of a port is of the dead one, for ever if it does not look anew."""
+    first = free_port() % 10_000 + 20_000
+    seen, was_seen_before = set(), False
+    with mooncake_master("1s", "--client_ttl=1") as master:
+        store = open_store(f"mooncake://{LOOPBACK}:{master.port}")
+        for number in range(30):
+            with mooncake_holder(master, tmp_path / "log", range(first, first + 8)) as port:
+                for attempt in range(150 if port else 0):
+                    blobs = blobs_of(rng, f"{number}-{attempt}-", (1000,))
+                    if store.put_many(list(blobs), views(blobs.values())) == [None]:
+                        break
+                    PAUSE.wait(0.1)
+                else:
+                    assert port is None, f"{port}: {store.health()}"
+            was_seen_before = port in seen
+            if was_seen_before:
+                break
+            seen.add(port)
+            seen.discard(None)
+        assert was_seen_before
+        store.close()
 
 
 @with_valkey

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from broken_tiers import FAULTS, FOUND_SOON, broken
+from broken_tiers import FAULTS, FOUND_SOON, STORE_FAULT, broken
 from example_counts import few_examples
 from fresh_examples import all_drawn, only_drawn
 from hypothesis import HealthCheck, Phase, settings
@@ -24,8 +24,14 @@ TestStoreMachine = all_drawn(StoreMachine.TestCase)
 TestStoreMachine.settings = few_examples(20)
 
 
-@pytest.mark.parametrize("fault", FAULTS if NIGHTLY else FOUND_SOON)
-def test_a_fault_of_the_tiers_is_noticed(fault):
+@pytest.mark.parametrize(
+    ("machine", "fault"),
+    [
+        *((DiskMachine, fault) for fault in (FAULTS if NIGHTLY else FOUND_SOON)),
+        (StoreMachine, STORE_FAULT),
+    ],
+)
+def test_a_fault_of_the_tiers_is_noticed(machine, fault):
     """Whatever it raises: an assertion of the machine, or a contradiction in the books."""
     once = settings(
         max_examples=100,
@@ -37,11 +43,11 @@ def test_a_fault_of_the_tiers_is_noticed(fault):
         suppress_health_check=[*HealthCheck],
     )
     with broken(fault), only_drawn(), pytest.raises((AssertionError, MambaCacheError)):
-        run_state_machine_as_test(DiskMachine, settings=once)
+        run_state_machine_as_test(machine, settings=once)
 
 
 def test_the_faults_are_still_put_in():
     """Each names what it takes the place of, and undoes it."""
-    for fault in FAULTS:
+    for fault in (*FAULTS, STORE_FAULT):
         with broken(fault):
             pass

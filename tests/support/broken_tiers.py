@@ -3,7 +3,7 @@
 from unittest import mock
 
 from mamba_cache.context.tiering import Tiering
-from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, disk
+from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, RemoteTier, disk
 from mamba_cache.tiers.rows import RowPool
 from mamba_cache.tiers.slab import SlabFile
 
@@ -149,7 +149,18 @@ def _patches():
     }  # fmt: skip
 
 
+def _store_believed(init):
+    def broken(self, store, **options):
+        init(self, store, **{**options, "verifies": False})
+
+    return broken
+
+
 _FAULTS = _patches()
+STORE_FAULT = "entries of the store are not verified"
+_STORE_FAULTS = {STORE_FAULT: (RemoteTier, "__init__", _store_believed)}
+"""What a machine over a store must notice."""
+
 FAULTS = tuple(_FAULTS)
 FOUND_SOON = (
     "bytes from host memory are not verified",
@@ -169,5 +180,5 @@ FOUND_SOON = (
 
 def broken(fault):
     """Makes all tiers wrong for as long as it is entered."""
-    owner, name, make = _FAULTS[fault]
+    owner, name, make = (_FAULTS | _STORE_FAULTS)[fault]
     return mock.patch.object(owner, name, make(getattr(owner, name)))

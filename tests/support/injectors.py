@@ -1,7 +1,10 @@
 """Errors that come from outside, at any one moment of a call."""
 
+import ast
+import dis
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -67,16 +70,34 @@ class LineInterrupt(Interrupt):
         return self._trace
 
 
-class LineAboveDisk(LineInterrupt):
-    """A moment is before each line of the package but those of the disk tier itself.
+class LineOfSignals(LineInterrupt):
+    """A moment is before each line of the package at which a signal can strike.
 
-    A tracing function can raise between the end of a ``with`` block and the release of its lock,
-    which the disk's threads would wait for; see https://github.com/python/cpython/issues/74174.
+    Only a tracing function can raise between the end of a ``with`` block and the release of its
+    lock, for which other threads would wait for ever: the interpreter looks for signals after calls
+    and jumps, and ``with`` releases a lock of C's in the very instruction that leaves the block.
     """
 
     def _trace(self, frame, event, argument):
-        is_disk = frame.f_code.co_filename.endswith(os.path.join("tiers", "disk.py"))
-        return None if is_disk else super()._trace(frame, event, argument)
+        if event == "line" and _leaves_with(frame.f_code, frame.f_lasti, frame.f_lineno):
+            return self._trace
+        return super()._trace(frame, event, argument)
+
+
+@cache
+def _with_lines(file):
+    """The lines in which the ``with`` statements of a file begin."""
+    tree = ast.parse(Path(file).read_bytes())
+    return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.With)}
+
+
+@cache
+def _leaves_with(code, offset, line):
+    """Whether an instruction leaves a ``with`` block: one that enters it loads its object first."""
+    if not code.co_filename.startswith(PACKAGE) or line not in _with_lines(code.co_filename):
+        return False
+    name = dis.opname[code.co_code[offset]]
+    return not name.startswith("LOAD_") or "CONST" in name
 
 
 class _Patching(Injector):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from engine_rig import BLOCK, MODEL, alone, cache_config, greedy
 from fault_rig import frozen
-from injectors import Interrupt, LineAboveDisk, LineInterrupt
+from injectors import Interrupt, LineInterrupt, LineOfSignals
 
 from mamba_cache import KVBlockAllocator, MambaSlotAllocator
 from mamba_cache.blocks import BlockHashes
@@ -599,9 +599,11 @@ BARE_CALLS = {
 
 def subjects(prefix=""):
     """Yields (name, subject, injector) of every search; those of transformers if it is there."""
-    from interrupt_tiers_rig import TIER_CALLS  # noqa: PLC0415 - it needs this module
+    from interrupt_lower_rig import LOWER_TIER_CALLS  # noqa: PLC0415 - it needs this module
+    from interrupt_tiers_rig import TIER_CALLS  # noqa: PLC0415 - likewise
 
-    calls = {**BARE_CALLS, **ENGINE_CALLS, **TIER_CALLS}
+    over_threads = {**TIER_CALLS, **LOWER_TIER_CALLS}
+    calls = {**BARE_CALLS, **ENGINE_CALLS, **over_threads}
     if "PrefixCache".startswith(prefix) or prefix.startswith("PrefixCache"):
         try:
             from interrupt_cache_rig import cache_calls  # noqa: PLC0415 - needs an extra
@@ -611,8 +613,9 @@ def subjects(prefix=""):
             calls.update(cache_calls())
     for name, call in calls.items():
         if name.startswith(prefix):
-            above = LineAboveDisk if " tiers" in name or name in TIER_CALLS else LineInterrupt
-            yield name, call, Interrupt if name in BARE_CALLS else above
+            has_threads = " tiers" in name or name in over_threads
+            line = LineOfSignals if has_threads else LineInterrupt
+            yield name, call, Interrupt if name in BARE_CALLS else line
 
 
 # Real signals.

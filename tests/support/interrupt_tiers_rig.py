@@ -163,7 +163,7 @@ class Made:
             raise Wedged("a prefetch is never done")
         if disk is not None:
             disk.check_invariants()
-            if disk._pending or any(file.rows.leases for file in disk._files.values()):
+            if disk.num_queued or any(file.rows.leases for file in disk._files.values()):
                 raise Leak("rows of the disk are held")
         self.leave()
         self.context.prefetch(_probe())

@@ -74,8 +74,7 @@ class Bench:
         self.tier.check_invariants()
         stats = self.tier.stats()
         assert stats.loads == stats.hits + sum(stats.refused.values())
-        assert not self.tier._num_reads
-        assert not self.tier._pending
+        assert not self.tier.num_queued
 
 
 def wait_until(condition):

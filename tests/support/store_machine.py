@@ -115,6 +115,26 @@ class StoreMachine(TieredMachine):
                 self.blobs._blobs[name] = bytes(blob)
 
     @precondition(lambda self: self.copies)
+    @rule(first=st.integers(0, 100), second=st.integers(0, 100))
+    def exchange(self, first, second):
+        """Two entries of a kind change places, each whole: what only the store tier can notice.
+
+        The host tier has nothing to hold what it gets against but what came with it.
+        """
+        self.quiet()
+        blobs = self.blobs._blobs
+        names = sorted(name for name in blobs if f"{name}/0" in blobs)
+        if names:
+            one = names[first % len(names)]
+            alike = [name for name in names if len(blobs[name]) == len(blobs[one])
+                     and len(blobs[f"{name}/0"]) == len(blobs[f"{one}/0"])]  # fmt: skip
+            other = alike[second % len(alike)]
+            for chunk in ("", "/0"):
+                pair = blobs.pop(one + chunk), blobs.pop(other + chunk, None)
+                blobs[other + chunk] = pair[0]
+                blobs[one + chunk] = pair[0] if pair[1] is None else pair[1]
+
+    @precondition(lambda self: self.copies)
     @rule(
         stem=st.sampled_from([0, 8, 24, 40]),
         tail=st.lists(st.integers(0, 3), max_size=9),

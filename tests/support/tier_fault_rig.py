@@ -183,7 +183,7 @@ class Rig:
         self.disk.check_invariants()
         assert not any(self.host.leases.values())
         assert not self.host._lower
-        assert not self.disk._pending
+        assert not self.disk.num_queued
         assert all(not file.rows.leases for file in self.disk._files.values())
 
     def forgive_disk(self):

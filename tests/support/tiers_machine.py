@@ -644,7 +644,6 @@ class DiskMachine(TieredMachine):
         host, queue = self.context.host_tier, self.late.queue
         assert len(host._lower) == len(queue) + len(host._inbox)
         self.disk.check_invariants()
-        assert not self.disk._pending
         assert not self.disk.num_queued
         assert not any(file.rows.leases for file in self.disk._files.values())
         if not queue:

@@ -28,8 +28,8 @@ from disk_rig import (
     put,
 )
 
-from mamba_cache import BudgetError, InvalidArgumentError, TierInUseError
-from mamba_cache.tiers import EntryHeader, EntryKind, Refusal
+from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
+from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import slab as slabs
@@ -163,7 +163,7 @@ def test_an_entry_is_written_at_its_second_use(tmp_path) -> None:
 
 
 def test_first_uses_are_forgotten_when_there_are_many(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disks, "_MAX_FIRST_USES", 2)
+    monkeypatch.setattr(jobs, "_MAX_FIRST_USES", 2)
     tier = open_tier(tmp_path, write_on_use=2)
     for number in (1, 2, 3):
         assert put(tier, number) is False
@@ -888,6 +888,132 @@ def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) ->
     assert load(tier, 1) == payload_of(1)
 
 
+@pytest.mark.parametrize("job", ["load", "put", "put that fails"])
+def test_flush_waits_until_who_asked_has_been_told(tier, monkeypatch, job) -> None:
+    """A caller who flushes and then looks at its answers finds all of them."""
+    is_told, goes_on = threading.Event(), threading.Event()
+
+    def done(_answer):
+        is_told.set()
+        assert goes_on.wait(60)
+
+    if job == "load":
+        assert put(tier, 1) is None
+        assert tier.load(facts_of(1), buffer_for(facts_of(1)), done)
+    else:
+        if job != "put":
+            failing(errno.EIO, times=1).patch(monkeypatch, "pwritev")
+        assert tier.put(facts_of(1), payload_of(1), done)
+    assert is_told.wait(60)
+    tier.check_invariants()
+    assert not tier.flush(0.01)
+    goes_on.set()
+    assert tier.flush(60)
+
+
+def test_the_bookkeeping_agrees_at_any_moment(tier) -> None:
+    """Contexts and prefix caches prove it while threads are at work."""
+    answers = []
+    for number in range(300):
+        facts = facts_of(number % 7)
+        tier.put(facts, payload_of(number % 7), answers.append)
+        tier.check_invariants()
+        tier.load(facts, buffer_for(facts), answers.append)
+        tier.check_invariants()
+        stats = tier.stats()
+        assert stats.loads >= stats.hits + sum(stats.refused.values())
+    assert tier.flush(60)
+    tier.check_invariants()
+    stats = tier.stats()
+    assert stats.loads == stats.hits + sum(stats.refused.values())
+    assert stats.puts == 300
+
+
+def test_rows_that_nobody_asked_for_are_noticed(tier) -> None:
+    assert put(tier, 1) is None
+    assert tier.flush()
+    rows = tier._files[STATE].rows
+    lease = rows.read(next(iter(rows.digests())))
+    with pytest.raises(InvariantError, match="held for nobody"):
+        tier.check_invariants()
+    rows.release(lease)
+
+
+def test_what_is_known_to_be_wrong_is_not_found_again_nor_recovered(tmp_path) -> None:
+    tier = open_tier(tmp_path)
+    assert [put(tier, number) for number in (1, 2)] == [None, None]
+    for key in (facts_of(1).key, facts_of(3).key, facts_of(2, rank=1).key):
+        tier.remove(key)
+    assert has(tier, 1, 2) == [False, True]
+    assert load(tier, 1) is Refusal.MISSING
+    tier.close()
+    tier.remove(facts_of(2).key)  # it has ended
+    again = open_tier(tmp_path)
+    assert has(again, 1, 2) == [False, True]
+    again.close()
+
+
+def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:
+    """And what comes just too late to be taken does not wait for ever."""
+    tier = open_tier(tmp_path, num_readers=1)
+    assert [put(tier, number) for number in (1, 2)] == [None, None]
+    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
+
+    def held(*args):
+        entered.set()
+        assert hold.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(SlabFile, "read", held)
+    answer = Answer()
+    assert tier.load(facts_of(2), buffer_for(facts_of(2)), answer)
+    assert entered.wait(60)
+    removing = threading.Thread(target=tier.remove, args=[facts_of(1).key])
+    removing.start()
+    while tier.num_queued < 2:
+        pass
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while tier.is_healthy:
+        pass
+    monkeypatch.setattr(disks.DiskTier, "is_healthy", True)
+    tier.remove(facts_of(2).key)
+    hold.set()
+    closing.join(60)
+    removing.join(60)
+    assert answer.get() is None
+    assert not removing.is_alive()
+    monkeypatch.undo()
+    again = open_tier(tmp_path)
+    assert has(again, 1, 2) == [False, True]
+    again.close()
+
+
+def test_an_entry_that_is_given_up_while_its_load_waits_is_a_miss(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path, states=1, blocks=1, num_readers=1)
+    assert [put(tier, 1), put(tier, 2, KV)] == [None, None]
+    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
+
+    def held(*args):
+        entered.set()
+        assert hold.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(SlabFile, "read", held)
+    answers = [Answer(), Answer()]
+    assert tier.load(facts_of(2, KV), buffer_for(facts_of(2, KV)), answers[0])
+    assert entered.wait(60)
+    into = buffer_for(facts_of(1))
+    assert tier.load(facts_of(1), into, answers[1])
+    assert put(tier, 3) is None
+    hold.set()
+    assert [answer.get() for answer in answers] == [None, Refusal.MISSING]
+    assert bytes(into) == b"\xff" * len(into)
+    assert tier.flush()
+    assert tier.stats().refused == {"missing": 1}
+    tier.close()
+
+
 def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
     shown = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
@@ -902,11 +1028,14 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
 def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
     assert put(tier, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(disks.os, "getpid", lambda: -1)
+        patch.setattr(os, "getpid", lambda: -1)
         assert not tier.is_healthy
         assert has(tier, 1) == [False]
         assert load(tier, 1) is False
         assert put(tier, 2) is False
+        tier.remove(facts_of(1).key)
+        assert tier.flush()
+        assert tier.num_queued == 0
         tier.close()
     assert load(tier, 1) == payload_of(1)
 

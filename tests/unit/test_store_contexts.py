@@ -289,11 +289,11 @@ def uncached(seed=1):
 
 
 def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) -> None:
-    """40 ms by default, from the moment on at which the store owes an answer; then nobody does."""
+    """30 ms by default, from the moment on at which the store owes an answer; then nobody does."""
     context = make(store)
     store.inject("exists_many", Trouble.HANG)
     prefetch = ask(context)
-    clock.now += 0.039
+    clock.now += 0.029
     assert prefetch.state is PrefetchState.PENDING
     clock.now += 0.002
     assert prefetch.state is prefetch.wait() is PrefetchState.TIMED_OUT
@@ -311,7 +311,7 @@ def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> N
     store.inject("get_many_into", Trouble.HANG)
     prefetch = ask(context)
     wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
-    clock.now += 0.041
+    clock.now += 0.031
     assert prefetch.wait() is PrefetchState.TIMED_OUT
     run = generate(context, PROMPT, 3)
     assert run[2].skip_tokens == 0
@@ -397,7 +397,7 @@ def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(stor
 
 def test_a_full_queue_of_questions_lets_requests_go_on(store) -> None:
     context = make(store)
-    context.store_tier._max_queued = 0
+    context.store_tier._jobs.max_queued = 0
     assert ask(context).state is PrefetchState.NOTHING
     context.close()
 

@@ -1,5 +1,7 @@
 """Stores without servers: URLs, what Valkey may answer, Mooncake's codes, troubles on purpose."""
 
+import importlib.machinery
+import os
 import random
 import socket
 import ssl
@@ -26,6 +28,7 @@ from mamba_cache.stores import valkey as valkey_module
 
 MISSING = StoreFault.MISSING
 OK = b"+OK\r\n"
+INTERVAL = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"
 
 
 def buffer(size=10, fill=7):
@@ -334,6 +337,32 @@ def test_how_mooncake_is_set_up(master):
     mooncake(master, host="node7").close()
     assert Client.made[1].setup_arguments[0] == "node7"
     assert open_store("mooncake://[::1]:1")._address == ("::1", 1)
+
+
+@pytest.mark.parametrize("own", [None, "30"])
+def test_mooncake_is_told_to_look_anew_at_its_peers_before_it_is_loaded(monkeypatch, master, own):
+    """A holder may get the port of a dead one; who set another interval keeps it."""
+    monkeypatch.delitem(os.environ, INTERVAL, raising=False)
+    if own is not None:
+        monkeypatch.setenv(INTERVAL, own)
+    found = []
+    monkeypatch.delitem(sys.modules, "mooncake.store")
+    package = sys.modules["mooncake"]
+    module = package.store
+    del package.store
+    package.__path__ = []
+    loader = types.SimpleNamespace(
+        create_module=lambda spec: found.append(os.environ.get(INTERVAL)) or module,
+        exec_module=lambda module: None,
+    )
+    finder = types.SimpleNamespace(
+        find_spec=lambda name, path, target=None: (
+            importlib.machinery.ModuleSpec(name, loader) if name == "mooncake.store" else None
+        )
+    )
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    mooncake(master).close()
+    assert found == [own or "5"]
 
 
 CODES = {

@@ -14,6 +14,7 @@ from mamba_cache.context import Prefetch, Request
 from mamba_cache.errors import TokenCapacityError
 from mamba_cache.slots import AdaptiveSlotPolicy
 from mamba_cache.tiers import DiskTier
+from mamba_cache.tiers.jobs import TierJobs
 from mamba_cache.tiers.rows import RowPool
 
 LONG = [(3 * i * i + 2 * i) % 13 for i in range(30)]
@@ -91,7 +92,7 @@ def made():
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(RowPool, "read"), (RowPool, "_lease"), (DiskTier, "load"), (DiskTier, "_check_size")],
+    [(TierJobs, "add"), (RowPool, "_lease"), (DiskTier, "load"), (DiskTier, "_check_size")],
 )
 def test_a_prefetch_that_is_interrupted_keeps_no_row(made, monkeypatch, owner, name):
     """A row was lent to the disk, which had never heard of it: it was held for ever."""
@@ -165,7 +166,7 @@ def test_what_an_interrupted_call_has_queued_on_the_disk_is_done(tmp_path):
             if struck.pop():
                 raise KeyboardInterrupt
 
-    tier._loads = Interrupted()
+    tier._jobs.loads = Interrupted()
     facts = facts_of(1)
     with pytest.raises(KeyboardInterrupt):
         tier.load(facts, buffer_for(facts), answer)

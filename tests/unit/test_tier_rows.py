@@ -206,21 +206,6 @@ def test_a_row_with_two_readers_is_kept_for_the_second():
     assert pool.reserve(digest(2)) is not None
 
 
-def test_a_lease_whose_call_broke_off_is_taken_back_and_the_others_stand():
-    pool = ready(2)
-    store(pool, 1, 2)
-    pool.read(digest(1))  # the call that asked for it was interrupted before it had the lease
-    number = pool.next_number - 1
-    other = pool.read(digest(2))
-    pool.take_back(number)
-    pool.check_invariants()
-    assert pool.readers.tolist() == [int(row == other.row) for row in range(2)]
-    store(pool, 3)  # in the row of the first
-    assert [digest(number) in pool for number in (1, 2, 3)] == [False, True, True]
-    pool.release(other)
-    pool.check_invariants()
-
-
 def test_a_policy_of_slots_chooses():
     policy = ConsumedSlotPolicy()
     pool = ready(2, policy=policy)

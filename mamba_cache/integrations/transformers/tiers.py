@@ -414,15 +414,15 @@ class PrefixTiers:
         if store.slots.has_state(last_block):
             return False
         [slot] = store.slots.reserve_slots([last_block])
+        if slot is None:
+            return False
         is_committed = False
         try:
-            for facts in wanted if slot is not None else ():
+            for facts in wanted:
                 lease = host.read(facts)
                 if isinstance(lease, Refusal):
                     return False
                 leases.append(lease)
-            if slot is None:
-                return False
             places = [*(blocks if self._has_kv else ()), slot]
             jobs = [
                 CopyJob(lease.facts.key.kind, place, lease.lease.row)
@@ -432,12 +432,8 @@ class PrefixTiers:
             ticket.wait()
             damaged = set(ticket.damaged())
             if damaged:
-                read, leases = leases, []
-                for index, lease in enumerate(read):
-                    if index in damaged:
-                        host.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                    else:
-                        host.release(lease)
+                for index in sorted(damaged, reverse=True):
+                    host.refuse(leases.pop(index), Refusal.PAYLOAD_DIGEST)
                 return False
             host.use(leases)
             host.count_restored(len(leases))
@@ -447,7 +443,7 @@ class PrefixTiers:
         finally:
             for lease in leases:
                 host.release(lease)
-            if slot is not None and not is_committed:
+            if not is_committed:
                 store.slots.cancel_reserved([slot])
 
     def _publish(
@@ -548,8 +544,11 @@ class PrefixTiers:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
-        below = [tier.tier_stats() for tier in (self._disk, self._remote) if tier is not None]
-        return (self._host.stats(), *below)
+        return (self._host.stats(), *(tier.tier_stats() for tier in self._below))
+
+    @property
+    def _below(self) -> list[DiskTier | RemoteTier]:
+        return [tier for tier in (self._disk, self._remote) if tier is not None]
 
     def let_go(self) -> None:
         """Give back all that a call held which broke off: the host tier begins anew."""
@@ -566,10 +565,9 @@ class PrefixTiers:
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
-        if self._remote is not None:
-            self._remote.flush()
+        for tier in self._below:
+            tier.flush()
         if self._disk is not None:
-            self._disk.flush()
             self._disk.close()
         self.let_go()
         self._lengths.clear()
@@ -577,11 +575,10 @@ class PrefixTiers:
 
     def close(self) -> None:
         """Write what is still to be written, and give everything back."""
-        for tier in (self._disk, self._remote):
-            if tier is not None:
-                tier.flush()
-                self._host.poll()
-                tier.close()
+        for tier in self._below:
+            tier.flush()
+            self._host.poll()
+            tier.close()
         self._host.close()
 
     def check_invariants(self) -> None:
@@ -590,10 +587,8 @@ class PrefixTiers:
         Raises:
             InvariantError: They contradict themselves.
         """
-        self._host.check_invariants()
-        for tier in (self._disk, self._remote):
-            if tier is not None:
-                tier.check_invariants()
+        for tier in (self._host, *self._below):
+            tier.check_invariants()
 
     def _facts(
         self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
