@@ -238,12 +238,15 @@ class DynamicInferenceContext:
             finalize(self, self.trace_log.close)
         self._counters = StatsCounters() if shared is None else shared.counters
         self._make_parts(placement, None if shared is None else shared.on_admitted)
-        self._pins = Pins(
-            self.kv_block_allocator,
-            self.slot_allocator,
-            max_share=config.max_pinned_share,
-            clock=clock,
-        )
+        if shared is not None and shared.pins is not None:
+            self._pins = shared.pins
+        else:
+            self._pins = Pins(
+                self.kv_block_allocator,
+                self.slot_allocator,
+                max_share=config.max_pinned_share,
+                clock=clock,
+            )
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
@@ -94,12 +95,14 @@ class SharedStore:
         counters: Where the context counts.
         on_admitted: Called with each request that begins to run, and what was found of it, by
             whoever logs and verifies what all that share this do.
+        pins: Prompts that stay cached for all that share this; None: the context has its own.
     """
 
     slots: MambaSlotAllocator
     kv_cache: torch.Tensor | None
     counters: StatsCounters
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
+    pins: Pins | None = None
 
 
 class BlockCopier:

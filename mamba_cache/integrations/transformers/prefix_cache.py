@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.context import TraceLog, VerificationStats
+from mamba_cache.context import Pin, TraceLog, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -133,6 +134,9 @@ class PrefixCache:
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
         hash_secret: The same secret bytes in all processes that share a store.
+        max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
+            together, from 0 to 1.
+        clock: Returns the seconds by which pins end, and never goes back.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -168,6 +172,8 @@ class PrefixCache:
         trace_path: str | os.PathLike[str] | None = None,
         store: Any = None,
         hash_secret: bytes | None = None,
+        max_pinned_share: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
@@ -175,6 +181,7 @@ class PrefixCache:
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
+        max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
         check_kind("log_requests", log_requests, bool)
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
@@ -199,7 +206,12 @@ class PrefixCache:
         self._placement = placement
         self._segment_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
         self._store = PrefixStore(
-            layout, num_slots=num_slots, num_blocks=num_blocks, eviction=eviction
+            layout,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            eviction=eviction,
+            max_pinned_share=max_pinned_share,
+            clock=clock,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -512,6 +524,64 @@ class PrefixCache:
         finally:
             prefill.record.close()
         return past
+
+    @guarded(waits=True, trusts=())
+    def pin(
+        self, input_ids: Any, *, ttl_seconds: float | None = None, cache_salt: ExtraKey = None
+    ) -> Pin:
+        """Keeps a cached prompt findable, whatever else needs room.
+
+        Its KV blocks are held, and the slot of its last state, in ``generate`` and
+        ``generate_batch`` alike. What is cached of it in host memory or below is brought first.
+        ``reset``, and a hit that is verified and found wrong, end a pin.
+
+        Args:
+            input_ids: Token ids of the prompt, as for ``prefill``; it is not computed. Of what is
+                not cached of it nothing is pinned, so run it before: ``prefill`` does.
+            ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
+            cache_salt: The salt that it was computed under.
+
+        Returns:
+            What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
+
+        Raises:
+            InvalidArgumentError: The prompt is malformed, or ``ttl_seconds`` is no number from 0 to
+                10**9.
+            MissingStateError: No state of the prompt is cached.
+            BlockCapacityError: Pins would hold more than their share of KV blocks.
+            MambaSlotCapacityError: Or of slots.
+            ModelChangedError: The model was moved, or its weights are others.
+            StepOrderError: The cache is closed.
+        """
+        self._check_ready()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
+        record = self._store.open(
+            read_prompt(input_ids, self._runner.vocabulary),
+            cache_salt=cache_salt,
+            lora_id=self._runner.fingerprint.key,
+            min_computed=0,
+            with_logits=True,
+        )
+        try:
+            self._runner.fingerprint.confirm()
+            blocks, num_tokens = record.restored_blocks, record.match.skip_tokens
+            return self._store.pins.add(blocks, num_tokens, ttl_seconds)
+        finally:
+            record.close()
+
+    @guarded(waits=True, trusts=())
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin before its time; one that is over is passed over.
+
+        Raises:
+            InvalidArgumentError: It is none.
+        """
+        self._store.pins.remove(pin)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pins that are not over, the oldest first."""
+        return self._store.pins.current
 
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:

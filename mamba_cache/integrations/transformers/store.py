@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
-from mamba_cache.context.invariants import check_states_of_blocks
+from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
+from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
@@ -62,12 +64,15 @@ class PrefixStore:
         num_blocks: KV blocks.
         num_slots: Slots.
         eviction: Which slots are given up first.
+        max_pinned_share: Of blocks and of slots, how much pinned prompts may hold together.
+        clock: Returns the seconds by which pins end.
 
     Attributes:
         layout: As given.
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
+        pins: Prompts that stay cached.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -80,6 +85,8 @@ class PrefixStore:
         num_blocks: int,
         num_slots: int,
         eviction: SlotEvictionPolicy,
+        max_pinned_share: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
@@ -87,6 +94,7 @@ class PrefixStore:
         self.slots = self._make_slots(num_slots, eviction)
         # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
         self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
+        self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
@@ -135,6 +143,7 @@ class PrefixStore:
             kv_cache=kv_cache,
             counters=self.counters,
             on_admitted=None if self.watch is None else WeakCallback(self._admitted),
+            pins=self.pins,
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
@@ -156,7 +165,8 @@ class PrefixStore:
     def let_go(self) -> None:
         """Gives back all that records hold, when the call that opened them is over."""
         self._parts.repair()
-        counts = np.asarray(self.kv_blocks.block_ref_counts)
+        self.pins.repair()
+        counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
         for slot in self.slots.reserved:
@@ -321,6 +331,7 @@ class PrefixStore:
         Raises:
             InvalidArgumentError: What is given are no token ids, or no salt.
         """
+        self.pins.expire()
         size = self.layout.block_size_tokens
         tiers = self.tiers
         hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
@@ -412,6 +423,7 @@ class PrefixStore:
         """Forgets every prefix and every count."""
         # Before the blocks, which tell the slots: books that contradict each other are not read.
         self.slots.reset()
+        self.pins.forget()
         self.kv_blocks.reset()
         self._parts.clear()
         self._with_logits.clear()
@@ -429,6 +441,7 @@ class PrefixStore:
         self.tensors.clear()
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
             self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
+            self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -439,7 +452,10 @@ class PrefixStore:
         self.kv_blocks.check_between_calls()
         self.slots.check_invariants()
         check_states_of_blocks(self.slots)
-        held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
+        self.pins.check_invariants()
+        check_pinned(self.pins.leases, self.slots)
+        references = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
+        held = (np.count_nonzero(references), self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
         registered = np.asarray(self.kv_blocks.block_hashes)
@@ -554,6 +570,12 @@ class SequenceRecord:
         """Its tokens, hashed, and the salt and adapter that it was matched under."""
         return self._tokens, self._chain, (self.cache_salt, self._lora_id)
 
+    @property
+    def restored_blocks(self) -> list[int]:
+        """The blocks up to the state that was found, at whose end it is; none if none was."""
+        blocks, part = self.match.block_ids[: self.match.state_matched_blocks], self._hit.part_block
+        return [*blocks] if part is None else [*blocks, part]
+
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         other = SequenceRecord(
@@ -579,12 +601,9 @@ class SequenceRecord:
 
     def load(self) -> SequenceMemory | None:
         """Returns the matched prefix in tensors of its own, or None if nothing was matched."""
-        match, part = self.match, self._hit.part_block
-        if not match.skip_tokens:
+        match, blocks = self.match, self.restored_blocks
+        if not blocks:
             return None
-        blocks = list(match.block_ids[: match.state_matched_blocks])
-        if part is not None:
-            blocks.append(part)
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
         saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
