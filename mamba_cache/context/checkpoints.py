@@ -179,7 +179,11 @@ class Checkpoints:
         if self._kv_blocks.is_observed and active.is_told_by_tokens:
             tokens = active.tokens(first * self._block_size, end * self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
-            blocks, hashes[first:end], parent_hash=parent_hash, tokens=tokens
+            blocks,
+            hashes[first:end],
+            parent_hash=parent_hash,
+            tokens=tokens,
+            owner=active.request.cache_salt,
         )
         active.num_published = end
         if self._tiering is not None:

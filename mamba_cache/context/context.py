@@ -38,6 +38,7 @@ from mamba_cache.context.memory import (
     layer_labels,
     layers_by_kind,
     make_slot_allocator,
+    most_owned,
     paired,
     slot_spec,
 )
@@ -259,10 +260,12 @@ class DynamicInferenceContext:
             self.kv_block_allocator = cast(KVBlockAllocator, shared.slots.kv_blocks)
             self.kv_cache = shared.kv_cache
         else:
+            pool_size = kv_pool_size(config, kv_spec)
             self.kv_block_allocator = KVBlockAllocator(
-                kv_pool_size(config, kv_spec),
+                pool_size,
                 eviction_policy=config.eviction_policy,
                 enable_prefix_caching=config.enable_prefix_caching,
+                max_owned=most_owned(config.max_salt_share, pool_size - 1),
                 as_tensor=torch.from_numpy,
             )
             blocks = self.kv_block_allocator.pool_size, config.block_size_tokens

@@ -45,6 +45,7 @@ __all__ = [
     "layer_labels",
     "layers_by_kind",
     "make_slot_allocator",
+    "most_owned",
     "paired",
     "slot_spec",
 ]
@@ -267,9 +268,13 @@ def make_slot_allocator(
         policy=_default_policy(config) if policy is None else policy,
         quantization=_quantization(config),
     )
-    if config.max_salt_share < 1:
-        slots.max_owned = int(config.max_salt_share * slots.max_slots)
+    slots.max_owned = most_owned(config.max_salt_share, slots.max_slots)
     return slots
+
+
+def most_owned(share: float, count: int) -> int | None:
+    """Return how many of some slots or blocks one salt may have; None if it may have all."""
+    return int(share * count) if share < 1 else None
 
 
 def check_shared(

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,7 +46,12 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
-from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
+from mamba_cache.integrations.transformers.prompts import (
+    PromptHint,
+    check_prompts,
+    pad_prompts,
+    read_prompt,
+)
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
@@ -136,6 +141,8 @@ class PrefixCache:
         hash_secret: The same secret bytes in all processes that share a store.
         max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
             together, from 0 to 1.
+        max_salt_share: As in ``CacheConfig``: from which part of the saved states and of the KV
+            blocks on the prompts of one salt push out no others.
         clock: Returns the seconds by which pins end, and never goes back.
 
     Raises:
@@ -173,6 +180,7 @@ class PrefixCache:
         store: Any = None,
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
+        max_salt_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
@@ -182,6 +190,7 @@ class PrefixCache:
         check_int("max_batch_size", max_batch_size, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
+        max_salt_share = check_number("max_salt_share", max_salt_share, maximum=1)
         check_kind("log_requests", log_requests, bool)
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
@@ -211,6 +220,7 @@ class PrefixCache:
             num_blocks=num_blocks,
             eviction=eviction,
             max_pinned_share=max_pinned_share,
+            max_salt_share=max_salt_share,
             clock=clock,
         )
         self._store.join(self._guard)
@@ -266,6 +276,8 @@ class PrefixCache:
         *,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[Any] | None = None,
+        will_continue: bool | None = None,
+        source: Hashable = None,
         **options: Any,
     ) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
@@ -279,26 +291,30 @@ class PrefixCache:
                 the first time already; a length inside a block stands for the block's beginning.
                 For several rows one list for all of them, or a list for each; padding does not
                 count.
+            will_continue: Whether longer prompts that begin with these will follow, as in
+                ``Request``: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
+            source: Who says so; each is trusted as far as its hints come true.
             options: All else that ``model.generate`` takes.
 
         Returns:
             What ``model.generate`` returns.
 
         Raises:
-            InvalidArgumentError: The prompts or checkpoints are malformed, or an option cannot be
-                served.
+            InvalidArgumentError: The prompts, checkpoints or hints are malformed, or an option
+                cannot be served.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
         """
         self._check_ready()
+        hint = PromptHint(will_continue, source)
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
         served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
-        with self._watch(served, cache_salt, named) as generation:
+        with self._watch(served, cache_salt, hint, named) as generation:
             criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
             arguments = {
                 **served.arguments,
@@ -336,6 +352,8 @@ class PrefixCache:
         streamer: Any = None,
         cache_salt: ExtraKey | list[ExtraKey] = None,
         checkpoints: Sequence[Any] | None = None,
+        will_continue: bool | list[bool | None] | None = None,
+        source: Hashable = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Does for hybrid models what ``model.generate_batch`` does for others, with the cache.
@@ -365,6 +383,8 @@ class PrefixCache:
                 a streamer of transformers, or None, for each prompt of one answer.
             cache_salt: Prompts of different salts never share anything; a list has one for each.
             checkpoints: As for ``generate``.
+            will_continue: Likewise; a list has one for each.
+            source: As for ``generate``, of all prompts.
             options: What changes each configuration, such as ``max_new_tokens``.
 
         Returns:
@@ -392,6 +412,8 @@ class PrefixCache:
             streamer=streamer,
             cache_salt=cache_salt,
             checkpoints=checkpoints,
+            will_continue=will_continue,
+            source=source,
             options=options,
         )
         if not call.prompts:
@@ -784,13 +806,18 @@ class PrefixCache:
         return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
     def _watch(
-        self, served: ServedOptions, cache_salt: ExtraKey, checkpoints: Sequence[Sequence[int]]
+        self,
+        served: ServedOptions,
+        cache_salt: ExtraKey,
+        hint: PromptHint,
+        checkpoints: Sequence[Sequence[int]],
     ) -> Generation:
         return Generation(
             self._runner,
             self._prefiller,
             self._store,
             cache_salt=cache_salt,
+            hint=hint,
             checkpoints=checkpoints,
             eos_token_ids=served.eos_token_ids,
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,

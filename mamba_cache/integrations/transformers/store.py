@@ -20,6 +20,7 @@ from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
+from mamba_cache.context.memory import most_owned
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
@@ -65,6 +66,7 @@ class PrefixStore:
         num_slots: Slots.
         eviction: Which slots are given up first.
         max_pinned_share: Of blocks and of slots, how much pinned prompts may hold together.
+        max_salt_share: Of blocks and of slots, how much prompts of one salt may hold.
         clock: Returns the seconds by which pins end.
 
     Attributes:
@@ -86,12 +88,17 @@ class PrefixStore:
         num_slots: int,
         eviction: SlotEvictionPolicy,
         max_pinned_share: float = 0.25,
+        max_salt_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
-        self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
+        self.kv_blocks = KVBlockAllocator(
+            num_blocks + 1,  # and the dummy block
+            max_owned=most_owned(max_salt_share, num_blocks),
+        )
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
+        self.slots.max_owned = most_owned(max_salt_share, num_slots)
         # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
         self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
@@ -288,6 +295,7 @@ class PrefixStore:
         tokens: npt.NDArray[np.int32],
         *,
         told: npt.NDArray[np.int32] | None,
+        cache_salt: ExtraKey,
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
 
@@ -297,6 +305,7 @@ class PrefixStore:
             depth: Whole blocks of the chain before it.
             tokens: What it holds.
             told: What observers are told that it holds.
+            cache_salt: The salt of the chain.
 
         Returns:
             As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
@@ -304,7 +313,7 @@ class PrefixStore:
         part, hashes = chain.part_hash(depth, tokens), chain.hashes
         parent = hashes[depth - 1] if depth else None
         [holder] = self.kv_blocks.register_kv_block_hashes(
-            [block], part, parent_hash=parent, tokens=told
+            [block], part, parent_hash=parent, tokens=told, owner=cache_salt
         )
         if holder == block:
             self._parts.add(block, chain.parent_digest(depth), len(tokens))
@@ -340,10 +349,16 @@ class PrefixStore:
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
         hit = self.find(
-            chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+            chain,
+            tokens,
+            min_computed=min_computed,
+            with_logits=with_logits,
+            is_told=is_told,
+            cache_salt=cache_salt,
         )
-        record = SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
-        record.cache_salt = cache_salt
+        record = SequenceRecord(
+            self, chain, tokens, hit, lora_id, cache_salt=cache_salt, is_told=is_told
+        )
         if tiers is not None and tiers.num_restored > num_restored:
             record.tier = "host"
         return record
@@ -356,6 +371,7 @@ class PrefixStore:
         min_computed: int,
         with_logits: bool,
         is_told: bool,
+        cache_salt: ExtraKey,
     ) -> PrefixHit:
         """Finds how much of a sequence is cached, once what lies below has been brought.
 
@@ -365,10 +381,16 @@ class PrefixStore:
             min_computed: Tokens that must be left to compute.
             with_logits: None need be left if the logits that follow are cached.
             is_told: Whether observers are told the tokens of what is brought.
+            cache_salt: The salt of the chain.
         """
         if self.tiers is not None:
             self.tiers.bring(
-                chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+                chain,
+                tokens,
+                min_computed=min_computed,
+                with_logits=with_logits,
+                is_told=is_told,
+                cache_salt=cache_salt,
             )
         return self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
 
@@ -524,13 +546,14 @@ class SequenceRecord:
         tokens: Its token ids so far.
         hit: What of them was found.
         lora_id: The key that it was matched under.
+        cache_salt: The salt that it was matched under.
         is_told: Whether observers are told the tokens of what it makes findable.
 
     Attributes:
         match: What of its whole blocks was found.
         has_logits: All of it was found, and the logits that follow.
         num_published: Blocks that are findable, from the sequence's start.
-        cache_salt: The salt that it was matched under.
+        cache_salt: As given.
         tier: Where what was found lay: "gpu", or "host" if it was brought from there.
     """
 
@@ -542,6 +565,7 @@ class SequenceRecord:
         hit: PrefixHit,
         lora_id: ExtraKey,
         *,
+        cache_salt: ExtraKey = None,
         is_told: bool = False,
     ) -> None:
         self._store = store
@@ -557,7 +581,7 @@ class SequenceRecord:
             self._held.append(hit.part_block)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(hit.match.block_ids)
-        self.cache_salt: ExtraKey = None
+        self.cache_salt = cache_salt
         self.tier = "gpu"
         self._spare: list[int] = []
         self._reserved: dict[int, int] = {}
@@ -584,6 +608,7 @@ class SequenceRecord:
             self._tokens,
             self._hit,
             self._lora_id,
+            cache_salt=self.cache_salt,
             is_told=self._is_told,
         )
         other.num_published = self.num_published
@@ -627,7 +652,7 @@ class SequenceRecord:
             block = self._block_ending_at(position // size)
             if block is None or self._store.slots.has_state(block):
                 continue
-            [slot] = self._store.slots.reserve_slots([block])
+            [slot] = self._store.slots.reserve_slots([block], owner=self.cache_salt)
             if slot is not None:
                 self._store.forget_logits(slot)
                 self._reserved[position] = slot
@@ -718,6 +743,7 @@ class SequenceRecord:
             hashes[first : first + len(blocks)],
             parent_hash=hashes[first - 1] if first else None,
             tokens=self._tokens[first * size : end] if self._is_told else None,
+            owner=self.cache_salt,
         )
         self._offer_blocks(first, holders)
         # A block whose hash id belongs to another content stays private, and nothing after it can
@@ -759,7 +785,7 @@ class SequenceRecord:
         if (own := self._store.slots.get_slot(block)) >= 0:
             self._store.save_logits(own, memory.logits)
             return
-        [slot] = self._store.slots.reserve_slots([block])
+        [slot] = self._store.slots.reserve_slots([block], owner=self.cache_salt)
         if slot is None:
             return
         try:
@@ -778,7 +804,9 @@ class SequenceRecord:
         for block in taken:
             self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
             told = part if self._is_told else None
-            holder = self._store.register_part(block, self._chain, depth, part, told=told)
+            holder = self._store.register_part(
+                block, self._chain, depth, part, told=told, cache_salt=self.cache_salt
+            )
             if holder is not None:
                 self._offer(EntryKind.KV, num_tokens, holder)
             return holder
@@ -809,7 +837,8 @@ class SequenceRecord:
         """Takes up to ``count`` blocks, as many as there are."""
         if count <= 0:
             return []
+        kv_blocks, owner = self._store.kv_blocks, self.cache_salt
         try:
-            return self._store.kv_blocks.allocate_memory_blocks(count)
+            return kv_blocks.allocate_memory_blocks(count, owner=owner)
         except BlockCapacityError as error:
-            return self._store.kv_blocks.allocate_memory_blocks(min(count, error.available))
+            return kv_blocks.allocate_memory_blocks(min(count, error.available), owner=owner)
