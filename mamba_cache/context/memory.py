@@ -11,16 +11,18 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
-from mamba_cache.protocols import SlotContext
+from mamba_cache.protocols import SlotContext, StatesOfBlocks
 from mamba_cache.slots import (
     SLOT_POLICIES,
     MambaSlotAllocator,
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
+    SlotPool,
 )
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
@@ -48,6 +50,7 @@ __all__ = [
     "most_owned",
     "paired",
     "slot_spec",
+    "states_of_blocks",
 ]
 
 
@@ -97,6 +100,7 @@ class SharedStore:
         on_admitted: Called with each request that begins to run, and what was found of it, by
             whoever logs and verifies what all that share this do.
         pins: Prompts that stay cached for all that share this; None: the context has its own.
+        paths: What the slots' policy is shown of prompts; None: their blocks.
     """
 
     slots: MambaSlotAllocator
@@ -104,6 +108,7 @@ class SharedStore:
     counters: StatsCounters
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     pins: Pins | None = None
+    paths: PromptPaths | None = None
 
 
 class BlockCopier:
@@ -275,6 +280,12 @@ def make_slot_allocator(
 def most_owned(share: float, count: int) -> int | None:
     """Return how many of some slots or blocks one salt may have; None if it may have all."""
     return int(share * count) if share < 1 else None
+
+
+def states_of_blocks(slots: Callable[[], SlotPool | None]) -> StatesOfBlocks | None:
+    """Return who knows what states are worth; None if their policy does not tell."""
+    pool = slots()
+    return pool if pool is not None and pool.knows_prompts else None
 
 
 def check_shared(

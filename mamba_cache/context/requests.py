@@ -20,6 +20,7 @@ from mamba_cache.blocks import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.paths import PromptPaths
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
@@ -566,6 +567,10 @@ class ActiveRequest:
         if not rest:
             return None
         return self._chain.part_hash(depth, self.tokens(position - rest, position))
+
+    def path(self, paths: PromptPaths, end: int) -> list[int]:
+        """Return what a policy is shown of its tokens up to ``end``."""
+        return paths.hash_ids(self._chain, self.tokens(0, end))
 
     def block_content(self, index: int) -> tuple[bytes, TokenArray]:
         """Return what a complete block is chained on, and its tokens."""

@@ -163,11 +163,14 @@ class Prefiller:
                     assert restored is not None
                     self._filler.fill(cache, restored)
             segments = self._plan(record, len(tokens), start, end, checkpoints)  # may raise
+            size = self._store.layout.block_size_tokens
+            record.asked = frozenset(p // size * size for p in checkpoints)
         except BaseException:
             record.close()
             raise
         if not is_retry:
             self._count(record, start, hint)
+            record.tell_policy(hint, len(tokens) if is_whole else len(tokens) - min_computed)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +22,18 @@ from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.memory import most_owned
+from mamba_cache.context.memory import most_owned, states_of_blocks
+from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
+from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool, StateProposal
 from mamba_cache.states import StatePool
 from mamba_cache.tiers import EntryKind
 
@@ -75,6 +79,7 @@ class PrefixStore:
         slots: The books of slots.
         tensors: What is in them.
         pins: Prompts that stay cached.
+        paths: What the slots' policy is shown of prompts.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -102,6 +107,8 @@ class PrefixStore:
         # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
         self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
+        self.paths = PromptPaths(layout.block_size_tokens)
+        self.kv_blocks.ask_states(partial(states_of_blocks, ref(self.slots)))
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
@@ -151,6 +158,7 @@ class PrefixStore:
             counters=self.counters,
             on_admitted=None if self.watch is None else WeakCallback(self._admitted),
             pins=self.pins,
+            paths=self.paths,
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
@@ -555,6 +563,7 @@ class SequenceRecord:
         num_published: Blocks that are findable, from the sequence's start.
         cache_salt: As given.
         tier: Where what was found lay: "gpu", or "host" if it was brought from there.
+        asked: Positions at which the caller asked for a state.
     """
 
     def __init__(
@@ -583,6 +592,9 @@ class SequenceRecord:
         self.num_published = len(hit.match.block_ids)
         self.cache_salt = cache_salt
         self.tier = "gpu"
+        self.asked: frozenset[int] = frozenset()
+        self._prompt_seen: Any = None  # what stands for it with a policy that knows prompts
+        self._num_seen = 0
         self._spare: list[int] = []
         self._reserved: dict[int, int] = {}
         self._tokens_to_state = hit.match.skip_tokens
@@ -612,8 +624,48 @@ class SequenceRecord:
             is_told=self._is_told,
         )
         other.num_published = self.num_published
+        other._prompt_seen, other._num_seen = self._prompt_seen, self._num_seen
         other._tokens_to_state = self._tokens_to_state
         return other
+
+    def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
+        """Tells a policy that knows prompts of this one, once it has been matched.
+
+        Args:
+            hint: What its sender says.
+            num_usable: Tokens of it that could be skipped at most.
+        """
+        slots, match = self._store.slots, self.match
+        if not slots.knows_prompts:
+            return
+        matched = max(
+            match.skip_tokens, match.kv_matched_blocks * self._store.layout.block_size_tokens
+        )
+        self._num_seen = len(self._tokens)
+        self._prompt_seen = slots.begin_request(
+            self._store.paths.facts(
+                self._store.paths.hash_ids(self._chain, self._tokens),
+                self._num_seen,
+                matched,
+                num_usable,
+                will_continue=hint.will_continue,
+                source=hint.source,
+            )
+        )
+
+    def _propose(self, position: int, *, is_end: bool) -> list[StateProposal] | None:
+        """Describes a state for a policy that knows prompts; None: it was not told of this one."""
+        if self._prompt_seen is None:
+            return None
+        paths, is_asked = self._store.paths, position in self.asked
+        if position > self._num_seen:
+            hash_ids = paths.hash_ids(self._chain, self._tokens[:position])
+            return [paths.propose_answer(self._prompt_seen, hash_ids, is_asked=is_asked)]
+        kind: Literal["end", "branch", "inside"] = "end"
+        if not is_end:
+            branch = self.match.kv_matched_blocks * self._store.layout.block_size_tokens
+            kind = "branch" if position == branch else "inside"
+        return [StateProposal(self._prompt_seen, paths.depth(position), kind, is_asked)]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Goes on with tokens.
@@ -652,7 +704,8 @@ class SequenceRecord:
             block = self._block_ending_at(position // size)
             if block is None or self._store.slots.has_state(block):
                 continue
-            [slot] = self._store.slots.reserve_slots([block], owner=self.cache_salt)
+            proposals = self._propose(position, is_end=False)
+            [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
             if slot is not None:
                 self._store.forget_logits(slot)
                 self._reserved[position] = slot
@@ -785,7 +838,8 @@ class SequenceRecord:
         if (own := self._store.slots.get_slot(block)) >= 0:
             self._store.save_logits(own, memory.logits)
             return
-        [slot] = self._store.slots.reserve_slots([block], owner=self.cache_salt)
+        proposals = self._propose(num_tokens, is_end=True)
+        [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
         if slot is None:
             return
         try:
