@@ -40,6 +40,7 @@ class Checkpoints:
         counters: Where saved states are counted.
         tiering: Where what becomes findable is offered; None: nowhere.
         paths: What policies are shown of prompts; None: their blocks.
+        refuses: Whether policies may refuse states that nobody asked for.
 
     Attributes:
         publishes_decoded_blocks: Whether blocks that decoding fills become findable.
@@ -55,9 +56,11 @@ class Checkpoints:
         *,
         tiering: Tiering | None = None,
         paths: PromptPaths | None = None,
+        refuses: bool = True,
     ) -> None:
         self._tiering = tiering
         self._paths = paths
+        self._refuses = refuses
         self._unit = config.block_size_tokens if paths is None else paths.unit_tokens
         self._placement = placement
         self._kv_blocks = kv_blocks
@@ -342,11 +345,13 @@ class Checkpoints:
         else:
             kind = "branch" if position == active.num_shared_tokens else "inside"
         is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
+        is_asked |= not self._refuses
         return StateProposal(active.prompt_seen, position // self._unit, kind, is_asked)
 
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""
-        depth, is_asked = position // self._unit, active.wants_state_at(position)
+        depth = position // self._unit
+        is_asked = not self._refuses or active.wants_state_at(position)
         before: Sequence[int] = active.hashes
         if self._paths is not None:
             before = active.path(self._paths, position - self._unit)

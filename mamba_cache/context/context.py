@@ -348,6 +348,7 @@ class DynamicInferenceContext:
             self._counters,
             tiering=tiering,
             paths=None if shared is None else shared.paths,
+            refuses=shared is None or shared.refuses_states,
         )
         self._admitter = Admitter(
             config,

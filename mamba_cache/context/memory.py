@@ -101,6 +101,8 @@ class SharedStore:
             whoever logs and verifies what all that share this do.
         pins: Prompts that stay cached for all that share this; None: the context has its own.
         paths: What the slots' policy is shown of prompts; None: their blocks.
+        refuses_states: Whether the slots' policy may refuse states; not where whoever made this
+            copies each of them elsewhere.
     """
 
     slots: MambaSlotAllocator
@@ -109,6 +111,7 @@ class SharedStore:
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     pins: Pins | None = None
     paths: PromptPaths | None = None
+    refuses_states: bool = True
 
 
 class BlockCopier:

@@ -8,13 +8,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from mamba_cache._checks import check_int, check_kind, check_number
+from mamba_cache._checks import check_choice, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
+from mamba_cache.config import SlotPolicyName
 from mamba_cache.context import Pin, TraceLog, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
@@ -61,8 +62,8 @@ from mamba_cache.integrations.transformers.verification import (
     verify_prefixes,
 )
 from mamba_cache.slots import (
+    SLOT_POLICIES,
     CheckpointPlacement,
-    ConsumedSlotPolicy,
     SlotEvictionPolicy,
     SlotPool,
 )
@@ -97,10 +98,9 @@ class PrefixCache:
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
             from then on once a forward has run out of memory, after which it is tried again.
-        eviction: Which saved states are given up first. Default: the longest unused. The policy
-            that is a context's default, ``AdaptiveSlotPolicy``, is none here: states lie where
-            prompts and answers end, most often inside a block, and it knows block boundaries
-            alone, so it would not see that they are asked for again.
+        eviction: Which saved states are given up first: a policy, or the name of one as
+            ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
+            and may refuse a state before it is saved.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -164,7 +164,7 @@ class PrefixCache:
         kv_cache_gb: float,
         block_size_tokens: int = 256,
         segment_tokens: int | None = None,
-        eviction: SlotEvictionPolicy | None = None,
+        eviction: SlotEvictionPolicy | SlotPolicyName | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
@@ -184,7 +184,11 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
+        if eviction is None or isinstance(eviction, str):
+            name = "adaptive" if eviction is None else eviction
+            check_choice("eviction", name, get_args(SlotPolicyName))
+            eviction = SLOT_POLICIES[name]()
+        eviction = check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)

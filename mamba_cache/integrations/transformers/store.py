@@ -159,6 +159,7 @@ class PrefixStore:
             on_admitted=None if self.watch is None else WeakCallback(self._admitted),
             pins=self.pins,
             paths=self.paths,
+            refuses_states=self.tiers is None,  # each state is copied to them
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
@@ -657,7 +658,9 @@ class SequenceRecord:
         """Describes a state for a policy that knows prompts; None: it was not told of this one."""
         if self._prompt_seen is None:
             return None
-        paths, is_asked = self._store.paths, position in self.asked
+        # What lies in tiers below may come back from there, so each state is to be saved once.
+        is_asked = position in self.asked or self._store.tiers is not None
+        paths = self._store.paths
         if position > self._num_seen:
             hash_ids = paths.hash_ids(self._chain, self._tokens[:position])
             return [paths.propose_answer(self._prompt_seen, hash_ids, is_asked=is_asked)]
