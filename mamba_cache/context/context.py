@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
-from weakref import finalize, proxy, ref
+from weakref import ReferenceType, finalize, proxy, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,6 @@ from mamba_cache.context.memory import (
     most_owned,
     paired,
     slot_spec,
-    states_of_blocks,
 )
 from mamba_cache.context.pins import Pin, Pins
 from mamba_cache.context.prefetch import Prefetch
@@ -80,9 +79,10 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.protocols import SlotContext
+from mamba_cache.protocols import SlotContext, StatesOfBlocks
 from mamba_cache.slots import (
     CheckpointPlacement,
+    MambaSlotAllocator,
     SlotEvictionPolicy,
     scrub_free_slots,
 )
@@ -325,7 +325,7 @@ class DynamicInferenceContext:
             return
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         slots = ref(self.slot_allocator)
-        self.kv_block_allocator.ask_states(partial(states_of_blocks, slots))
+        self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
         self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
             self.slot_allocator.on_kv_blocks_deregistered
         )
@@ -1431,3 +1431,9 @@ class DynamicInferenceContext:
         if active.status is not RequestStatus.PREEMPTED:
             self._admitter.release(active)
         self.request_table.remove(active)
+
+
+def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> StatesOfBlocks | None:
+    """Return who knows what states are worth; None if their policy does not tell."""
+    pool = slots()
+    return pool if pool is not None and pool.knows_prompts else None

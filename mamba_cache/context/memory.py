@@ -16,13 +16,12 @@ from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
-from mamba_cache.protocols import SlotContext, StatesOfBlocks
+from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import (
     SLOT_POLICIES,
     MambaSlotAllocator,
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
-    SlotPool,
 )
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
@@ -50,7 +49,6 @@ __all__ = [
     "most_owned",
     "paired",
     "slot_spec",
-    "states_of_blocks",
 ]
 
 
@@ -283,12 +281,6 @@ def make_slot_allocator(
 def most_owned(share: float, count: int) -> int | None:
     """Return how many of some slots or blocks one salt may have; None if it may have all."""
     return int(share * count) if share < 1 else None
-
-
-def states_of_blocks(slots: Callable[[], SlotPool | None]) -> StatesOfBlocks | None:
-    """Return who knows what states are worth; None if their policy does not tell."""
-    pool = slots()
-    return pool if pool is not None and pool.knows_prompts else None
 
 
 def check_shared(

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,7 @@ from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.memory import most_owned, states_of_blocks
+from mamba_cache.context.memory import most_owned
 from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
@@ -108,7 +106,6 @@ class PrefixStore:
         self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
         self.paths = PromptPaths(layout.block_size_tokens)
-        self.kv_blocks.ask_states(partial(states_of_blocks, ref(self.slots)))
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
