@@ -108,7 +108,8 @@ class CacheConfig:
             ``mamba_cache.requests`` at level INFO: what was found of it, where, and why not more.
         max_salt_share: Of slots, how much the states of requests of one ``cache_salt`` may hold by
             evicting those of others, from 0 to 1; those without a salt count together. Free slots
-            anybody may have. KV blocks know no such limit.
+            anybody may have. Of KV blocks, from how many on the salt's own cached ones are evicted
+            before those of others; a request that runs has what it needs in any case.
         max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
             0 to 1.
         store: A store that several processes share, as a tier below the host tier and the disk: a

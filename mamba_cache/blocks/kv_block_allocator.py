@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
+from mamba_cache.blocks.leaves import LAST_RESORT, NOBODY, LeafQueue, ShareQueue
 from mamba_cache.blocks.prefix_tree import FEW, NO_HASH, BlockArray, PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
@@ -46,6 +46,7 @@ class _Registration(NamedTuple):
     digests: Sequence[bytes | None]
     parents: Sequence[int | None]
     tokens: npt.NDArray[np.int32] | None
+    owner: Hashable
 
 
 _MOST_REFERENCES = 1 << 20
@@ -77,6 +78,8 @@ class KVBlockAllocator:
         eviction_policy: LRU keeps cached blocks; REF_ZERO forgets a block when its last
             reference goes.
         enable_prefix_caching: If False, no block is ever registered or found.
+        max_owned: Registered blocks that one owner may have before theirs are evicted first,
+            whoever needs room; None: owners are not looked at.
         as_tensor: Makes what the three arrays are exposed as, such as ``torch.from_numpy``. It
             must share their memory.
 
@@ -95,7 +98,8 @@ class KVBlockAllocator:
         hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
     Raises:
-        InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
+        InvalidArgumentError: ``pool_size`` is not an int >= 2, ``max_owned`` is none >= 0, or the
+            policy is unknown.
     """
 
     def __init__(
@@ -104,8 +108,11 @@ class KVBlockAllocator:
         *,
         eviction_policy: EvictionPolicy = EvictionPolicy.LRU,
         enable_prefix_caching: bool = True,
+        max_owned: int | None = None,
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
+        if max_owned is not None:
+            max_owned = check_int("max_owned", max_owned, minimum=0, maximum=INT32_MAX)
         check_choice("eviction_policy", eviction_policy, [p.value for p in EvictionPolicy])
         self.pool_size = check_int("pool_size", pool_size, minimum=2, maximum=INT32_MAX)
         self.dummy_block_id = self.pool_size - 1
@@ -119,6 +126,9 @@ class KVBlockAllocator:
         # What happened, until every observer was called with it.
         self._unsent: list[BlockEvent] = []
         self._copies = CopiesInFlight()
+        # Exactly the cached blocks without cached children; those with used ones go last.
+        self._shares = None if max_owned is None else ShareQueue(max_owned)
+        self._leaves = LeafQueue() if self._shares is None else self._shares
         self._make_arrays(as_tensor or (lambda array: array))
         self._clear()
 
@@ -130,8 +140,6 @@ class KVBlockAllocator:
         self._ref_counts = np.empty(self.pool_size, dtype=np.int32)
         self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
-        # Exactly the cached blocks without cached children; those with used ones go last.
-        self._leaves = LeafQueue()
         self._hashes = self._tree.hashes
         # Single elements are read and written several times faster through memoryviews.
         self._refs_at, self._used_at = self._ref_counts.data, self._timestamps.data
@@ -197,14 +205,20 @@ class KVBlockAllocator:
         return bool(self._observers)
 
     @guarded(nests=True)
-    def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
+    def allocate_memory_blocks(self, num_blocks: int, *, owner: Hashable = NOBODY) -> list[int]:
         """Take blocks, with one reference to each: free ones first, then evicted ones.
 
+        Args:
+            num_blocks: How many.
+            owner: Who wants them, such as a salt. If they will have more than ``max_owned`` then,
+                their own cached blocks are evicted before those of others.
+
         Raises:
-            InvalidArgumentError: ``num_blocks`` is not an int >= 0.
+            InvalidArgumentError: ``num_blocks`` is not an int >= 0, or ``owner`` cannot be hashed.
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
-        block_ids = self._take(check_int("num_blocks", num_blocks, minimum=0))
+        num_blocks = check_int("num_blocks", num_blocks, minimum=0)
+        block_ids = self._take(num_blocks, _check_owner(owner))
         self._clock += 1
         taken = np.array(block_ids, np.intp)
         self._ref_counts[taken] = 1
@@ -290,6 +304,7 @@ class KVBlockAllocator:
         digests: Sequence[bytes] | None = None,
         parent_hash: int | None = None,
         tokens: Any = None,
+        owner: Hashable = NOBODY,
     ) -> list[int | None]:
         """Make consecutive blocks of one sequence findable by their hashes.
 
@@ -303,6 +318,8 @@ class KVBlockAllocator:
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for observers; of any kind that
                 ``compute_block_hashes`` takes. Not needed unless ``is_observed``.
+            owner: Whose they are, such as the salt that their hashes are made with: the same for
+                all blocks of one prefix. Default: nobody's, so that they count in no share.
 
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
@@ -311,13 +328,14 @@ class KVBlockAllocator:
 
         Raises:
             InvalidArgumentError: Lengths differ, a hash id is out of range, ids without digests
-                make a block its own ancestor, or the tokens are no ids or not equally many.
+                make a block its own ancestor, the tokens are no ids or not equally many, or the
+                owner cannot be hashed.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
         self._held_or_cached(ids)
-        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
+        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens, owner=owner)
         own = _values_at(self._tree.hash_at, self._hashes, ids)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         if not self.enable_prefix_caching:
@@ -409,6 +427,7 @@ class KVBlockAllocator:
         digests: Sequence[bytes] | None = None,
         parent_hash: int | None = None,
         tokens: Any = None,
+        owner: Hashable = NOBODY,
     ) -> list[int | None]:
         """Make the blocks of a copy that is done findable: consecutive blocks of one sequence.
 
@@ -421,6 +440,7 @@ class KVBlockAllocator:
             digests: Likewise.
             parent_hash: Likewise.
             tokens: Likewise.
+            owner: Likewise.
 
         Returns:
             As ``register_kv_block_hashes`` does; None for each block after a reset.
@@ -433,7 +453,7 @@ class KVBlockAllocator:
         if not self._copies.is_held(copy, "arriving"):
             return [None] * len(copy.ids)
         ids = list(copy.ids)
-        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
+        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens, owner=owner)
         self._guard.is_changing = True
         self._copies.end(copy)
         holders: list[int | None] = [None] * len(ids)
@@ -585,6 +605,8 @@ class KVBlockAllocator:
         digests: Sequence[bytes] | None,
         parent_hash: int | None,
         tokens: Any,
+        *,
+        owner: Hashable,
     ) -> _Registration:
         """Check what is to be registered; the arguments are those of the public calls."""
         hash_ids, given = _read_hashes(block_hashes, digests)
@@ -605,7 +627,7 @@ class KVBlockAllocator:
                     f"tokens must be equally many in each block, got {len(tokens)} of them for "
                     f"{len(block_ids)} blocks"
                 )
-        return _Registration(block_ids, hash_ids, given, parents, tokens)
+        return _Registration(block_ids, hash_ids, given, parents, tokens, _check_owner(owner))
 
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
@@ -614,6 +636,8 @@ class KVBlockAllocator:
         # unnoticed: a shortcut, the longer way gives the same
         is_chain = are_new and len(block_ids) > 2
         if is_chain and self._tree.add_chain(*plan[:3], parents[0]):
+            if self._shares is not None:
+                self._shares.own(block_ids, plan.owner)
             self._offer_parent(block_ids[0])
             if self._observers:
                 self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
@@ -625,6 +649,8 @@ class KVBlockAllocator:
             entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
+                if self._shares is not None:
+                    self._shares.own((block_id,), plan.owner)
                 follows = bool(runs) and runs[-1].stop == index
                 start = runs.pop().start if follows else index
                 runs.append(slice(start, index + 1))
@@ -685,10 +711,10 @@ class KVBlockAllocator:
             self._offer_for_eviction(ids, blocks)
         return blocks
 
-    def _take(self, num_blocks: int) -> list[int]:
+    def _take(self, num_blocks: int, owner: Hashable = NOBODY) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
         if num_blocks > len(self._free):  # unnoticed: a shortcut, the longer way gives the same
-            victims = self._choose_victims(num_blocks)
+            victims = self._choose_victims(num_blocks, owner)
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
@@ -697,7 +723,7 @@ class KVBlockAllocator:
         self._guard.is_changing = True
         return [self._free.popleft() for _ in range(num_blocks)]
 
-    def _choose_victims(self, num_blocks: int) -> list[int]:
+    def _choose_victims(self, num_blocks: int, owner: Hashable) -> list[int]:
         """Take from the queue the blocks to evict so that ``num_blocks`` are free, in order.
 
         A parent joins the queue when all its children are chosen. Should the blocks not suffice,
@@ -706,7 +732,7 @@ class KVBlockAllocator:
         victims: list[int] = []
         chosen_children: dict[int, int] = {}  # of parents that have several
         leaves, tree, as_leaf = self._leaves, self._tree, self._as_leaf
-        leaves.look()
+        leaves.look(owner, num_blocks)
         parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
         new_leaf: tuple[int, int] | None = None
         num_wanted = num_blocks - len(self._free)
@@ -791,6 +817,8 @@ class KVBlockAllocator:
             hash_ids, digests = self._hashes[blocks].tolist(), self._tree.digests_of(blocks)
             self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
         self._leaves.discard(block_ids)
+        if self._shares is not None:
+            self._shares.disown(block_ids)
         self._num_cached -= len(cached)
         for parent in self._tree.remove(blocks, cached):
             self._offer(parent)
@@ -837,6 +865,8 @@ class KVBlockAllocator:
             "the queue holds exactly the cached blocks without cached children": (
                 len(self._leaves) == len(evictable) and all(b in self._leaves for b in evictable)
             ),
+            "owners are counted right": self._shares is None
+            or self._shares.is_right(tree.blocks()),
         }
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
@@ -851,6 +881,12 @@ class KVBlockAllocator:
         self.check_invariants()
         if self._unsent:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
+
+
+def _check_owner(owner: Hashable) -> Hashable:
+    if not isinstance(owner, Hashable):
+        raise InvalidArgumentError(f"an owner must be hashable, got {owner!r}")
+    return owner
 
 
 def _values_at(view: memoryview, array: npt.NDArray[Any], ids: list[int]) -> list[int]:

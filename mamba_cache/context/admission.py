@@ -245,7 +245,9 @@ class Admitter:
         elif load is None:
             lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
-            row = self._rows.take(match.block_ids, end, active.request_id)
+            row = self._rows.take(
+                match.block_ids, end, active.request_id, active.request.cache_salt
+            )
         except BaseException:
             self._unpin(lease)
             raise
@@ -288,7 +290,9 @@ class Admitter:
         """
         start, positions = active.num_computed, active.checkpoint_positions
         num_tokens = self._chunk_tokens(active, start, chunk_tokens, token_room)
-        self._rows.grow(active.row, start + num_tokens, active.request_id)
+        self._rows.grow(
+            active.row, start + num_tokens, active.request_id, active.request.cache_salt
+        )
         try:
             active.checkpoint_positions += tuple(checkpoint_positions)
             chunk = active.chunk_from(start, num_tokens)

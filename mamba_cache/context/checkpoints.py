@@ -8,6 +8,7 @@ from typing import Literal
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
+from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.tiering import Tiering
@@ -38,6 +39,8 @@ class Checkpoints:
         slots: Where slots are reserved, and checkpoints that found no room are counted.
         counters: Where saved states are counted.
         tiering: Where what becomes findable is offered; None: nowhere.
+        paths: What policies are shown of prompts; None: their blocks.
+        refuses: Whether policies may refuse states that nobody asked for.
 
     Attributes:
         publishes_decoded_blocks: Whether blocks that decoding fills become findable.
@@ -52,8 +55,13 @@ class Checkpoints:
         counters: StatsCounters,
         *,
         tiering: Tiering | None = None,
+        paths: PromptPaths | None = None,
+        refuses: bool = True,
     ) -> None:
         self._tiering = tiering
+        self._paths = paths
+        self._refuses = refuses
+        self._unit = config.block_size_tokens if paths is None else paths.unit_tokens
         self._placement = placement
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -179,7 +187,11 @@ class Checkpoints:
         if self._kv_blocks.is_observed and active.is_told_by_tokens:
             tokens = active.tokens(first * self._block_size, end * self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
-            blocks, hashes[first:end], parent_hash=parent_hash, tokens=tokens
+            blocks,
+            hashes[first:end],
+            parent_hash=parent_hash,
+            tokens=tokens,
+            owner=active.request.cache_salt,
         )
         active.num_published = end
         if self._tiering is not None:
@@ -280,6 +292,15 @@ class Checkpoints:
     def _facts_of(self, active: ActiveRequest) -> PromptFacts:
         """Describe a request that was just matched, for a policy that knows prompts."""
         most_skipped = max(0, active.num_tokens - self._min_computed_tokens)
+        if self._paths is not None:
+            return self._paths.facts(
+                active.path(self._paths, active.num_tokens),
+                active.num_tokens,
+                active.num_shared_tokens,
+                most_skipped,
+                will_continue=active.request.will_continue,
+                source=active.request.source,
+            )
         return PromptFacts(
             hash_ids=active.hashes,
             block_size_tokens=self._block_size,
@@ -324,13 +345,17 @@ class Checkpoints:
         else:
             kind = "branch" if position == active.num_shared_tokens else "inside"
         is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
-        return StateProposal(active.prompt_seen, position // block, kind, is_asked)
+        is_asked |= not self._refuses
+        return StateProposal(active.prompt_seen, position // self._unit, kind, is_asked)
 
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""
-        num_blocks, is_asked = position // self._block_size, active.wants_state_at(position)
-        before = active.hashes[: num_blocks - 1]
-        return StateProposal(active.prompt_seen, num_blocks, "end", is_asked, before)
+        depth = position // self._unit
+        is_asked = not self._refuses or active.wants_state_at(position)
+        before: Sequence[int] = active.hashes
+        if self._paths is not None:
+            before = active.path(self._paths, position - self._unit)
+        return StateProposal(active.prompt_seen, depth, "end", is_asked, before[: depth - 1])
 
     def _reserve(
         self,

@@ -38,6 +38,7 @@ from mamba_cache.context.memory import (
     layer_labels,
     layers_by_kind,
     make_slot_allocator,
+    most_owned,
     paired,
     slot_spec,
 )
@@ -237,13 +238,16 @@ class DynamicInferenceContext:
             # Its thread would outlive a context that nobody closes.
             finalize(self, self.trace_log.close)
         self._counters = StatsCounters() if shared is None else shared.counters
-        self._make_parts(placement, None if shared is None else shared.on_admitted)
-        self._pins = Pins(
-            self.kv_block_allocator,
-            self.slot_allocator,
-            max_share=config.max_pinned_share,
-            clock=clock,
-        )
+        self._make_parts(placement, shared)
+        if shared is not None and shared.pins is not None:
+            self._pins = shared.pins
+        else:
+            self._pins = Pins(
+                self.kv_block_allocator,
+                self.slot_allocator,
+                max_share=config.max_pinned_share,
+                clock=clock,
+            )
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
@@ -256,10 +260,12 @@ class DynamicInferenceContext:
             self.kv_block_allocator = cast(KVBlockAllocator, shared.slots.kv_blocks)
             self.kv_cache = shared.kv_cache
         else:
+            pool_size = kv_pool_size(config, kv_spec)
             self.kv_block_allocator = KVBlockAllocator(
-                kv_pool_size(config, kv_spec),
+                pool_size,
                 eviction_policy=config.eviction_policy,
                 enable_prefix_caching=config.enable_prefix_caching,
+                max_owned=most_owned(config.max_salt_share, pool_size - 1),
                 as_tensor=torch.from_numpy,
             )
             blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
@@ -327,14 +333,22 @@ class DynamicInferenceContext:
     def _make_parts(
         self,
         placement: CheckpointPlacement,
-        on_admitted: Callable[[ActiveRequest, Admission], object] | None,
+        shared: SharedStore | None,
     ) -> None:
         """Make what carries requests through their steps."""
+        on_admitted = None if shared is None else shared.on_admitted
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         tiering = self._tiering
         self._preparer = RequestPreparer(config)
         self._checkpoints = Checkpoints(
-            config, placement, self.kv_block_allocator, slots, self._counters, tiering=tiering
+            config,
+            placement,
+            self.kv_block_allocator,
+            slots,
+            self._counters,
+            tiering=tiering,
+            paths=None if shared is None else shared.paths,
+            refuses=shared is None or shared.refuses_states,
         )
         self._admitter = Admitter(
             config,

@@ -11,7 +11,7 @@ from mamba_cache.context.requests import ActiveRequest, Checkpoint, RequestStatu
 from mamba_cache.errors import InvariantError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease, SlotPool
 
-__all__ = ["check_requests", "check_states_of_blocks"]
+__all__ = ["check_pinned", "check_requests", "check_states_of_blocks"]
 
 
 def check_states_of_blocks(slots: SlotPool) -> None:
@@ -58,7 +58,7 @@ def check_requests(
     _check_reserved(planned, slots)
     chunks = [active.chunk for active in requests if active.chunk is not None]
     read = [chunk.lease for chunk in chunks if chunk.lease is not None]
-    _check_pinned([*read, *pinned], slots)
+    check_pinned([*read, *pinned], slots)
 
 
 def _check_decoding(active: ActiveRequest, *, is_in_step: bool) -> None:
@@ -96,7 +96,12 @@ def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) ->
         )
 
 
-def _check_pinned(leases: Sequence[SlotLease], slots: MambaSlotAllocator) -> None:
+def check_pinned(leases: Sequence[SlotLease], slots: SlotPool) -> None:
+    """Prove that slots are pinned by just these leases.
+
+    Raises:
+        InvariantError: They are not.
+    """
     read = Counter(lease.slot for lease in leases if slots.is_current(lease))
     pins = slots.pool.pin_counts
     if read != {slot: pins.item(slot) for slot in np.flatnonzero(pins).tolist()}:

@@ -11,6 +11,8 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context.paths import PromptPaths
+from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
@@ -44,6 +46,7 @@ __all__ = [
     "layer_labels",
     "layers_by_kind",
     "make_slot_allocator",
+    "most_owned",
     "paired",
     "slot_spec",
 ]
@@ -94,12 +97,19 @@ class SharedStore:
         counters: Where the context counts.
         on_admitted: Called with each request that begins to run, and what was found of it, by
             whoever logs and verifies what all that share this do.
+        pins: Prompts that stay cached for all that share this; None: the context has its own.
+        paths: What the slots' policy is shown of prompts; None: their blocks.
+        refuses_states: Whether the slots' policy may refuse states; not where whoever made this
+            copies each of them elsewhere.
     """
 
     slots: MambaSlotAllocator
     kv_cache: torch.Tensor | None
     counters: StatsCounters
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
+    pins: Pins | None = None
+    paths: PromptPaths | None = None
+    refuses_states: bool = True
 
 
 class BlockCopier:
@@ -264,9 +274,13 @@ def make_slot_allocator(
         policy=_default_policy(config) if policy is None else policy,
         quantization=_quantization(config),
     )
-    if config.max_salt_share < 1:
-        slots.max_owned = int(config.max_salt_share * slots.max_slots)
+    slots.max_owned = most_owned(config.max_salt_share, slots.max_slots)
     return slots
+
+
+def most_owned(share: float, count: int) -> int | None:
+    """Return how many of some slots or blocks one salt may have; None if it may have all."""
+    return int(share * count) if share < 1 else None
 
 
 def check_shared(

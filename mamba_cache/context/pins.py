@@ -102,8 +102,8 @@ class Pins:
             ttl_seconds = check_number("ttl_seconds", ttl_seconds, maximum=_LONGEST)
         if not block_ids:
             raise MissingStateError(
-                "nothing of the prompt is cached: run it first, with checkpoint_positions at its "
-                "end if longer ones begin with it"
+                "nothing of the prompt is cached: run it first, with a checkpoint at its end if "
+                "longer ones begin with it"
             )
         self.expire()
         blocks = np.array(block_ids, np.intp)
@@ -160,6 +160,18 @@ class Pins:
         """Forget all pins: who owns the blocks and slots has taken all of them back."""
         self._pins.clear()
         self.references.fill(0)
+
+    def repair(self) -> None:
+        """Make the references, and the slots' readers, those of the pins: nobody else reads slots.
+
+        For an owner of blocks and slots who takes back what a call held that broke off.
+        """
+        self.references.fill(0)
+        self._slots.pin_counts.fill(0)
+        for pin in self._pins:
+            self.references[list(pin._block_ids)] += 1
+            if self._slots.is_current(pin._lease):
+                self._slots.pin_counts[pin._lease.slot] += 1
 
     def check_invariants(self) -> None:
         """Prove that the references are those of the pins.

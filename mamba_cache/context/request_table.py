@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_cache._checks import as_items
 from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.blocks.leaves import NOBODY
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -299,13 +300,20 @@ class RequestTable:
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
 
-    def take(self, shared_blocks: Sequence[int], num_tokens: int, name: object) -> int:
+    def take(
+        self,
+        shared_blocks: Sequence[int],
+        num_tokens: int,
+        name: object,
+        owner: Hashable = NOBODY,
+    ) -> int:
         """Take a row with cached blocks and new ones.
 
         Args:
             shared_blocks: Cached blocks of the prompt, from its start.
             num_tokens: Tokens of the sequence that must have room.
             name: Of the request, for the message.
+            owner: In whose share of the KV blocks they count.
 
         Returns:
             The row, of which nothing but the blocks is set.
@@ -322,7 +330,7 @@ class RequestTable:
         if shared:
             self._kv_blocks.retain_memory_blocks(shared)
         try:
-            blocks = self._allocate(missing, [name], num_tokens)
+            blocks = self._allocate(missing, [name], num_tokens, owner)
         except BaseException:
             if shared:
                 self._kv_blocks.release_memory_blocks(shared)
@@ -390,13 +398,14 @@ class RequestTable:
         bisect.insort(self._free_rows, row, key=operator.neg)
         self._kv_blocks.release_memory_blocks(blocks)
 
-    def grow(self, row: int, num_tokens: int, name: object) -> None:
+    def grow(self, row: int, num_tokens: int, name: object, owner: Hashable = NOBODY) -> None:
         """Give one row the blocks that it lacks.
 
         Args:
             row: The row.
             num_tokens: Tokens of its sequence that must have room.
             name: Of the request, for the message.
+            owner: As in ``take``.
 
         Raises:
             BlockCapacityError: Not enough KV blocks; it has those that it had.
@@ -406,7 +415,7 @@ class RequestTable:
         # unnoticed: a shortcut, the longer way gives the same
         lacks = missing > 0
         if lacks:
-            self._append(row, held, self._allocate(missing, [name], num_tokens))
+            self._append(row, held, self._allocate(missing, [name], num_tokens, owner))
 
     def grow_by_one(self, rows: Int64Array, num_tokens: int, names: Iterable[object]) -> None:
         """Give each of several rows one block more, or none of them any.
@@ -639,19 +648,26 @@ class RequestTable:
         self._stamp += len(self.table_stamps)
         self.table_stamps[rows] = self._stamp + rows
 
-    def _allocate(self, num_blocks: int, names: Iterable[object], num_tokens: int) -> list[int]:
+    def _allocate(
+        self,
+        num_blocks: int,
+        names: Iterable[object],
+        num_tokens: int,
+        owner: Hashable = NOBODY,
+    ) -> list[int]:
         """Take KV blocks.
 
         Args:
             num_blocks: How many.
             names: Of the requests that need them.
             num_tokens: Tokens of the longest sequence among theirs that must have room.
+            owner: Whose share they count in before they are filled.
 
         Raises:
             BlockCapacityError: There are not enough; it says for whom, and what to do.
         """
         try:
-            return self._kv_blocks.allocate_memory_blocks(num_blocks)
+            return self._kv_blocks.allocate_memory_blocks(num_blocks, owner=owner)
         except BlockCapacityError as error:
             requests = list(names)
             listed = ", ".join(map(repr, requests[:8]))

@@ -20,6 +20,7 @@ from mamba_cache.blocks import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.paths import PromptPaths
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
@@ -40,6 +41,7 @@ __all__ = [
     "RequestProgress",
     "RequestStatus",
     "TokenArray",
+    "check_hint",
     "check_positions",
 ]
 
@@ -87,12 +89,8 @@ class Request:
     def __post_init__(self) -> None:
         positions = check_positions(self.checkpoint_positions)
         object.__setattr__(self, "checkpoint_positions", positions)
-        for name in ("will_continue", "tells_tokens"):
-            value = getattr(self, name)
-            if not (value is None or isinstance(value, bool)):
-                raise InvalidArgumentError(f"{name} must be True, False or None, got {value!r}")
-        if not isinstance(self.source, Hashable):
-            raise InvalidArgumentError(f"source must be hashable, got {self.source!r}")
+        check_hint(self.will_continue, self.source)
+        _check_optional_bool("tells_tokens", self.tells_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -570,6 +568,10 @@ class ActiveRequest:
             return None
         return self._chain.part_hash(depth, self.tokens(position - rest, position))
 
+    def path(self, paths: PromptPaths, end: int) -> list[int]:
+        """Return what a policy is shown of its tokens up to ``end``."""
+        return paths.hash_ids(self._chain, self.tokens(0, end))
+
     def block_content(self, index: int) -> tuple[bytes, TokenArray]:
         """Return what a complete block is chained on, and its tokens."""
         size = self._rows.block_size_tokens
@@ -655,6 +657,23 @@ class ActiveRequest:
             InvalidArgumentError: One is not an int >= 0.
         """
         self.checkpoint_positions += check_positions(positions)
+
+
+def check_hint(will_continue: Any, source: Any) -> None:
+    """Check what a sender says of a prompt, as ``Request`` has it.
+
+    Raises:
+        InvalidArgumentError: ``will_continue`` is no bool and not None, or ``source`` cannot be
+            hashed.
+    """
+    _check_optional_bool("will_continue", will_continue)
+    if not isinstance(source, Hashable):
+        raise InvalidArgumentError(f"source must be hashable, got {source!r}")
+
+
+def _check_optional_bool(name: str, value: Any) -> None:
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidArgumentError(f"{name} must be True, False or None, got {value!r}")
 
 
 def check_positions(positions: Iterable[int]) -> tuple[int, ...]:

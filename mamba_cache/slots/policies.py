@@ -122,6 +122,7 @@ class StateProposal:
         is_asked: Whether the caller asked for it by its position, so that it is not refused.
         hash_ids: While a request decodes, the hash id of each block before the position but for
             the last one, which is not known yet; None: they are the prompt's.
+        knows_last: ``hash_ids`` has that of the last one as well.
     """
 
     prompt: Any
@@ -129,6 +130,7 @@ class StateProposal:
     kind: Literal["end", "branch", "inside"] = "end"
     is_asked: bool = False
     hash_ids: Sequence[int] | None = None
+    knows_last: bool = False
 
 
 class SlotPlan(NamedTuple):

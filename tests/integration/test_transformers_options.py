@@ -39,7 +39,7 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers import options as served
 from mamba_cache.integrations.transformers.layers import read_layers
-from mamba_cache.slots import EveryNthBlock, LastBlock, LruSlotPolicy
+from mamba_cache.slots import SLOT_POLICIES, EveryNthBlock, LastBlock, LruSlotPolicy
 
 
 @pytest.fixture(scope="module")
@@ -680,10 +680,21 @@ def test_placements_are_checked_when_the_cache_is_made(model, placement):
         make_cache(model, placement=placement)
 
 
-@pytest.mark.parametrize("eviction", ["lru", LruSlotPolicy, 0])
-def test_policies_are_checked_when_the_cache_is_made(model, eviction):
-    with pytest.raises(InvalidArgumentError, match="methods of SlotEvictionPolicy, got"):
+@pytest.mark.parametrize(
+    ("eviction", "message"),
+    [
+        ("", "eviction must be one of .*'adaptive'.*, got ''"),
+        ("oldest", "eviction must be one of .*'adaptive'.*, got 'oldest'"),
+        (LruSlotPolicy, "methods of SlotEvictionPolicy, got"),
+        (0, "methods of SlotEvictionPolicy, got"),
+    ],
+)
+def test_policies_are_checked_when_the_cache_is_made(model, eviction, message):
+    with pytest.raises(InvalidArgumentError, match=message):
         make_cache(model, eviction=eviction)
+    for name, kind in SLOT_POLICIES.items():
+        assert type(make_cache(model, eviction=name).slot_allocator.policy) is kind
+    assert type(make_cache(model).slot_allocator.policy) is SLOT_POLICIES["adaptive"]
     assert make_cache(model, placement=EveryNthBlock(2), eviction=LruSlotPolicy())
 
 

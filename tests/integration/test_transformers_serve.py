@@ -54,7 +54,7 @@ from mamba_cache.errors import (  # noqa: E402
     StepOrderError,
     UnsupportedVersionError,
 )
-from mamba_cache.integrations.transformers import serve  # noqa: E402
+from mamba_cache.integrations.transformers import PrefixCache, serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
 
 
@@ -175,6 +175,23 @@ def counted(server, folder):
 
 
 # Equal answers, and less work.
+
+
+def test_a_cache_is_told_whether_a_chat_goes_on(server, folders, monkeypatch):
+    told, generate = [], PrefixCache.generate
+
+    def watched(self, **options):
+        told.append((options["will_continue"], options["source"]))
+        return generate(self, **options)
+
+    monkeypatch.setattr(PrefixCache, "generate", watched)
+    first = [{"role": "user", "content": "A question."}]
+    server.chat(folders["main"], first)
+    answer = {"role": "assistant", "content": "An answer."}
+    server.chat(folders["main"], [*first, answer, {"role": "user", "content": "Another."}])
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    server.chat(folders["main"], first, tools=[tool])
+    assert told == [(hint, "transformers server") for hint in (False, True, True)]
 
 
 def test_a_repeated_request_computes_no_prompt(server, folders, references, words):

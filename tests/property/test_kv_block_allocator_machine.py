@@ -16,6 +16,7 @@ from mamba_cache.blocks import (
     kv_block_allocator,
     prefix_tree,
 )
+from mamba_cache.blocks.leaves import NOBODY
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -31,10 +32,17 @@ SEQUENCES = st.lists(st.integers(0, 1), max_size=5).map(tuple)
 BLOCKS = st.integers(0, POOL_SIZE - 2)
 
 
+def owner_of(prefix):
+    """All blocks of a prefix belong to one, as to a salt."""
+    return f"salt {prefix[0]}" if prefix else NOBODY
+
+
 class Model:
     """What the allocator should do, by scanning everything. A prefix stands for its hash."""
 
-    def __init__(self):
+    def __init__(self, max_owned=None):
+        self.max_owned = max_owned
+        self.over = []  # owners that have more than the share, in the order in which they came to
         self.refs = [0] * (POOL_SIZE - 1)
         self.used_at = [0] * (POOL_SIZE - 1)
         self.block_of = {}  # prefix -> block
@@ -64,16 +72,45 @@ class Model:
         ]
         return [block for _, _, block in sorted(leaves)]
 
-    def victims(self):
-        """All that could be evicted, in order."""
+    def victims(self, owner=NOBODY, num_new=0):
+        """All that could be evicted, in order, if an owner wants blocks."""
         trial = Model()
         trial.refs, trial.used_at = self.refs, self.used_at
         trial.block_of, trial.in_flight = dict(self.block_of), self.in_flight
+        excess = self.excess(owner, num_new)
         order = []
         while leaves := trial.leaves():
-            order.append(leaves[0])
-            del trial.block_of[trial.prefix_of[leaves[0]]]
+            chosen = leaves[0]
+            while excess:
+                name = next(iter(excess))
+                own = [b for b in leaves if owner_of(trial.prefix_of[b]) == name]
+                if own and excess[name]:
+                    excess[name] -= 1
+                    chosen = own[0]
+                    break
+                del excess[name]
+            order.append(chosen)
+            del trial.block_of[trial.prefix_of[chosen]]
         return order
+
+    def excess(self, owner, num_new):
+        """How many blocks go first of each who has more than the share."""
+        if self.max_owned is None:
+            return {}
+        counts = Counter(map(owner_of, self.block_of))
+        own = counts[owner] + num_new - self.max_owned
+        excess = {owner: own} if owner is not NOBODY and own > 0 else {}
+        return excess | {o: counts[o] - self.max_owned for o in self.over if o not in excess}
+
+    def count_owner(self, prefix):
+        """Say that blocks of a prefix were registered; of none, that some were forgotten."""
+        if self.max_owned is None:
+            return
+        counts = Counter(map(owner_of, self.block_of))
+        self.over = [name for name in self.over if counts[name] > self.max_owned]
+        name = owner_of(prefix)
+        if counts[name] > self.max_owned and name not in self.over:
+            self.over.append(name)
 
     def touch(self, blocks):
         self.clock += 1
@@ -84,12 +121,15 @@ class Model:
 class AllocatorMachine(RuleBasedStateMachine):
     policy = EvictionPolicy.LRU
     few = prefix_tree.FEW
+    max_owned = None
 
     @initialize()
     def start(self):
         prefix_tree.FEW = kv_block_allocator.FEW = self.few
-        self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
-        self.model = Model()
+        self.pool = KVBlockAllocator(
+            POOL_SIZE, eviction_policy=self.policy, max_owned=self.max_owned
+        )
+        self.model = Model(self.max_owned)
         self.requests = []
         self.told = []
         self.evicted = 0
@@ -131,22 +171,26 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Take the blocks' hashes from the model, and expect that observers are told."""
         gone = {b: self.hashes(p)[-1] for b, p in self.model.prefix_of.items() if b in set(blocks)}
         self.model.block_of = {p: b for p, b in self.model.block_of.items() if b not in gone}
+        self.model.count_owner(())
         assert self.told == ([gone] if gone else [])
         self.told.clear()
 
-    @rule(num_blocks=st.integers(0, POOL_SIZE))
-    def allocate(self, num_blocks):
-        self.take(num_blocks)
+    @rule(
+        num_blocks=st.integers(0, POOL_SIZE),
+        owner=st.sampled_from([NOBODY, "salt 0", "salt 1", "salt of nothing"]),
+    )
+    def allocate(self, num_blocks, owner):
+        self.take(num_blocks, owner)
 
-    def take(self, num_blocks):
+    def take(self, num_blocks, owner):
         """Allocate, and return the blocks or None."""
-        free, victims = self.model.free(), self.model.victims()
+        free, victims = self.model.free(), self.model.victims(owner, num_blocks)
         if num_blocks > len(free) + len(victims):
             with pytest.raises(BlockCapacityError) as caught:
-                self.pool.allocate_memory_blocks(num_blocks)
+                self.pool.allocate_memory_blocks(num_blocks, owner=owner)
             assert caught.value.available == len(free) + len(victims)
             return None
-        taken = self.pool.allocate_memory_blocks(num_blocks)
+        taken = self.pool.allocate_memory_blocks(num_blocks, owner=owner)
         evicted = victims[: max(num_blocks - len(free), 0)]
         assert set(taken) <= set(free) | set(evicted)
         assert taken[len(taken) - len(evicted) :] == evicted
@@ -176,7 +220,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert matched == self.expected_match(prefix)
         matched = matched if looks_first else []
         self.retain(matched)
-        taken = self.take(len(prefix) - len(matched))
+        taken = self.take(len(prefix) - len(matched), owner_of(prefix))
         if taken is None:
             self.release(matched)
             return
@@ -216,8 +260,10 @@ class AllocatorMachine(RuleBasedStateMachine):
                 hashes[start:],
                 parent_hash=hashes[start - 1] if start else None,
                 tokens=prefix[start:],
+                owner=owner_of(prefix),
             )
             assert canonical == expected
+        self.model.count_owner(prefix)
 
     @rule(blocks=st.lists(BLOCKS, max_size=3))
     def deregister(self, blocks):
@@ -289,13 +335,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             expected.append(holder)
         stored = [block for block in copy.ids if block in expected]
         parent = hashes[len(start) - 1] if start else None
-        options = {"parent_hash": parent, "tokens": rest}
+        options = {"parent_hash": parent, "tokens": rest, "owner": owner_of(prefix)}
         if num_blocks:
             with pytest.raises(InvalidArgumentError, match="of one length"):
                 self.pool.complete_arriving(copy, hashes[len(start) + 1 :], **options)
         got = self.pool.complete_arriving(copy, hashes[len(start) :], **options)
         assert got == expected
         model.touch(stored)
+        model.count_owner(prefix)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
@@ -324,7 +371,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.told.clear()
         self.ended += self.leaving + self.arriving
         self.before_reset = list(self.ended)
-        self.model, self.requests, self.evicted = Model(), [], 0
+        self.model, self.requests, self.evicted = Model(self.max_owned), [], 0
         self.leaving, self.arriving = [], []
 
     def expected_match(self, prefix):
@@ -375,6 +422,18 @@ class WholeArraysMachine(AllocatorMachine):
     few = 0
 
 
+class SharesMachine(AllocatorMachine):
+    """Who has more than the share gives up their own blocks first."""
+
+    max_owned = 2
+
+
+class NoShareMachine(WholeArraysMachine):
+    max_owned = 0
+
+
 TestLru = AllocatorMachine.TestCase
 TestRefZero = RefZeroMachine.TestCase
 TestWholeArrays = WholeArraysMachine.TestCase
+TestShares = SharesMachine.TestCase
+TestNoShare = NoShareMachine.TestCase

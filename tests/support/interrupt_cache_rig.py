@@ -51,7 +51,7 @@ class Cached:
     def fresh(self):
         """A cache as it was made, of few slots and blocks."""
         if self.cache is None:
-            self.cache = make_cache(self.model, **self.budgets, **self.tiers)
+            self.cache = make_cache(self.model, **self.budgets, **self.tiers, max_pinned_share=0.5)
         self.cache.reset()
         return self.cache
 
@@ -141,6 +141,8 @@ class CacheCall:
         # First of all what might be served from what the call left.
         for ids, salt in ((ONE, "a"), (ONE, "b"), (FOREIGN, "b"), (OTHER, "a")):
             self.cached.check(cache, ids, salt)
+        for pin in cache.pins:  # of a call that nobody heard the end of
+            cache.unpin(pin)
         cache.check_invariants()
         stats = cache.stats()
         if stats.used_blocks or stats.reserved_slots:
@@ -195,6 +197,9 @@ def cache_calls():
         ),
         "PrefixCache.generate_batch": CacheCall(
             cached, _generate_batch, lambda cache: cache.prepare_batches()
+        ),
+        "PrefixCache.pin and unpin": CacheCall(
+            cached, lambda cache: cache.unpin(cache.pin(FOREIGN, cache_salt="b"))
         ),
         "PrefixCache.prefill": CacheCall(cached, lambda cache: cache.prefill(ONE, cache_salt="a")),
         "PrefixCache.reset": CacheCall(cached, lambda cache: cache.reset()),

@@ -1,5 +1,6 @@
 """A context over blocks and slots that are not its alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,16 +9,18 @@ from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import DynamicInferenceContext, Request, SharedStore
+from mamba_cache.context.paths import PromptPaths
+from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator
 from mamba_cache.states import StatePool
 
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
-def make_store(blocks=20, slots=10, states=None):
+def make_store(blocks=20, slots=10, states=None, policy=None):
     """What an owner makes before there is a context."""
     kv_blocks = KVBlockAllocator(blocks + 1)
     fields = SimpleNamespace(
@@ -26,7 +29,9 @@ def make_store(blocks=20, slots=10, states=None):
         max_requests=1,
         max_mamba_intermediate_states_per_step=0,
     )
-    made = MambaSlotAllocator.from_spec(fields, slots, STATES, states=states, evicts_held=True)
+    made = MambaSlotAllocator.from_spec(
+        fields, slots, STATES, states=states, policy=policy, evicts_held=True
+    )
     kv_blocks.on_blocks_deregistered = made.on_kv_blocks_deregistered
     kv_cache = KV.allocate(blocks + 1, BLOCK, "cpu")
     return SharedStore(slots=made, kv_cache=kv_cache, counters=StatsCounters())
@@ -102,3 +107,70 @@ def test_observers_are_told_what_a_request_says(tells):
 def test_who_tells_tokens_says_so_by_a_bool():
     with pytest.raises(InvalidArgumentError, match="tells_tokens must be True, False or None"):
         Request(request_id=1, prompt_tokens=[1], tells_tokens=1)
+
+
+class Listening(AdaptiveSlotPolicy):
+    """Keeps what it is told of requests, and what is proposed."""
+
+    def __init__(self):
+        self.told, self.proposed = [], []
+        super().__init__()
+
+    def on_request(self, facts):
+        self.told.append(facts)
+        return super().on_request(facts)
+
+    def admit(self, proposals, num_free, slots):
+        self.proposed += proposals
+        return super().admit(proposals, num_free, slots)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_policy_is_shown_the_paths_that_the_owner_makes(refuses):
+    """In units of a few tokens, in which the owner proposes states inside blocks."""
+    policy, paths = Listening(), PromptPaths(64 * BLOCK)
+    paths.unit_tokens, paths._block_size = 1, BLOCK
+    store = replace(make_store(policy=policy), paths=paths, refuses_states=refuses, pins=None)
+    context = embed(store)
+    answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
+    assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
+    context.check_invariants()
+    [facts] = policy.told
+    count = len(PROMPT)
+    assert (facts.block_size_tokens, facts.num_usable_blocks) == (1, count - 1)
+    assert (len(facts.hash_ids), facts.num_matched_blocks) == (count, count - count // BLOCK)
+    assert (facts.will_continue, facts.source) == (True, "x")
+    depths = [proposal.num_blocks for proposal in policy.proposed]
+    assert depths[-1] == 4 * BLOCK
+    assert set(depths) <= {BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK}
+    assert {proposal.is_asked for proposal in policy.proposed} == {not refuses}
+    # The state that decoding saved is known by the id of its block, which the next turn has.
+    told = [*PROMPT, *answer]
+    request = context.prepare(Request(request_id="next", prompt_tokens=told))
+    node = policy._tree.find(paths.hash_ids(request.chain, request.tokens)[4 * BLOCK - 1])
+    assert policy._tree.is_kept(node)
+    generate(context, [*told, 1], 1)
+    assert policy._tree._last_use_at[node] == policy._tree.clock
+
+
+def test_pins_are_the_owners():
+    store = make_store()
+    pins = Pins(store.slots.kv_blocks, store.slots, max_share=0.5, clock=lambda: 0.0)
+    store = replace(store, pins=pins)
+    contexts = [embed(store)]
+    generate(contexts[0], PROMPT, 1)
+    pin = contexts[0].pin(Request(request_id=1, prompt_tokens=PROMPT))
+    contexts.append(embed(store))
+    assert [context.pins for context in contexts] == [(pin,), (pin,)]
+    contexts[1].check_invariants()
+    lost, slot = pins.references.copy(), pin._lease.slot
+    pins.references.fill(0)
+    store.slots.pin_counts[slot] = 7
+    pins.repair()
+    assert (pins.references.tolist(), store.slots.pin_counts[slot]) == (lost.tolist(), 1)
+    store.slots.invalidate_block(pin._block_ids[-1])
+    pins.repair()
+    assert not store.slots.pin_counts.any()
+    contexts[1].unpin(pin)
+    assert contexts[1].stats().used_blocks == 0
+    contexts[0].check_invariants()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_rig import make_tiered
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.blocks import KVBlockAllocator, compute_block_hashes
 from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.slots import (
@@ -88,6 +88,136 @@ def test_a_flood_of_one_salt_leaves_the_others_their_share(policy, rng):
     assert num_left >= 4
     assert len(owned(context.slot_allocator, "a")) in (3, 4)  # it saves up to three at once
     assert found() >= 1
+
+
+def blocks_of(pool, *, owner, seed, count, **options):
+    """Caches a prefix of some blocks that belongs to an owner."""
+    blocks = pool.allocate_memory_blocks(count, owner=owner)
+    tokens = [(seed + 1) * (i + 7) % 1009 for i in range(count)]
+    hashes = compute_block_hashes(tokens, 1, cache_salt=f"{owner} {seed}")
+    pool.register_kv_block_hashes(blocks, hashes, owner=owner, **options)
+    pool.release_memory_blocks(blocks)
+    pool.check_invariants()
+    return hashes
+
+
+@given(
+    share=st.integers(0, 12),
+    calls=st.lists(st.tuples(st.sampled_from("aabc"), st.integers(1, 4)), min_size=4, max_size=40),
+)
+def test_cached_blocks_of_who_has_less_than_the_share_go_to_nobody_who_has_more(share, calls):
+    pool = KVBlockAllocator(13, max_owned=share)
+    cached = {name: [] for name in "abc"}
+    for seed, (owner, count) in enumerate(calls):
+        had = {name: count_found(pool, cached[name]) for name in "abc"}
+        cached[owner].append(blocks_of(pool, owner=owner, seed=seed, count=count))
+        for name in "abc".replace(owner, ""):
+            lost = had[name] - count_found(pool, cached[name])
+            if lost and had[name] <= share:
+                assert count_found(pool, cached[owner]) <= max(share, count)
+    assert sum(count_found(pool, each) for each in cached.values()) <= 12
+
+
+def count_found(pool, prefixes):
+    return sum(len(pool.match_prefix(hashes)) for hashes in prefixes)
+
+
+def test_a_flood_of_one_owner_leaves_the_others_their_blocks():
+    pool = KVBlockAllocator(21, max_owned=10)
+    kept = [blocks_of(pool, owner="b", seed=n, count=4) for n in range(2)]
+    for seed in range(30):
+        blocks_of(pool, owner="a", seed=seed, count=5)
+        assert count_found(pool, kept) == 8
+    plain = KVBlockAllocator(21)
+    gone = [blocks_of(plain, owner="b", seed=n, count=4) for n in range(2)]
+    for seed in range(30):
+        blocks_of(plain, owner="a", seed=seed, count=5)
+    assert count_found(plain, gone) == 0
+
+
+def test_who_has_too_many_gives_them_up_to_others_first():
+    pool = KVBlockAllocator(11, max_owned=4)
+    first = blocks_of(pool, owner="b", seed=0, count=3)
+    blocks_of(pool, owner="a", seed=1, count=7)  # free ones anybody may have
+    other = blocks_of(pool, owner="c", seed=2, count=3)
+    assert count_found(pool, [first, other]) == 6
+    blocks_of(pool, owner=None, seed=3, count=2)  # nobody has too many any more: the oldest go
+    assert count_found(pool, [other]) == 3
+    assert count_found(pool, [first]) == 1
+
+
+def test_what_runs_has_the_blocks_that_it_needs():
+    pool = KVBlockAllocator(11, max_owned=2)
+    other = blocks_of(pool, owner="b", seed=0, count=6)
+    assert len(pool.allocate_memory_blocks(8, owner="a")) == 8
+    assert count_found(pool, [other]) == 2
+
+
+def test_blocks_with_states_of_who_has_too_many_go_as_their_policy_says(rng):
+    """And one whose state has gone meanwhile goes first."""
+    states = {}
+
+    class States:
+        def has_state(self, block):
+            return block in states
+
+        def have_states(self, blocks):
+            return np.isin(blocks, [*states])
+
+        def first_to_go(self, blocks):
+            return min(blocks.tolist(), key=states.get)
+
+    pool = KVBlockAllocator(9, max_owned=2)
+    pool.ask_states(States)
+    names = [blocks_of(pool, owner=o, seed=n, count=1) for n, o in enumerate("aaaabbbb")]
+    [worst, best] = [pool.find_block(names[n][0]) for n in (2, 1)]
+    states.update({best: 9, worst: 1})
+    pool.release_memory_blocks(pool.allocate_memory_blocks(1, owner="a"))
+    assert [count_found(pool, [each]) for each in names] == [0, 1, 1, 1, 1, 1, 1, 1]
+    pool.allocate_memory_blocks(2, owner="c")
+    assert [count_found(pool, [each]) for each in names] == [0, 1, 1, 0, 1, 1, 1, 1]
+    pool.allocate_memory_blocks(1, owner="a")
+    assert [count_found(pool, [each]) for each in names] == [0, 1, 0, 0, 1, 1, 1, 1]
+    pool.check_invariants()
+
+
+def test_owners_are_counted_and_proved():
+    pool = KVBlockAllocator(9, max_owned=2)
+    blocks_of(pool, owner="a", seed=0, count=3)
+    pool._shares._num_owned["a"] = 1
+    with pytest.raises(InvariantError, match="owners are counted right"):
+        pool.check_invariants()
+    pool.reset()
+    pool.check_invariants()
+    for call in (
+        lambda: pool.allocate_memory_blocks(1, owner=[]),
+        lambda: pool.register_kv_block_hashes([], [], owner=[]),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"an owner must be hashable, got \[\]"):
+            call()
+    for bad in (-1, 0.5):
+        with pytest.raises(InvalidArgumentError, match="max_owned must be an int"):
+            KVBlockAllocator(9, max_owned=bad)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_flood_of_one_salt_leaves_the_others_their_keys_and_values(policy, rng):
+    """KV blocks are short here, and take the states along where they go."""
+    found = {}
+    prompts = [rng.integers(0, VOCAB, 3 * BLOCK).tolist() for _ in range(3)]
+    for share in (1.0, 0.5):
+        context = make_context(
+            make_config(num_kv_blocks=24, max_slots=64, max_salt_share=share, slot_policy=policy)
+        )
+        for prompt in prompts:
+            for _ in range(2):
+                generate(context, [*prompt, 1], 1, cache_salt="b")
+        for _ in range(20):
+            generate(context, rng.integers(0, VOCAB, 4 * BLOCK).tolist(), 3, cache_salt="a")
+            context.check_invariants()
+        requests = [Request(request_id=0, prompt_tokens=[*p, 1], cache_salt="b") for p in prompts]
+        found[share] = sum(context.match(request).kv_matched_blocks for request in requests)
+    assert found == {1.0: 0, 0.5: 9}
 
 
 def test_salts_show_in_the_fingerprint_but_not_their_names():

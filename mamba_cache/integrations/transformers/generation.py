@@ -20,7 +20,7 @@ from mamba_cache.integrations.transformers.layers import (
     write_layers,
 )
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller
-from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
+from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -60,6 +60,7 @@ class Generation:
         prefiller: Computes prompts.
         store: What is cached.
         cache_salt: Prompts of different salts never match.
+        hint: What their sender says of them.
         checkpoints: Of each row that ``generate`` was given, the positions that its caller named;
             none if he named nothing.
         eos_token_ids: Tokens that end an answer.
@@ -80,6 +81,7 @@ class Generation:
         store: PrefixStore,
         *,
         cache_salt: ExtraKey,
+        hint: PromptHint,
         checkpoints: Sequence[Sequence[int]],
         eos_token_ids: Sequence[int],
         follows_rows: bool,
@@ -89,6 +91,7 @@ class Generation:
         self._prefiller = prefiller
         self._store = store
         self._cache_salt = cache_salt
+        self._hint = hint
         self._checkpoints = checkpoints
         self._eos = frozenset(eos_token_ids)
         self._keeps_decoded = keeps_decoded
@@ -273,6 +276,7 @@ class Generation:
             end=len(tokens),
             min_computed=1,
             cache_salt=self._cache_salt,
+            hint=self._hint,
             checkpoints=self._checkpoints[0] if self._checkpoints else (),
             is_retry=self._is_retry,
         )
@@ -316,6 +320,7 @@ class Generation:
             end=len(prompt.tokens) - left,
             min_computed=left,
             cache_salt=self._cache_salt,
+            hint=self._hint,
             checkpoints=checkpoints,
         )
 

@@ -21,6 +21,7 @@ from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
 )
+from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
@@ -28,6 +29,8 @@ from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["Prefill", "Prefiller", "Segment"]
+
+_NO_HINT = PromptHint()
 
 _DECODED = 8
 """Tokens at the end of a prefix that ``recompute`` takes one by one, as answers are computed."""
@@ -122,6 +125,7 @@ class Prefiller:
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        hint: PromptHint = _NO_HINT,
         checkpoints: Collection[int] = (),
         is_retry: bool = False,
     ) -> Prefill:
@@ -134,6 +138,7 @@ class Prefiller:
             min_computed: How many are to be computed in any case, those after ``end`` included;
                 none if ``end`` is the prompt's, and the logits that follow are cached.
             cache_salt: Prompts of different salts never match.
+            hint: What its sender says of it.
             checkpoints: Positions whose states are kept in any case; one inside a block stands for
                 the block's beginning.
             is_retry: The prompt is counted already.
@@ -158,11 +163,14 @@ class Prefiller:
                     assert restored is not None
                     self._filler.fill(cache, restored)
             segments = self._plan(record, len(tokens), start, end, checkpoints)  # may raise
+            size = self._store.layout.block_size_tokens
+            record.asked = frozenset(p // size * size for p in checkpoints)
         except BaseException:
             record.close()
             raise
         if not is_retry:
-            self._count(record, start)
+            self._count(record, start, hint)
+            record.tell_policy(hint, len(tokens) if is_whole else len(tokens) - min_computed)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 
@@ -174,6 +182,7 @@ class Prefiller:
         end: int,
         min_computed: int,
         cache_salt: ExtraKey,
+        hint: PromptHint = _NO_HINT,
         checkpoints: Collection[int] = (),
         is_retry: bool = False,
     ) -> Prefill:
@@ -185,6 +194,7 @@ class Prefiller:
             end: How many of the tokens.
             min_computed: How many are to be computed in any case.
             cache_salt: Prompts of different salts never match.
+            hint: What its sender says of it.
             checkpoints: Positions whose states are kept in any case.
             is_retry: The prompt is counted already.
 
@@ -192,7 +202,7 @@ class Prefiller:
             The prompt; close its record when it is done.
         """
         bounds: dict[str, Any] = {"end": end, "min_computed": min_computed}
-        bounds |= {"cache_salt": cache_salt, "checkpoints": checkpoints}
+        bounds |= {"cache_salt": cache_salt, "hint": hint, "checkpoints": checkpoints}
         prefill = self.begin(tokens, cache, **bounds, is_retry=is_retry)
         try:
             self.run(prefill, prefill.segments)
@@ -342,11 +352,13 @@ class Prefiller:
                 del ordered[0]
         return ordered
 
-    def _count(self, record: SequenceRecord, start: int) -> None:
+    def _count(self, record: SequenceRecord, start: int, hint: PromptHint) -> None:
         match, counters = record.match, self._store.counters
         if self._store.trace_log is not None:
             tokens, chain, (salt, _) = record.prompt
-            self._store.trace_log.add(chain.hashes, len(tokens), cache_salt=salt)
+            self._store.trace_log.add(
+                chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
+            )
         if self._store.watch is not None:
             self._store.watch.counted(record, start)
         if start or not match.skip_tokens:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 
-from mamba_cache._checks import check_int, check_kind, check_number
+from mamba_cache._checks import check_choice, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.context import TraceLog, VerificationStats
+from mamba_cache.config import SlotPolicyName
+from mamba_cache.context import Pin, TraceLog, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -45,7 +47,12 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
-from mamba_cache.integrations.transformers.prompts import check_prompts, pad_prompts, read_prompt
+from mamba_cache.integrations.transformers.prompts import (
+    PromptHint,
+    check_prompts,
+    pad_prompts,
+    read_prompt,
+)
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
@@ -55,8 +62,8 @@ from mamba_cache.integrations.transformers.verification import (
     verify_prefixes,
 )
 from mamba_cache.slots import (
+    SLOT_POLICIES,
     CheckpointPlacement,
-    ConsumedSlotPolicy,
     SlotEvictionPolicy,
     SlotPool,
 )
@@ -91,10 +98,9 @@ class PrefixCache:
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
             from then on once a forward has run out of memory, after which it is tried again.
-        eviction: Which saved states are given up first. Default: the longest unused. The policy
-            that is a context's default, ``AdaptiveSlotPolicy``, is none here: states lie where
-            prompts and answers end, most often inside a block, and it knows block boundaries
-            alone, so it would not see that they are asked for again.
+        eviction: Which saved states are given up first: a policy, or the name of one as
+            ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
+            and may refuse a state before it is saved.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -133,6 +139,11 @@ class PrefixCache:
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
         hash_secret: The same secret bytes in all processes that share a store.
+        max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
+            together, from 0 to 1.
+        max_salt_share: As in ``CacheConfig``: from which part of the saved states and of the KV
+            blocks on the prompts of one salt push out no others.
+        clock: Returns the seconds by which pins end, and never goes back.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -153,7 +164,7 @@ class PrefixCache:
         kv_cache_gb: float,
         block_size_tokens: int = 256,
         segment_tokens: int | None = None,
-        eviction: SlotEvictionPolicy | None = None,
+        eviction: SlotEvictionPolicy | SlotPolicyName | None = None,
         placement: CheckpointPlacement | None = None,
         on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
@@ -168,13 +179,22 @@ class PrefixCache:
         trace_path: str | os.PathLike[str] | None = None,
         store: Any = None,
         hash_secret: bytes | None = None,
+        max_pinned_share: float = 0.25,
+        max_salt_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        eviction = ConsumedSlotPolicy() if eviction is None else check_policy(eviction)
+        if eviction is None or isinstance(eviction, str):
+            name = "adaptive" if eviction is None else eviction
+            check_choice("eviction", name, get_args(SlotPolicyName))
+            eviction = SLOT_POLICIES[name]()
+        eviction = check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
+        max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
+        max_salt_share = check_number("max_salt_share", max_salt_share, maximum=1)
         check_kind("log_requests", log_requests, bool)
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
@@ -199,7 +219,13 @@ class PrefixCache:
         self._placement = placement
         self._segment_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
         self._store = PrefixStore(
-            layout, num_slots=num_slots, num_blocks=num_blocks, eviction=eviction
+            layout,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            eviction=eviction,
+            max_pinned_share=max_pinned_share,
+            max_salt_share=max_salt_share,
+            clock=clock,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -254,6 +280,8 @@ class PrefixCache:
         *,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[Any] | None = None,
+        will_continue: bool | None = None,
+        source: Hashable = None,
         **options: Any,
     ) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
@@ -267,26 +295,30 @@ class PrefixCache:
                 the first time already; a length inside a block stands for the block's beginning.
                 For several rows one list for all of them, or a list for each; padding does not
                 count.
+            will_continue: Whether longer prompts that begin with these will follow, as in
+                ``Request``: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
+            source: Who says so; each is trusted as far as its hints come true.
             options: All else that ``model.generate`` takes.
 
         Returns:
             What ``model.generate`` returns.
 
         Raises:
-            InvalidArgumentError: The prompts or checkpoints are malformed, or an option cannot be
-                served.
+            InvalidArgumentError: The prompts, checkpoints or hints are malformed, or an option
+                cannot be served.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
         """
         self._check_ready()
+        hint = PromptHint(will_continue, source)
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
         served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
-        with self._watch(served, cache_salt, named) as generation:
+        with self._watch(served, cache_salt, hint, named) as generation:
             criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
             arguments = {
                 **served.arguments,
@@ -324,6 +356,8 @@ class PrefixCache:
         streamer: Any = None,
         cache_salt: ExtraKey | list[ExtraKey] = None,
         checkpoints: Sequence[Any] | None = None,
+        will_continue: bool | list[bool | None] | None = None,
+        source: Hashable = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Does for hybrid models what ``model.generate_batch`` does for others, with the cache.
@@ -353,6 +387,8 @@ class PrefixCache:
                 a streamer of transformers, or None, for each prompt of one answer.
             cache_salt: Prompts of different salts never share anything; a list has one for each.
             checkpoints: As for ``generate``.
+            will_continue: Likewise; a list has one for each.
+            source: As for ``generate``, of all prompts.
             options: What changes each configuration, such as ``max_new_tokens``.
 
         Returns:
@@ -380,6 +416,8 @@ class PrefixCache:
             streamer=streamer,
             cache_salt=cache_salt,
             checkpoints=checkpoints,
+            will_continue=will_continue,
+            source=source,
             options=options,
         )
         if not call.prompts:
@@ -512,6 +550,64 @@ class PrefixCache:
         finally:
             prefill.record.close()
         return past
+
+    @guarded(waits=True, trusts=())
+    def pin(
+        self, input_ids: Any, *, ttl_seconds: float | None = None, cache_salt: ExtraKey = None
+    ) -> Pin:
+        """Keeps a cached prompt findable, whatever else needs room.
+
+        Its KV blocks are held, and the slot of its last state, in ``generate`` and
+        ``generate_batch`` alike. What is cached of it in host memory or below is brought first.
+        ``reset``, and a hit that is verified and found wrong, end a pin.
+
+        Args:
+            input_ids: Token ids of the prompt, as for ``prefill``; it is not computed. Of what is
+                not cached of it nothing is pinned, so run it before: ``prefill`` does.
+            ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
+            cache_salt: The salt that it was computed under.
+
+        Returns:
+            What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
+
+        Raises:
+            InvalidArgumentError: The prompt is malformed, or ``ttl_seconds`` is no number from 0 to
+                10**9.
+            MissingStateError: No state of the prompt is cached.
+            BlockCapacityError: Pins would hold more than their share of KV blocks.
+            MambaSlotCapacityError: Or of slots.
+            ModelChangedError: The model was moved, or its weights are others.
+            StepOrderError: The cache is closed.
+        """
+        self._check_ready()
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
+        record = self._store.open(
+            read_prompt(input_ids, self._runner.vocabulary),
+            cache_salt=cache_salt,
+            lora_id=self._runner.fingerprint.key,
+            min_computed=0,
+            with_logits=True,
+        )
+        try:
+            self._runner.fingerprint.confirm()
+            blocks, num_tokens = record.restored_blocks, record.match.skip_tokens
+            return self._store.pins.add(blocks, num_tokens, ttl_seconds)
+        finally:
+            record.close()
+
+    @guarded(waits=True, trusts=())
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin before its time; one that is over is passed over.
+
+        Raises:
+            InvalidArgumentError: It is none.
+        """
+        self._store.pins.remove(pin)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pins that are not over, the oldest first."""
+        return self._store.pins.current
 
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:
@@ -714,13 +810,18 @@ class PrefixCache:
         return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
     def _watch(
-        self, served: ServedOptions, cache_salt: ExtraKey, checkpoints: Sequence[Sequence[int]]
+        self,
+        served: ServedOptions,
+        cache_salt: ExtraKey,
+        hint: PromptHint,
+        checkpoints: Sequence[Sequence[int]],
     ) -> Generation:
         return Generation(
             self._runner,
             self._prefiller,
             self._store,
             cache_salt=cache_salt,
+            hint=hint,
             checkpoints=checkpoints,
             eos_token_ids=served.eos_token_ids,
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import as_ints
+from mamba_cache.context.requests import check_hint
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["Prompt", "check_prompts", "pad_prompts", "read_prompt", "split_rows"]
+__all__ = ["Prompt", "PromptHint", "check_prompts", "pad_prompts", "read_prompt", "split_rows"]
 
 _ID_DTYPES = (torch.int64, torch.int32)
 
@@ -31,6 +32,25 @@ class Prompt:
     tokens: npt.NDArray[np.int32]
     padding: int
     key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHint:
+    """What the sender of a prompt says of it.
+
+    Attributes:
+        will_continue: As in ``Request``.
+        source: Likewise.
+
+    Raises:
+        InvalidArgumentError: One of them is of a wrong kind.
+    """
+
+    will_continue: bool | None = None
+    source: Hashable = None
+
+    def __post_init__(self) -> None:
+        check_hint(self.will_continue, self.source)
 
 
 def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,20 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
-from mamba_cache.context.invariants import check_states_of_blocks
+from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
+from mamba_cache.context.memory import most_owned
+from mamba_cache.context.paths import PromptPaths
+from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
+from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool
+from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool, StateProposal
 from mamba_cache.states import StatePool
 from mamba_cache.tiers import EntryKind
 
@@ -62,12 +67,17 @@ class PrefixStore:
         num_blocks: KV blocks.
         num_slots: Slots.
         eviction: Which slots are given up first.
+        max_pinned_share: Of blocks and of slots, how much pinned prompts may hold together.
+        max_salt_share: Of blocks and of slots, how much prompts of one salt may hold.
+        clock: Returns the seconds by which pins end.
 
     Attributes:
         layout: As given.
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
+        pins: Prompts that stay cached.
+        paths: What the slots' policy is shown of prompts.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -80,13 +90,22 @@ class PrefixStore:
         num_blocks: int,
         num_slots: int,
         eviction: SlotEvictionPolicy,
+        max_pinned_share: float = 0.25,
+        max_salt_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
-        self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
+        self.kv_blocks = KVBlockAllocator(
+            num_blocks + 1,  # and the dummy block
+            max_owned=most_owned(max_salt_share, num_blocks),
+        )
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
+        self.slots.max_owned = most_owned(max_salt_share, num_slots)
         # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
         self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
+        self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
+        self.paths = PromptPaths(layout.block_size_tokens)
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
         self.kv_blocks.add_deregistration_observer(self._parts.forget)
@@ -135,6 +154,9 @@ class PrefixStore:
             kv_cache=kv_cache,
             counters=self.counters,
             on_admitted=None if self.watch is None else WeakCallback(self._admitted),
+            pins=self.pins,
+            paths=self.paths,
+            refuses_states=self.tiers is None,  # each state is copied to them
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
@@ -156,7 +178,8 @@ class PrefixStore:
     def let_go(self) -> None:
         """Gives back all that records hold, when the call that opened them is over."""
         self._parts.repair()
-        counts = np.asarray(self.kv_blocks.block_ref_counts)
+        self.pins.repair()
+        counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
         for slot in self.slots.reserved:
@@ -278,6 +301,7 @@ class PrefixStore:
         tokens: npt.NDArray[np.int32],
         *,
         told: npt.NDArray[np.int32] | None,
+        cache_salt: ExtraKey,
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
 
@@ -287,6 +311,7 @@ class PrefixStore:
             depth: Whole blocks of the chain before it.
             tokens: What it holds.
             told: What observers are told that it holds.
+            cache_salt: The salt of the chain.
 
         Returns:
             As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
@@ -294,7 +319,7 @@ class PrefixStore:
         part, hashes = chain.part_hash(depth, tokens), chain.hashes
         parent = hashes[depth - 1] if depth else None
         [holder] = self.kv_blocks.register_kv_block_hashes(
-            [block], part, parent_hash=parent, tokens=told
+            [block], part, parent_hash=parent, tokens=told, owner=cache_salt
         )
         if holder == block:
             self._parts.add(block, chain.parent_digest(depth), len(tokens))
@@ -321,6 +346,7 @@ class PrefixStore:
         Raises:
             InvalidArgumentError: What is given are no token ids, or no salt.
         """
+        self.pins.expire()
         size = self.layout.block_size_tokens
         tiers = self.tiers
         hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
@@ -329,10 +355,16 @@ class PrefixStore:
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
         hit = self.find(
-            chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+            chain,
+            tokens,
+            min_computed=min_computed,
+            with_logits=with_logits,
+            is_told=is_told,
+            cache_salt=cache_salt,
         )
-        record = SequenceRecord(self, chain, tokens, hit, lora_id, is_told=is_told)
-        record.cache_salt = cache_salt
+        record = SequenceRecord(
+            self, chain, tokens, hit, lora_id, cache_salt=cache_salt, is_told=is_told
+        )
         if tiers is not None and tiers.num_restored > num_restored:
             record.tier = "host"
         return record
@@ -345,6 +377,7 @@ class PrefixStore:
         min_computed: int,
         with_logits: bool,
         is_told: bool,
+        cache_salt: ExtraKey,
     ) -> PrefixHit:
         """Finds how much of a sequence is cached, once what lies below has been brought.
 
@@ -354,10 +387,16 @@ class PrefixStore:
             min_computed: Tokens that must be left to compute.
             with_logits: None need be left if the logits that follow are cached.
             is_told: Whether observers are told the tokens of what is brought.
+            cache_salt: The salt of the chain.
         """
         if self.tiers is not None:
             self.tiers.bring(
-                chain, tokens, min_computed=min_computed, with_logits=with_logits, is_told=is_told
+                chain,
+                tokens,
+                min_computed=min_computed,
+                with_logits=with_logits,
+                is_told=is_told,
+                cache_salt=cache_salt,
             )
         return self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
 
@@ -412,6 +451,7 @@ class PrefixStore:
         """Forgets every prefix and every count."""
         # Before the blocks, which tell the slots: books that contradict each other are not read.
         self.slots.reset()
+        self.pins.forget()
         self.kv_blocks.reset()
         self._parts.clear()
         self._with_logits.clear()
@@ -429,6 +469,7 @@ class PrefixStore:
         self.tensors.clear()
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
             self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
+            self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
 
     def check_invariants(self) -> None:
         """Checks the books, between calls.
@@ -439,7 +480,10 @@ class PrefixStore:
         self.kv_blocks.check_between_calls()
         self.slots.check_invariants()
         check_states_of_blocks(self.slots)
-        held = (self.kv_blocks.num_used_blocks, self.slots.num_reserved_slots)
+        self.pins.check_invariants()
+        check_pinned(self.pins.leases, self.slots)
+        references = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
+        held = (np.count_nonzero(references), self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
         registered = np.asarray(self.kv_blocks.block_hashes)
@@ -508,14 +552,16 @@ class SequenceRecord:
         tokens: Its token ids so far.
         hit: What of them was found.
         lora_id: The key that it was matched under.
+        cache_salt: The salt that it was matched under.
         is_told: Whether observers are told the tokens of what it makes findable.
 
     Attributes:
         match: What of its whole blocks was found.
         has_logits: All of it was found, and the logits that follow.
         num_published: Blocks that are findable, from the sequence's start.
-        cache_salt: The salt that it was matched under.
+        cache_salt: As given.
         tier: Where what was found lay: "gpu", or "host" if it was brought from there.
+        asked: Positions at which the caller asked for a state.
     """
 
     def __init__(
@@ -526,6 +572,7 @@ class SequenceRecord:
         hit: PrefixHit,
         lora_id: ExtraKey,
         *,
+        cache_salt: ExtraKey = None,
         is_told: bool = False,
     ) -> None:
         self._store = store
@@ -541,8 +588,11 @@ class SequenceRecord:
             self._held.append(hit.part_block)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(hit.match.block_ids)
-        self.cache_salt: ExtraKey = None
+        self.cache_salt = cache_salt
         self.tier = "gpu"
+        self.asked: frozenset[int] = frozenset()
+        self._prompt_seen: Any = None  # what stands for it with a policy that knows prompts
+        self._num_seen = 0
         self._spare: list[int] = []
         self._reserved: dict[int, int] = {}
         self._tokens_to_state = hit.match.skip_tokens
@@ -554,6 +604,12 @@ class SequenceRecord:
         """Its tokens, hashed, and the salt and adapter that it was matched under."""
         return self._tokens, self._chain, (self.cache_salt, self._lora_id)
 
+    @property
+    def restored_blocks(self) -> list[int]:
+        """The blocks up to the state that was found, at whose end it is; none if none was."""
+        blocks, part = self.match.block_ids[: self.match.state_matched_blocks], self._hit.part_block
+        return [*blocks] if part is None else [*blocks, part]
+
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         other = SequenceRecord(
@@ -562,11 +618,54 @@ class SequenceRecord:
             self._tokens,
             self._hit,
             self._lora_id,
+            cache_salt=self.cache_salt,
             is_told=self._is_told,
         )
         other.num_published = self.num_published
+        other._prompt_seen, other._num_seen = self._prompt_seen, self._num_seen
         other._tokens_to_state = self._tokens_to_state
         return other
+
+    def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
+        """Tells a policy that knows prompts of this one, once it has been matched.
+
+        Args:
+            hint: What its sender says.
+            num_usable: Tokens of it that could be skipped at most.
+        """
+        slots, match = self._store.slots, self.match
+        if not slots.knows_prompts:
+            return
+        matched = max(
+            match.skip_tokens, match.kv_matched_blocks * self._store.layout.block_size_tokens
+        )
+        self._num_seen = len(self._tokens)
+        self._prompt_seen = slots.begin_request(
+            self._store.paths.facts(
+                self._store.paths.hash_ids(self._chain, self._tokens),
+                self._num_seen,
+                matched,
+                num_usable,
+                will_continue=hint.will_continue,
+                source=hint.source,
+            )
+        )
+
+    def _propose(self, position: int, *, is_end: bool) -> list[StateProposal] | None:
+        """Describes a state for a policy that knows prompts; None: it was not told of this one."""
+        if self._prompt_seen is None:
+            return None
+        # What lies in tiers below may come back from there, so each state is to be saved once.
+        is_asked = position in self.asked or self._store.tiers is not None
+        paths = self._store.paths
+        if position > self._num_seen:
+            hash_ids = paths.hash_ids(self._chain, self._tokens[:position])
+            return [paths.propose_answer(self._prompt_seen, hash_ids, is_asked=is_asked)]
+        kind: Literal["end", "branch", "inside"] = "end"
+        if not is_end:
+            branch = self.match.kv_matched_blocks * self._store.layout.block_size_tokens
+            kind = "branch" if position == branch else "inside"
+        return [StateProposal(self._prompt_seen, paths.depth(position), kind, is_asked)]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Goes on with tokens.
@@ -579,12 +678,9 @@ class SequenceRecord:
 
     def load(self) -> SequenceMemory | None:
         """Returns the matched prefix in tensors of its own, or None if nothing was matched."""
-        match, part = self.match, self._hit.part_block
-        if not match.skip_tokens:
+        match, blocks = self.match, self.restored_blocks
+        if not blocks:
             return None
-        blocks = list(match.block_ids[: match.state_matched_blocks])
-        if part is not None:
-            blocks.append(part)
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
         saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
@@ -608,7 +704,8 @@ class SequenceRecord:
             block = self._block_ending_at(position // size)
             if block is None or self._store.slots.has_state(block):
                 continue
-            [slot] = self._store.slots.reserve_slots([block])
+            proposals = self._propose(position, is_end=False)
+            [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
             if slot is not None:
                 self._store.forget_logits(slot)
                 self._reserved[position] = slot
@@ -699,6 +796,7 @@ class SequenceRecord:
             hashes[first : first + len(blocks)],
             parent_hash=hashes[first - 1] if first else None,
             tokens=self._tokens[first * size : end] if self._is_told else None,
+            owner=self.cache_salt,
         )
         self._offer_blocks(first, holders)
         # A block whose hash id belongs to another content stays private, and nothing after it can
@@ -740,7 +838,8 @@ class SequenceRecord:
         if (own := self._store.slots.get_slot(block)) >= 0:
             self._store.save_logits(own, memory.logits)
             return
-        [slot] = self._store.slots.reserve_slots([block])
+        proposals = self._propose(num_tokens, is_end=True)
+        [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
         if slot is None:
             return
         try:
@@ -759,7 +858,9 @@ class SequenceRecord:
         for block in taken:
             self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
             told = part if self._is_told else None
-            holder = self._store.register_part(block, self._chain, depth, part, told=told)
+            holder = self._store.register_part(
+                block, self._chain, depth, part, told=told, cache_salt=self.cache_salt
+            )
             if holder is not None:
                 self._offer(EntryKind.KV, num_tokens, holder)
             return holder
@@ -790,7 +891,8 @@ class SequenceRecord:
         """Takes up to ``count`` blocks, as many as there are."""
         if count <= 0:
             return []
+        kv_blocks, owner = self._store.kv_blocks, self.cache_salt
         try:
-            return self._store.kv_blocks.allocate_memory_blocks(count)
+            return kv_blocks.allocate_memory_blocks(count, owner=owner)
         except BlockCapacityError as error:
-            return self._store.kv_blocks.allocate_memory_blocks(min(count, error.available))
+            return kv_blocks.allocate_memory_blocks(min(count, error.available), owner=owner)

@@ -147,6 +147,7 @@ class PrefixTiers:
         self._key: str | None = None
         self._last_has_logits = False
         self._is_told = False
+        self._salt: ExtraKey = None
         self._late: Prefetch | None = None
         self._num_declined = 0
         self._has_declined = False
@@ -292,6 +293,7 @@ class PrefixTiers:
         min_computed: int,
         with_logits: bool,
         is_told: bool,
+        cache_salt: ExtraKey,
     ) -> None:
         """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
 
@@ -301,11 +303,12 @@ class PrefixTiers:
             min_computed: Tokens that are left to compute in any case,
             with_logits: but where all are cached, with the logits that follow.
             is_told: Whether observers are told the tokens of what becomes findable.
+            cache_salt: In whose share of blocks and slots it counts.
         """
         self._host.poll()
         if self._link is not None:
             self._link.poll()
-        self._is_told, self._has_declined = is_told, False
+        self._is_told, self._salt, self._has_declined = is_told, cache_salt, False
         if self._key is None:
             return
         num_tokens = len(tokens)
@@ -391,7 +394,7 @@ class PrefixTiers:
         kv_blocks.retain_memory_blocks(held)
         try:
             try:
-                blocks = kv_blocks.allocate_memory_blocks(len(ends))
+                blocks = kv_blocks.allocate_memory_blocks(len(ends), owner=self._salt)
             except BlockCapacityError:
                 return False
             held += blocks
@@ -413,7 +416,7 @@ class PrefixTiers:
         leases: list[HostLease] = []
         if store.slots.has_state(last_block):
             return False
-        [slot] = store.slots.reserve_slots([last_block])
+        [slot] = store.slots.reserve_slots([last_block], owner=self._salt)
         if slot is None:
             return False
         is_committed = False
@@ -465,14 +468,20 @@ class PrefixTiers:
             parent, size = hashes[first - 1] if first else None, store.layout.block_size_tokens
             told = tokens[first * size : depth * size] if self._is_told else None
             holders = store.kv_blocks.register_kv_block_hashes(
-                whole, hashes[first:depth], parent_hash=parent, tokens=told
+                whole,
+                hashes[first:depth],
+                parent_hash=parent,
+                tokens=told,
+                owner=self._salt,
             )
             if None in holders:
                 return False
         if rest:
             if part is None:
                 told = part_tokens if self._is_told else None
-                part = store.register_part(blocks[-1], chain, depth, part_tokens, told=told)
+                part = store.register_part(
+                    blocks[-1], chain, depth, part_tokens, told=told, cache_salt=self._salt
+                )
             hash_id, block = chain.part_hash(depth, part_tokens)[0], part
         else:
             hash_id = hashes[depth - 1]

@@ -235,6 +235,9 @@ class AdaptiveSlotPolicy:
         prompt = proposal.prompt
         if proposal.hash_ids is None:
             return self._tree.propose(prompt, proposal.num_blocks, _KINDS[proposal.kind])
+        if proposal.knows_last:
+            path = prompt.with_hash_ids([*proposal.hash_ids])
+            return self._tree.propose(path, len(path.hash_ids), _KINDS[proposal.kind])
         # Of the last block nobody knows the hash, so it gets one that no other block has.
         self._num_incomplete += 1
         path = prompt.with_hash_ids([*proposal.hash_ids, -(self._num_incomplete << 1)])

@@ -17,11 +17,12 @@ import torch
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CacheStats, DynamicInferenceContext, Request, Step
+from mamba_cache.context import CacheStats, DynamicInferenceContext, PreparedRequest, Request, Step
 from mamba_cache.errors import (
     BlockCapacityError,
     CapacityError,
     ModelChangedError,
+    SequenceLengthError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.decode import DecodeStep, padded_sizes
@@ -291,7 +292,8 @@ class Batcher:
 
         Raises:
             InvalidArgumentError: The prompt or the salt is malformed.
-            SequenceLengthError: The prompt is longer than the longest sequence.
+            SequenceLengthError: The prompt is longer than the longest sequence, or than the room
+                that pins leave.
         """
         key = self._runner.fingerprint.key
         request = Request(
@@ -305,6 +307,7 @@ class Batcher:
             tells_tokens=self._store.is_told(cache_salt, key),
         )
         prepared = self.context.prepare(request)
+        longest = self._longest_beside_pins(prepared)
         size, least = self.context.block_size_tokens, self._settings.fewest_tokens
         first = BatchRequest(
             request_id,
@@ -337,12 +340,31 @@ class Batcher:
                 will_continue=will_continue,
                 cache_salt=cache_salt,
             )
-        longest = self.context.config.max_sequence_length - len(prepared.tokens) + 1
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
-            one.most_tokens = min(settings.max_new_tokens, longest)
+            one.most_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
             self._queues.add(one)
         return made
+
+    def _longest_beside_pins(self, prepared: PreparedRequest) -> int:
+        """Return how many tokens a sequence may have: alone, each must fit beside what is pinned.
+
+        Raises:
+            SequenceLengthError: The prompt has more.
+        """
+        longest, pins = self.context.config.max_sequence_length, self._store.pins
+        if not len(pins):
+            return longest
+        blocks = self.context.kv_block_allocator
+        num_held = int(np.count_nonzero(pins.references))
+        num_own = int(np.count_nonzero(pins.references[blocks.match_prefix(prepared.hashes)]))
+        room = (blocks.pool_size - 1 - num_held + num_own) * self.context.block_size_tokens
+        if room < len(prepared.tokens):
+            raise SequenceLengthError(
+                f"the prompt has {len(prepared.tokens)} tokens, and there is room for {room} "
+                f"beside {num_held} pinned KV blocks: unpin some"
+            )
+        return min(longest, room)
 
     @property
     def num_unfinished(self) -> int:
@@ -609,7 +631,7 @@ class Batcher:
         if len(answer) < settings.max_new_tokens:
             request.error = (
                 f"request {request.request_id!r} has {request.num_tokens} tokens and cannot go on: "
-                f"the longest sequence is {self.context.config.max_sequence_length} tokens"
+                f"the longest sequence is {request.num_tokens - 1} tokens"
             )
         return True
 

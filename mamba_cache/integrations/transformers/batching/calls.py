@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.prompts import read_prompt
+from mamba_cache.integrations.transformers.prompts import PromptHint, read_prompt
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
 __all__ = ["BatchCall", "answer_output", "check_batcher", "configure", "failed_output"]
@@ -38,6 +38,8 @@ class BatchCall:
         streamer: See there.
         cache_salt: See there.
         checkpoints: See there.
+        will_continue: See there.
+        source: See there.
         options: See there.
 
     Attributes:
@@ -59,6 +61,8 @@ class BatchCall:
         streamer: Any,
         cache_salt: Any,
         checkpoints: Any,
+        will_continue: Any,
+        source: Hashable,
         options: Mapping[str, Any],
     ) -> None:
         given = as_items("inputs", inputs, "prompts, each a list of token ids")
@@ -71,6 +75,9 @@ class BatchCall:
             for config, prompt in zip(configs, self.prompts, strict=True)
         ]
         self._salts = _one_each("cache_salt", cache_salt, count)
+        self._hints = [
+            PromptHint(each, source) for each in _one_each("will_continue", will_continue, count)
+        ]
         lengths = [len(prompt) for prompt in self.prompts]
         self._checkpoints = (
             [[] for _ in lengths] if checkpoints is None else read_checkpoints(checkpoints, lengths)
@@ -144,6 +151,8 @@ class BatchCall:
             seed=self._seeds[index],
             cache_salt=self._salts[index],
             checkpoints=self._checkpoints[index],
+            will_continue=self._hints[index].will_continue,
+            source=self._hints[index].source,
             tell=self._teller(streamer),
         )
 

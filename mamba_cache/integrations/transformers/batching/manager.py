@@ -17,10 +17,10 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 
-__all__ = ["ArrivalDetails", "BatchManager", "BatchRunner"]
+__all__ = ["SERVER", "ArrivalDetails", "BatchManager", "BatchRunner"]
 
 
-_SERVER = "transformers server"
+SERVER = "transformers server"
 """Whose hints they are: each source is trusted as far as its hints come true."""
 
 
@@ -239,7 +239,7 @@ class BatchManager:
                 cache_salt=details.cache_salt,
                 checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
                 will_continue=details.will_continue,
-                source=_SERVER,
+                source=SERVER,
             )
         except MambaCacheError as error:  # of this request alone
             self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))

@@ -273,6 +273,7 @@ class BatchQueues:
             min_computed=self._fewest_tokens,
             with_logits=with_logits,
             is_told=bool(request.prepared.request.tells_tokens),
+            cache_salt=request.prepared.request.cache_salt,
         )
         if watch is not None and tiers is not None and tiers.num_restored > num_restored:
             watch.brought.add(request.key)

@@ -13,6 +13,7 @@ from mamba_cache.errors import (
     PoisonedError,
     UnresumableModelError,
 )
+from mamba_cache.integrations.transformers.batching.manager import SERVER
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
 from mamba_cache.integrations.transformers.verification import IdleVerifier
@@ -192,7 +193,11 @@ class ServedModel:
             options = {**options, "streamer": listener}
         try:
             output = cache.generate(
-                cache_salt=request.cache_salt, checkpoints=checkpoints, **options
+                cache_salt=request.cache_salt,
+                checkpoints=checkpoints,
+                will_continue=request.will_continue,
+                source=SERVER,
+                **options,
             )
         except (InvalidArgumentError, ModelChangedError, PoisonedError) as error:
             if listener is not None and listener.has_begun:

@@ -1,0 +1,160 @@
+"""Hints of what will follow, which ``PrefixCache`` hands on to the log and to the slots' policy."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import numpy as np
+from batch_rig import batch, subject, tokens
+from prefix_replay import replay, turns_of
+from transformers_rig import BLOCK, budgets
+
+from mamba_cache.bench.traces import read_trace
+from mamba_cache.bench.workload import draw_agents, draw_conversations, draw_mixed
+from mamba_cache.blocks import BlockHashChain
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import AdaptiveSlotPolicy
+
+SHORT = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+def test_hints_are_logged_with_their_prompts(nemotron, generator, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    prompts = [tokens(generator, BLOCK + 1) for _ in range(3)]
+    with nemotron.cache(trace_path=path) as cache:
+        cache.generate([prompts[0]], will_continue=True, source="a", **SHORT)
+        cache.generate([prompts[1]], **SHORT)
+        cache.generate(prompts, will_continue=False, **SHORT)
+        batch(cache, prompts, will_continue=[True, None, False], source="a")
+        batch(cache, prompts[:1], will_continue=False)
+    told = [request.will_continue for request in read_trace(path)]
+    assert told == [True, None, False, False, False, True, None, False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"will_continue": "yes"}, "will_continue must be True, False or None, got 'yes'"),
+        ({"source": []}, r"source must be hashable, got \[\]"),
+    ],
+)
+def test_malformed_hints_are_refused(nemotron, options, message):
+    cache = nemotron.cache()
+    for call in (cache.generate, cache.generate_batch):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call([[5, 6]], max_new_tokens=2, **options)
+        cache.check_invariants()
+
+
+def test_a_batch_wants_a_hint_for_each_prompt(nemotron):
+    with pytest.raises(InvalidArgumentError, match="will_continue must be one for all, or a list"):
+        nemotron.cache().generate_batch([[5, 6]], will_continue=[True, False])
+
+
+class Listening(AdaptiveSlotPolicy):
+    """Keeps what it is told of requests, and what is proposed."""
+
+    def __init__(self):
+        self.told, self.proposed = [], []
+        super().__init__()
+
+    def on_request(self, facts):
+        self.told.append(facts)
+        return super().on_request(facts)
+
+    def admit(self, proposals, num_free, slots):
+        self.proposed += proposals
+        return super().admit(proposals, num_free, slots)
+
+
+def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
+    policy = Listening()
+    cache, prompt = nemotron.cache(eviction=policy), tokens(generator, 2 * BLOCK + 3)
+    cache.prepare_batches()
+    policy.told.clear()  # of what was tried out
+    cache.generate([prompt], will_continue=True, source="a", **SHORT)
+    batch(cache, [[*prompt, 5]], will_continue=False, source="b")
+    cache.check_invariants()
+    alone, batched = policy.told
+    assert alone.block_size_tokens == batched.block_size_tokens == 1
+    assert batched.hash_ids[: len(prompt)] == alone.hash_ids
+    assert [facts.num_usable_blocks for facts in (alone, batched)] == [len(prompt)] * 2
+    assert (alone.will_continue, alone.source) == (True, "a")
+    assert (batched.will_continue, batched.source) == (False, "b")
+    # The same candidate stands for the state where the first prompt ended.
+    node = policy._tree.find(alone.hash_ids[-1])
+    assert policy._tree._last_use_at[node] == policy._tree.clock
+    cache.generate([prompt[:BLOCK]], checkpoints=[BLOCK], **SHORT)
+    assert policy.proposed[-1].num_blocks >= BLOCK
+
+
+@pytest.mark.parametrize("count", [3, BLOCK + 2])
+def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, generator, count):
+    one, policy = subject("granite 4"), AdaptiveSlotPolicy()
+    cache, prompt = one.cache(eviction=policy), tokens(generator, 2 * BLOCK - 2)
+    [answer] = [output.generated_tokens for output in batch(cache, [prompt], max_new_tokens=count)]
+    cache.check_invariants()
+    depth = (len(prompt) + count - 1) // BLOCK * BLOCK
+    told = [*prompt, *answer, 5]
+    tree = policy._tree
+    hash_ids = cache._store.paths.hash_ids(_chain(cache, told), np.array(told, np.int32))
+    node = tree.find(hash_ids[depth - 1])
+    assert tree.is_kept(node)
+    assert tree._last_use_at[node] < tree.clock + 1
+    batch(cache, [told])
+    assert tree._last_use_at[node] == tree.clock
+    cache.check_invariants()
+
+
+def _chain(cache, told):
+    key = cache._store.key_for(cache._runner.fingerprint.key)
+    chain = BlockHashChain(BLOCK, lora_id=key)
+    chain.append(told)
+    return chain
+
+
+def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
+    """Strangers' states are worth less than those of a prompt that comes again and again."""
+    cache = nemotron.cache(**budgets(nemotron.cache(), slots=2, blocks=200))
+    copies, save = [], cache._store.tensors.save_state
+    monkeypatch.setattr(
+        cache._store.tensors, "save_state", lambda *args: (copies.append(1), save(*args))
+    )
+    prompt, counts = tokens(generator, 3 * BLOCK), []
+    for number in range(12):
+        for one in ([*prompt, 5 + number], tokens(generator, BLOCK)):
+            assert cache.generate([one], **SHORT)[0, len(one) :].tolist() == nemotron.answer(one, 2)
+        stats = cache.stats()
+        assert len(copies) <= stats.saved_states  # those inside a prompt need none
+        counts.append((len(copies), stats.refused_states, stats.skipped_tokens))
+    cache.check_invariants()
+    assert counts[-1][1] > 0
+    assert counts[-1][0] + counts[-1][1] <= 2 * 24
+
+
+def test_over_tiers_nothing_is_refused(nemotron, generator):
+    """What is refused would not come to host memory either."""
+    room = budgets(nemotron.cache(), slots=2, blocks=200)
+    with nemotron.cache(**room, host_cache_gb=0.01) as cache:
+        prompts = [tokens(generator, BLOCK + 3) for _ in range(8)]
+        for prompt in prompts[:4]:
+            cache.generate([prompt], **SHORT)
+        batch(cache, prompts[4:])
+        assert cache.stats().refused_states == 0
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize("drawn", [draw_agents, draw_conversations, draw_mixed])
+def test_replays_hit_no_less_than_what_was_used_last(drawn):
+    layout = subject("nemotron_h").cache()._store.layout
+    turns = turns_of(drawn(150, seed=3))
+    found = {
+        policy: replay(layout, turns, policy, slots=25)["token_hit_rate"]
+        for policy in ("consumed", "adaptive")
+    }
+    assert found["adaptive"] >= found["consumed"] - 0.005

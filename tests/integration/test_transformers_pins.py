@@ -1,0 +1,308 @@
+"""Pinned prompts of a ``PrefixCache``: found under any pressure, by ``generate`` and by batches."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from batch_rig import answers, batch, subject, tokens
+from clocks import ManualClock
+from example_counts import few_examples
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers_rig import BLOCK, budgets
+
+from mamba_cache.errors import (
+    BlockCapacityError,
+    InvalidArgumentError,
+    InvariantError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    SequenceLengthError,
+)
+from mamba_cache.slots import AdaptiveSlotPolicy, ConsumedSlotPolicy, LruSlotPolicy
+
+POLICIES = [LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]
+LENGTHS = (1, BLOCK, 2 * BLOCK - 1)
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+def small(one, *, slots=6, blocks=24, share=0.5, **settings):
+    """A cache that a few prompts fill, and the clock of its pins."""
+    clock = ManualClock()
+    sizes = budgets(one.cache(), slots=slots, blocks=blocks)
+    made = one.cache(**sizes, max_pinned_share=share, clock=clock.monotonic, **settings)
+    return made, clock
+
+
+def answer(cache, prompt, *, is_batch, count=3, **options):
+    """What a cache adds to a prompt, one way or the other; its bookkeeping holds then."""
+    if is_batch:
+        return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
+    output = cache.generate([prompt], **options)
+    cache.check_invariants()
+    return output[0, len(prompt) :].tolist()
+
+
+def found(cache, prompt, *, is_batch, **options):
+    """The tokens that a prompt which goes on from this one does not compute."""
+    before = cache.stats().skipped_tokens
+    answer(cache, [*prompt, 5], is_batch=is_batch, count=1, **options)
+    return cache.stats().skipped_tokens - before
+
+
+def crowd(cache, generator, *, is_batch, count=6):
+    """Prompts that nobody has seen, which need all room there is several times over."""
+    for _ in range(count):
+        answer(cache, tokens(generator, 4 * BLOCK + 1), is_batch=is_batch)
+
+
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [*((policy, BLOCK + 3) for policy in POLICIES), *((LruSlotPolicy, n) for n in LENGTHS)],
+)
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_pinned_prompt_is_found_until_its_time_is_up(
+    nemotron, policy, is_batch, length, generator
+):
+    cache, clock = small(nemotron, eviction=policy())
+    prompt = tokens(generator, length)
+    cache.prefill(prompt)
+    pin = cache.pin(prompt, ttl_seconds=60)
+    assert (pin.num_tokens, pin.expires_at, cache.pins) == (length, clock.now + 60, (pin,))
+    clock.now += 59.9
+    crowd(cache, generator, is_batch=is_batch)
+    assert found(cache, prompt, is_batch=is_batch) == length
+    assert answer(cache, [*prompt, 7], is_batch=is_batch) == nemotron.answer([*prompt, 7], 3)
+    clock.now += 0.2
+    assert cache.pins == ()
+    crowd(cache, generator, is_batch=is_batch)
+    assert found(cache, prompt, is_batch=is_batch) == 0
+
+
+def test_without_a_pin_it_would_be_gone(nemotron, generator):
+    cache, _ = small(nemotron)
+    prompt = tokens(generator, 2 * BLOCK)
+    cache.prefill(prompt)
+    crowd(cache, generator, is_batch=False)
+    assert found(cache, prompt, is_batch=False) == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("answer"), st.booleans(), st.integers(0, 3), st.integers(0, BLOCK)),
+        st.tuples(st.just("pin"), st.integers(0, 3), st.integers(1, 3 * BLOCK)),
+        st.tuples(st.just("unpin"), st.integers(0, 5)),
+        st.tuples(st.just("wait"), st.integers(1, 40)),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "mamba2", "qwen3_next"])
+@few_examples(8)
+@given(steps=STEPS, slots=st.integers(2, 8), seed=st.integers(0, 2**16))
+def test_whatever_is_pinned_stays_and_each_answer_is_the_models_own(name, steps, slots, seed):
+    one, generator = subject(name), torch.Generator().manual_seed(seed)
+    cache, clock = small(one, slots=slots)
+    texts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
+    pinned = {}
+    for step in steps:
+        if step[0] == "answer":
+            _, is_batch, which, own = step
+            prompt = texts[which] + tokens(generator, own)
+            assert answer(cache, prompt, is_batch=is_batch) == one.answer(prompt, 3)
+        elif step[0] == "pin":
+            _, which, length = step
+            try:
+                pin = cache.pin(texts[which][:length], ttl_seconds=50)
+            except (MissingStateError, BlockCapacityError, MambaSlotCapacityError):
+                continue
+            pinned[pin] = texts[which][: pin.num_tokens]
+        elif step[0] == "unpin" and pinned:
+            pin = [*pinned][step[1] % len(pinned)]
+            cache.unpin(pin)
+            del pinned[pin]
+        elif step[0] == "wait":
+            clock.now += step[1]
+        cache.check_invariants()
+        pinned = {pin: prompt for pin, prompt in pinned.items() if pin in cache.pins}
+        assert {*cache.pins} == {*pinned}
+    for prompt in pinned.values():
+        for is_batch in (False, True):
+            # Of some models a batch computes two tokens at least.
+            assert found(cache, [*prompt, 4], is_batch=is_batch) >= len(prompt)
+    for pin in pinned:
+        cache.unpin(pin)
+    cache.check_invariants()
+    assert cache.stats().used_blocks == 0
+
+
+def test_pins_take_no_more_than_their_share_and_name_what_they_want(nemotron, generator):
+    cache, _ = small(nemotron, slots=4, blocks=20)
+    prompts = [tokens(generator, 2 * BLOCK) for _ in range(3)]
+    for prompt in prompts:
+        cache.prefill(prompt)
+    pins = [cache.pin(torch.tensor([prompt])) for prompt in prompts[:2]]
+    again = cache.pin(prompts[1])  # of what is pinned already nothing more is taken
+    with pytest.raises(MambaSlotCapacityError, match="for pins; unpin another prompt"):
+        cache.pin(prompts[2])
+    cache.check_invariants()
+    cache.unpin(again)
+    cache.unpin(pins[1])
+    cache.unpin(pins[1])  # it is over
+    long = tokens(generator, 10 * BLOCK)
+    cache.prefill(long)
+    with pytest.raises(BlockCapacityError, match="only 8 are available: for pins"):
+        cache.pin(long)
+    with pytest.raises(MissingStateError, match="nothing of the prompt is cached: run it first"):
+        cache.pin(tokens(generator, 5))
+    with pytest.raises(MissingStateError):
+        cache.pin(prompts[0], cache_salt="other")
+    with pytest.raises(InvalidArgumentError, match="ttl_seconds must be a number"):
+        cache.pin(prompts[0], ttl_seconds=-1)
+    with pytest.raises(InvalidArgumentError, match="pin must be"):
+        cache.unpin("pin")
+    with pytest.raises(InvalidArgumentError, match="max_pinned_share must be a number in"):
+        nemotron.cache(max_pinned_share=2)
+    cache.check_invariants()
+
+
+def test_a_salt_pins_its_own_states(nemotron, generator):
+    cache, _ = small(nemotron)
+    prompt = tokens(generator, 2 * BLOCK)
+    cache.prefill(prompt, cache_salt="a")
+    cache.pin(prompt, cache_salt="a")
+    crowd(cache, generator, is_batch=True)
+    assert found(cache, prompt, is_batch=False) == 0
+    assert found(cache, prompt, is_batch=False, cache_salt="a") == 2 * BLOCK
+
+
+def test_a_reset_ends_pins_and_so_does_closing(nemotron, generator):
+    for is_batch in (False, True):
+        cache, _ = small(nemotron)
+        answer(cache, [5, 6], is_batch=is_batch)
+        for end in (cache.reset, cache.close):
+            prompt = tokens(generator, BLOCK)
+            cache.prefill(prompt)
+            pin = cache.pin(prompt)
+            end()
+            assert cache.pins == ()
+            cache.unpin(pin)
+            cache.check_invariants()
+
+
+def test_a_call_that_breaks_off_ends_no_pin(nemotron, generator):
+    cache, _ = small(nemotron)
+    prompt = tokens(generator, BLOCK + 3)
+    cache.prefill(prompt)
+    pin = cache.pin(prompt)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        batch(cache, [tokens(generator, 2 * BLOCK)] * 2, streamer=stop)
+    with pytest.raises(KeyboardInterrupt):
+        answer(cache, tokens(generator, BLOCK), is_batch=False, stopping_criteria=[stop])
+    cache.check_invariants()
+    assert cache.pins == (pin,)
+    crowd(cache, generator, is_batch=True)
+    assert found(cache, prompt, is_batch=False) == len(prompt)
+
+
+def test_a_request_that_pins_leave_no_room_for_says_so(nemotron, generator):
+    """It ran until nobody was left who could give memory back, and failed an assertion then."""
+    cache, _ = small(nemotron, blocks=8)
+    prompt = tokens(generator, 4 * BLOCK)
+    answer(cache, prompt, is_batch=True)
+    pin = cache.pin(prompt)
+    with pytest.raises(SequenceLengthError, match="there is room for 32 beside 4 pinned KV"):
+        batch(cache, [tokens(generator, 4 * BLOCK + 1)])
+    cache.check_invariants()
+    [output] = batch(cache, [tokens(generator, 3 * BLOCK)], max_new_tokens=3 * BLOCK)
+    assert output.error.endswith("cannot go on: the longest sequence is 32 tokens")
+    longer = [*prompt, 5]  # what is pinned is its own
+    [own] = answers(batch(cache, [longer], max_new_tokens=3 * BLOCK))
+    assert own == nemotron.answer(longer, 3 * BLOCK)
+    cache.unpin(pin)
+    one = tokens(generator, 6 * BLOCK)
+    assert answers(batch(cache, [one])) == [nemotron.answer(one, 6)]
+
+
+def test_what_lies_in_host_memory_is_brought_and_pinned(nemotron, generator):
+    cache, _ = small(nemotron, host_cache_gb=0.01)
+    prompt = tokens(generator, 2 * BLOCK + 3)
+    cache.prefill(prompt)
+    crowd(cache, generator, is_batch=False)
+    assert cache._store.slots.num_cached_slots == 6
+    pin = cache.pin(prompt)
+    assert pin.num_tokens == len(prompt)
+    crowd(cache, generator, is_batch=False)
+    before = cache._store.tiers.num_restored
+    assert found(cache, prompt, is_batch=True) == len(prompt)
+    assert cache._store.tiers.num_restored == before
+
+
+def test_repair_makes_the_bookkeeping_that_of_the_pins(nemotron, generator):
+    cache, _ = small(nemotron)
+    prompts = [tokens(generator, BLOCK) for _ in range(2)]
+    for prompt in prompts:
+        cache.prefill(prompt)
+    pin, gone = (cache.pin(prompt) for prompt in prompts)
+    store, slot = cache._store, pin._lease.slot
+    store.slots.invalidate_block(gone._block_ids[-1])
+    store.slots.pin_counts[slot] = 3
+    store.pins.references[pin._block_ids[0]] = 0
+    with pytest.raises(InvariantError, match="references of pins"):
+        store.check_invariants()
+    store.let_go()
+    cache.check_invariants()
+    assert cache.pins == (pin,)
+    store.slots.pin_counts[slot] = 2
+    with pytest.raises(InvariantError, match="are pinned, but"):
+        store.check_invariants()
+    store.let_go()
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_flood_of_one_salt_leaves_others_their_share(nemotron, is_batch, generator):
+    left = {}
+    for share in (1.0, 0.5):
+        cache, _ = small(nemotron, slots=8, blocks=24, max_salt_share=share)
+        prompts = [tokens(generator, 2 * BLOCK) for _ in range(2)]
+        for prompt in prompts:
+            answer(cache, prompt, is_batch=is_batch, cache_salt="b")
+        for _ in range(8):
+            flood = tokens(generator, 3 * BLOCK + 2)
+            answer(cache, flood, is_batch=is_batch, cache_salt="a")
+        stats = cache.stats().skipped_tokens
+        for prompt in prompts:
+            again = answer(cache, [*prompt, 7], is_batch=not is_batch, cache_salt="b")
+            assert again == nemotron.answer([*prompt, 7], 3)
+        left[share] = cache.stats().skipped_tokens - stats
+    assert left == {1.0: 0, 0.5: 4 * BLOCK}
+    with pytest.raises(InvalidArgumentError, match="max_salt_share must be a number in"):
+        nemotron.cache(max_salt_share=-1)
+
+
+def test_what_comes_from_host_memory_counts_in_the_share_of_its_salt(nemotron, generator):
+    cache, _ = small(nemotron, slots=8, blocks=20, max_salt_share=0.5, host_cache_gb=0.01)
+    theirs = tokens(generator, 2 * BLOCK)
+    mine = [tokens(generator, 3 * BLOCK + 2) for _ in range(4)]
+    answer(cache, theirs, is_batch=False, cache_salt="b")
+    for prompt in mine * 2:
+        answer(cache, prompt, is_batch=False, cache_salt="a")
+    before = cache._store.tiers.num_restored
+    assert before > 0
+    shares = cache._store.kv_blocks._shares
+    assert shares._num_owned["a"] + shares._num_owned["b"] == cache.stats().cached_blocks
+    assert found(cache, theirs, is_batch=False, cache_salt="b") == 2 * BLOCK
+    assert cache._store.tiers.num_restored == before

@@ -1,0 +1,170 @@
+"""Replays a trace through what a ``PrefixCache`` keeps, without a model.
+
+    python tests/support/prefix_replay.py --trace requests.jsonl --slots 50 200
+    python tests/support/prefix_replay.py --drawn agents --limit 1200 --slots 100 --blocks 2000
+
+A token here stands for 32 of the trace's, and a block of 8 for one of 256. An id of the trace is a
+run of 13, so that prompts end inside blocks. The answer to a prompt that a later one goes on from
+is what that one has there, so that its next turn may resume from the answer's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers_rig import BLOCK, make_cache, make_model
+
+from mamba_cache.bench import workload
+from mamba_cache.bench.traces import TraceRequest, read_trace
+from mamba_cache.integrations.transformers import store as store_module
+from mamba_cache.integrations.transformers.prompts import PromptHint
+from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.slots import SLOT_POLICIES, PlacementFacts, SlotPool
+from mamba_cache.slots.placement import BranchPoint, placed_positions
+
+RUN = 13
+_TOKENS = 32
+_LONGEST_ANSWER = 60
+
+
+class _NoTensors:
+    """In the place of what is in blocks and slots."""
+
+    blocks: tuple[Any, ...] = ()
+    slots = torch.zeros(1, 1)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+class _BooksOnly(PrefixStore):
+    def _make_slots(self, num_slots: int, eviction: Any) -> SlotPool:
+        return SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
+
+
+class _Computed:
+    """What a forward leaves behind."""
+
+    logits = None
+
+    def __init__(self, layout: Any) -> None:
+        self._dtypes = layout.initial.dtypes()
+
+    def dtypes(self) -> Any:
+        return self._dtypes
+
+
+def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixStore:
+    """A store of which there are the books alone."""
+    tensors, store_module.PrefixTensors = store_module.PrefixTensors, _NoTensors
+    try:
+        eviction = SLOT_POLICIES[policy]()
+        return _BooksOnly(layout, num_slots=slots, num_blocks=blocks, eviction=eviction)
+    finally:
+        store_module.PrefixTensors = tensors
+
+
+def _run_of(hash_id: int) -> np.ndarray:
+    return np.random.default_rng(hash_id).integers(3, 2**17, RUN).astype(np.int32)
+
+
+def turns_of(requests: Sequence[TraceRequest]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The prompt of each request, and its answer."""
+    runs: dict[int, np.ndarray] = {}
+    later: dict[int, np.ndarray] = {}  # by an id, the next prompt that has it
+    turns = []
+    for number, request in reversed([*enumerate(requests)]):
+        ids = request.whole_ids or (2**40 + number,)
+        for each in ids:
+            if each not in runs:
+                runs[each] = _run_of(each)
+        prompt = np.concatenate([runs[each] for each in ids])
+        length = min(max(request.output_length // _TOKENS, 2), _LONGEST_ANSWER)
+        answer = np.random.default_rng(number).integers(3, 2**17, length).astype(np.int32)
+        following = later.get(ids[-1], prompt)
+        if len(following) > len(prompt):
+            answer = following[len(prompt) : len(following) - 1][:length]
+        turns.append((prompt, answer))
+        later.update(dict.fromkeys(ids, prompt))
+    return turns[::-1]
+
+
+def replay(
+    layout: Any,
+    turns: Sequence[tuple[np.ndarray, np.ndarray]],
+    policy: str,
+    *,
+    slots: int,
+    blocks: int = 400_000,
+) -> dict[str, float]:
+    """What part of the prompt tokens was not computed, and what it took."""
+    store = make_store(layout, policy, slots=slots, blocks=blocks)
+    computed, placement = _Computed(layout), BranchPoint()
+    total, seconds = 0, 0.0
+    for prompt, answer in turns:
+        began, num_tokens = time.process_time(), len(prompt)
+        total += num_tokens
+        record = store.open(prompt, cache_salt=None, lora_id=None, min_computed=1, with_logits=True)
+        store.counters.count_admission(record.match)
+        start = record.match.skip_tokens
+        if start:
+            store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
+        record.tell_policy(PromptHint(), num_tokens)
+        facts = PlacementFacts(
+            prompt_tokens=num_tokens,
+            block_size_tokens=BLOCK,
+            num_matched_blocks=record.match.kv_matched_blocks,
+            num_required_blocks=-(-num_tokens // BLOCK),
+        )
+        inside = {p for p in placed_positions(placement, facts) if start < p < num_tokens}
+        record.reserve_states(inside)
+        if start < num_tokens:
+            record.publish(computed, num_tokens, captured=inside, is_end=True)
+        answered = record.fork()
+        answered.append(answer.tolist())
+        answered.publish(computed, num_tokens + len(answer), is_end=True)
+        answered.close()
+        record.close()
+        seconds += time.process_time() - began
+    store.check_invariants()
+    return {
+        "token_hit_rate": store.counters.skipped_tokens / total,
+        "us_per_request": 1e6 * seconds / len(turns),
+        "saved_states": store.counters.saved_states,
+        "refused_states": store.slots.refused_states_total,
+    }
+
+
+def _lines(options: argparse.Namespace) -> Iterator[str]:
+    layout = make_cache(make_model("nemotron_h"))._store.layout
+    if options.trace:
+        requests = read_trace(options.trace, options.limit)
+    else:
+        requests = getattr(workload, f"draw_{options.drawn}")(options.limit)
+    turns = turns_of(requests)
+    for slots in options.slots:
+        for policy in options.policy:
+            found = replay(layout, turns, policy, slots=slots, blocks=options.blocks)
+            yield f"{slots} slots, {policy}: " + ", ".join(
+                f"{name} {value:.4f}" if value < 1 else f"{name} {value:.0f}"
+                for name, value in found.items()
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace")
+    parser.add_argument("--drawn", default="conversations")
+    parser.add_argument("--limit", type=int, default=1200)
+    parser.add_argument("--slots", type=int, nargs="+", default=[50, 200])
+    parser.add_argument("--blocks", type=int, default=400_000)
+    parser.add_argument("--policy", nargs="+", default=["consumed", "adaptive"])
+    for line in _lines(parser.parse_args()):
+        print(line, flush=True)
