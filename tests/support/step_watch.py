@@ -1,0 +1,128 @@
+"""Watches what a step's thread does for a store, and what others hold while they call it."""
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+
+OF_STORES = ("mamba_cache.stores", "mooncake", "socket", "_socket", "ssl", "_ssl", "select")
+
+
+class Lock:
+    """A lock that knows who holds it, and how often somebody found it taken.
+
+    Args:
+        watch: Is told.
+        lock: A lock of ``threading``, of either kind.
+    """
+
+    def __init__(self, watch, lock):
+        self._watch, self._lock = watch, lock
+        for name in ("_is_owned", "_recursion_count"):
+            if hasattr(lock, name):
+                setattr(self, name, getattr(lock, name))
+        if hasattr(lock, "_release_save"):
+            self._release_save, self._acquire_restore = self._save, self._restore
+
+    def acquire(self, blocking=True, timeout=-1):
+        taken = self._lock.acquire(blocking=False)
+        if not taken and blocking:
+            self._watch.found_taken[threading.get_ident()] += 1
+            taken = self._lock.acquire(True, timeout)
+        if taken:
+            self._watch.acquired[threading.get_ident()] += 1
+            self._watch.held[threading.get_ident()] += 1
+        return taken
+
+    def release(self):
+        self._watch.held[threading.get_ident()] -= 1
+        self._lock.release()
+
+    def locked(self):
+        return self._lock.locked()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+    def _save(self):
+        count = self._lock._recursion_count() if hasattr(self._lock, "_recursion_count") else 1
+        self._watch.held[threading.get_ident()] -= count
+        return self._lock._release_save(), count
+
+    def _restore(self, saved):
+        self._lock._acquire_restore(saved[0])
+        self._watch.held[threading.get_ident()] += saved[1]
+
+
+class Store:
+    """A store that tells who calls it, and with which locks."""
+
+    def __init__(self, watch, store):
+        self._watch, self._store = watch, store
+        self.name, self.max_blob_bytes = store.name, store.max_blob_bytes
+
+    def __getattr__(self, name):
+        return self._watch.called(name, getattr(self._store, name))
+
+
+class StepWatch:
+    """Make what uses the store within ``locks()``, and run steps within ``steps()``.
+
+    Attributes:
+        held: Locks that a thread holds, by thread; of those that were made within ``locks()``.
+        acquired: How often each thread has taken one.
+        found_taken: How often each thread found one taken.
+        calls: Calls of the store, and of whatever else was given to ``called``, by name.
+        with_locks: Those whose thread held a lock.
+        entered: What the step's thread entered of stores and sockets, and by which names.
+    """
+
+    def __init__(self):
+        self.held, self.acquired, self.found_taken = Counter(), Counter(), Counter()
+        self.calls, self.with_locks, self.entered = Counter(), Counter(), Counter()
+
+    @contextlib.contextmanager
+    def locks(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            for name in ("Lock", "RLock"):
+                make = getattr(threading, name)
+                patch.setattr(threading, name, lambda make=make: Lock(self, make()))
+            yield
+
+    def store(self, store):
+        return Store(self, store)
+
+    def called(self, name, function):
+        """A function that counts its calls, and those for which its thread holds a lock."""
+
+        def call(*args, **kwargs):
+            self.calls[name] += 1
+            self.with_locks[name] += self.held[threading.get_ident()] > 0
+            return function(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def steps(self):
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _profile(self, frame, event, argument):
+        name = frame.f_code.co_qualname
+        module = frame.f_globals.get("__name__", "")
+        if event == "c_call":
+            name = argument.__name__
+            owner = getattr(argument, "__self__", None)
+            module = getattr(argument, "__module__", None) or type(owner).__module__
+        elif event != "call":
+            return
+        elif frame.f_code is Store.__getattr__.__code__:
+            name, module = frame.f_locals["name"], "mamba_cache.stores"
+        if module.startswith(OF_STORES):
+            self.entered[f"{module}.{name}"] += 1

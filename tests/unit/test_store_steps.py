@@ -1,0 +1,149 @@
+"""No step waits for a store: by what its thread enters and which locks it meets, not by clocks."""
+
+import socket
+import threading
+
+import pytest
+from clocks import ManualClock
+from context_rig import generate, make_config, make_context
+from restart_rig import slow_prefill
+from step_watch import StepWatch
+
+from mamba_cache import Request
+from mamba_cache.context import PrefetchState
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.tiers import ModelIdentity, RemoteTier
+from mamba_cache.tiers import remote as remote_module
+
+PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]
+OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The clock of store tiers and prefetches stands still: nobody is given up."""
+    for module in (remote_module, prefetching):
+        monkeypatch.setattr(module, "time", ManualClock())
+
+
+@pytest.fixture
+def watch():
+    return StepWatch()
+
+
+def make(watch, store, monkeypatch):
+    """A context whose locks and store are watched, and what moves and digests bytes likewise."""
+    for name in ("_copy", "payload_digest"):
+        monkeypatch.setattr(remote_module, name, watch.called(name, getattr(remote_module, name)))
+    settings = {"num_host_blocks": 40, "num_host_states": 20, "hash_secret": b"secret"}
+    with watch.locks(monkeypatch):
+        return make_context(
+            make_config(store=watch.store(store), store_write_on_use=1, **settings),
+            identity=ModelIdentity(name="model", weights="w"),
+            load_planner=slow_prefill(),
+            placement=EveryNthBlock(1),
+        )
+
+
+def serve(watch, store, monkeypatch):
+    """Serve requests, one from the store; return how often it was served."""
+    context = make(watch, store, monkeypatch)
+    context.wait_for_tiers()
+    with watch.steps():
+        prefetch = context.prefetch(Request(request_id="one", prompt_tokens=PROMPT))
+        state = prefetch.wait()
+        for prompt in [PROMPT, *OTHERS]:
+            generate(context, prompt, 3)
+            context.poll_tiers()
+    context.wait_for_tiers()
+    stats = context.store_tier.stats()
+    context.close()
+    return state, stats
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    memory = MemoryStore()
+    serve(StepWatch(), memory, monkeypatch)
+    return memory
+
+
+def test_the_thread_of_steps_never_enters_a_store(watch, filled, monkeypatch) -> None:
+    """What it asks for, loads and leaves is called by threads of the tier alone."""
+    for prompt in OTHERS:  # these are written again
+        prompt[0] = prompt[0] % 12 + 1
+    state, stats = serve(watch, filled, monkeypatch)
+    assert state is PrefetchState.READY
+    assert stats.hits > 0
+    assert stats.written > 0
+    assert watch.calls["exists_many"] * watch.calls["put_many"] * watch.calls["get_many_into"]
+    assert not watch.entered
+
+
+def test_nobody_holds_a_lock_while_a_store_is_called_or_bytes_are_moved(
+    watch, filled, monkeypatch
+) -> None:
+    """So that a step's thread, whatever lock it takes, waits for bookkeeping at most."""
+    serve(watch, filled, monkeypatch)
+    assert watch.acquired[threading.get_ident()] > 0
+    assert watch.calls["_copy"] * watch.calls["payload_digest"] * watch.calls["get_many_into"]
+    assert not +watch.with_locks
+
+
+def test_nor_where_the_store_fails(watch, filled, monkeypatch) -> None:
+    faulty = FaultyStore(filled)
+    for call in ("exists_many", "put_many", "get_many_into"):
+        faulty.inject(call, Trouble.FAIL)
+    _, stats = serve(watch, faulty, monkeypatch)
+    assert stats.faults
+    assert not watch.entered
+    assert not +watch.with_locks
+
+
+def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
+    """All threads of the tier are in calls that do not return, and hold no lock."""
+    faulty = FaultyStore(filled)
+    context = make(watch, faulty, monkeypatch)
+    context.wait_for_tiers()
+    faulty.inject("put_many", Trouble.HANG)
+    faulty.inject("exists_many", Trouble.HANG)
+    with watch.steps():
+        for prompt in OTHERS:
+            generate(context, [prompt[0] % 12 + 1, *prompt[1:]], 3)
+            context.poll_tiers()
+    assert watch.calls["exists_many"] > 0
+    assert not watch.entered
+    assert not +watch.with_locks
+    faulty.heal()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "breach", ["calls under its lock", "asks in the step's thread", "connects"]
+)
+def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
+    if breach == "calls under its lock":
+        plain = RemoteTier._call
+
+        def call(tier, worker, ask, **options):
+            with tier._lock:
+                return plain(tier, worker, ask, **options)
+
+        monkeypatch.setattr(RemoteTier, "_call", call)
+    elif breach == "asks in the step's thread":
+        monkeypatch.setattr(RemoteTier, "has_many", lambda tier, keys: [
+            fault is None for fault in tier.store.exists_many([str(key) for key in keys])
+        ])  # fmt: skip
+    else:
+        has_many = RemoteTier.has_many
+
+        def connect(tier, keys):
+            socket.socket().close()
+            return has_many(tier, keys)
+
+        monkeypatch.setattr(RemoteTier, "has_many", connect)
+    serve(watch, filled, monkeypatch)
+    assert bool(+watch.with_locks) is (breach == "calls under its lock")
+    assert bool(watch.entered) is (breach != "calls under its lock")
