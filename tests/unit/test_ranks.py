@@ -212,13 +212,24 @@ def test_ranks_go_by_the_slowest_of_them():
 
 
 def test_the_host_tiers_policy_takes_no_part_in_what_ranks_save():
-    """A policy that knows prompts would have states saved for its rows, and pin them there."""
-    settings = {"slot_policy": "adaptive"}
-    ranks = make_ranks({"num_host_states": 1, **settings}, {"num_host_states": 30, **settings})
-    assert ranks._tiering.knows_prompts
+    """What is worth a row but no slot would have one, on the rank that has the row."""
+    sizes = {"max_slots": 1, "num_kv_blocks": 60}
+    ranks = make_ranks({"num_host_states": 0, **sizes}, {"num_host_states": 30, **sizes})
+    for again in range(4):
+        run(ranks, PROMPT, request_id=again)
+    for prompt in OTHERS:
+        run(ranks, prompt[:9])
+    refused = [part.stats().refused_states for part in ranks.parts]
+    assert refused[0] == refused[1] > 0
+
+
+def test_copies_of_ranks_pin_no_slot():
+    """They end at other times, and a slot that is pinned is not given up."""
+    ranks = make_ranks({}, {})
     late = install(ranks.parts[1], LateTransfers)
-    for prompt in [PROMPT, *OTHERS] * 3:
+    for prompt in [PROMPT, *OTHERS]:
         run(ranks, prompt, 2)
+        assert late.queues["spill"]
         assert not ranks.parts[1]._tiering.pins
         late.run(1)
 
