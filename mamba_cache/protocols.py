@@ -10,6 +10,7 @@ __all__ = [
     "KVBlockView",
     "MambaMetadata",
     "PrefillRequest",
+    "RankAgreement",
     "SlotContext",
     "StatesOfBlocks",
 ]
@@ -36,6 +37,16 @@ class KVBlockView(Protocol):
 
     block_hashes: Any
     """[pool_size] int64, CPU: each block's hash id, -1 if it has none."""
+
+
+class RankAgreement(Protocol):
+    """How the ranks of one model agree on what all of them can do."""
+
+    def largest(self, values: Sequence[float]) -> Sequence[float]:
+        """Return the largest of what the ranks give, value by value.
+
+        All ranks call it alike: in the same order, with as many values.
+        """
 
 
 class StatesOfBlocks(Protocol):

@@ -79,7 +79,7 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.protocols import SlotContext, StatesOfBlocks
+from mamba_cache.protocols import RankAgreement, SlotContext, StatesOfBlocks
 from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
@@ -157,8 +157,11 @@ class DynamicInferenceContext:
             decide alike need one whose readings are alike, or pins without an end.
         shared: KV blocks and slots that are not the context's alone; ``slot_policy`` is theirs
             then. They must fit the settings. Default: it makes its own.
+        agreement: With the other ranks of the model, which tiers need there
+            (``integrations.distributed.GroupAgreement``). Default: there are none.
 
     Attributes:
+        agreement: As given.
         config: Settings.
         device: Where the tensors are.
         kv_block_allocator: Bookkeeping of KV blocks.
@@ -194,6 +197,7 @@ class DynamicInferenceContext:
         identity: CacheIdentity | ModelIdentity | None = None,
         clock: Callable[[], float] = time.monotonic,
         shared: SharedStore | None = None,
+        agreement: RankAgreement | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
         check_kind("state_spec", state_spec, StateSpec)
@@ -222,7 +226,9 @@ class DynamicInferenceContext:
             disk_planner=disk_planner,
             state_policy=host_state_policy,
             identity=identity_of(identity, config, state_spec, kv_spec),
+            agreement=agreement,
         )
+        self.agreement = agreement
         if self._tiering is not None:
             self._tiering.host.join(self._guard)
             if self._tiering.lower is not None:
@@ -451,9 +457,13 @@ class DynamicInferenceContext:
         """Take over what tiers have ended since the last call. It does not wait.
 
         Other calls do so too: it is for engines that have nothing to run until prefetches are done.
+        Over several ranks it is also where they find out together which prefetches are, so it is
+        for all engines that use them there.
         """
         if self._tiering is not None:
             self._tiering.poll()
+            if self._tiering.lower is not None:
+                self._tiering.lower.agree()
 
     @exclusive
     def add_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Final
 
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import (
     AskedTier,
     Drop,
@@ -25,6 +27,7 @@ from mamba_cache.tiers import (
     LowerTier,
     Rates,
     Refusal,
+    quickest,
 )
 
 __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
@@ -68,6 +71,17 @@ class PrefetchState(str, Enum):
     """Somebody cancelled it. What arrives later is dropped."""
 
 
+_STATES: Final = (
+    PrefetchState.NOTHING,
+    PrefetchState.READY,
+    PrefetchState.INCOMPLETE,
+    PrefetchState.TIMED_OUT,
+    PrefetchState.CANCELLED,
+    PrefetchState.PENDING,
+)
+"""Of several ranks' states the last one here is that of all."""
+
+
 class Prefetch:
     """What of one request is being brought from lower tiers to the host tier.
 
@@ -75,6 +89,10 @@ class Prefetch:
     with or without what was to be brought: ``add_request`` takes what is there. Any thread may
     look, wait and cancel. A store must be asked first what it has; when it has answered, the next
     call of the context goes on, or ``wait`` in the thread that asked.
+
+    Over several ranks it is done when it is on all of them and they have told each other, which
+    they do in ``prefetch`` and ``poll_tiers`` of the context, and in ``wait`` of the thread that
+    asked. Its state is the same on all of them.
 
     Attributes:
         request_id: Of the request.
@@ -94,7 +112,10 @@ class Prefetch:
         *,
         silence: Callable[[], float] | None = None,
         patience_seconds: float = 0.0,
+        needs_agreement: bool = False,
     ) -> None:
+        self._needs_agreement = needs_agreement
+        self._agreed = PrefetchState.PENDING
         self.request_id = request_id
         self.skip_tokens = skip_tokens
         self.num_entries = num_entries
@@ -114,6 +135,17 @@ class Prefetch:
     @property
     def state(self) -> PrefetchState:
         """How far it is."""
+        return self._agreed if self._needs_agreement else self.own_state
+
+    def agree(self, state: PrefetchState) -> None:
+        """Say what it came to, for all ranks know it now."""
+        with self._changed:
+            self._agreed = state
+            self._changed.notify_all()
+
+    @property
+    def own_state(self) -> PrefetchState:
+        """How far it is on this rank."""
         with self._changed:
             if self._is_cancelled:
                 return PrefetchState.CANCELLED
@@ -149,9 +181,9 @@ class Prefetch:
         while True:
             with self._changed:
                 while not self.is_done and not self._can_go_on:
-                    self._changed.wait(
-                        max(0.0, min(self._seconds_left(), default=threading.TIMEOUT_MAX))
-                    )
+                    is_pending = self.own_state is PrefetchState.PENDING
+                    left = self._seconds_left() if is_pending else ()
+                    self._changed.wait(max(0.0, min(left, default=threading.TIMEOUT_MAX)))
                 if self.is_done:
                     return self.state
             assert self.go_on is not None, "it can go on"
@@ -159,8 +191,11 @@ class Prefetch:
 
     @property
     def _can_go_on(self) -> bool:
-        is_its_own = self.go_on is not None and self._thread == threading.get_ident()
-        return self._is_asking and self._is_answered and is_its_own
+        if self.go_on is None or self._thread != threading.get_ident():
+            return False
+        if self._needs_agreement:
+            return self.is_answered or self.own_state is not PrefetchState.PENDING
+        return self._is_asking and self._is_answered
 
     def _seconds_left(self) -> list[float]:
         """Return the seconds to its deadline, and for how long yet a store may be silent."""
@@ -211,9 +246,14 @@ class Prefetch:
         return self._is_asking and (self._is_answered or self.is_given_up)
 
     @property
+    def is_asking(self) -> bool:
+        """Whether it is not known yet what there is to bring."""
+        return self._is_asking
+
+    @property
     def is_given_up(self) -> bool:
         """Whether it is too late, or cancelled."""
-        return self.state in (PrefetchState.TIMED_OUT, PrefetchState.CANCELLED)
+        return self.own_state in (PrefetchState.TIMED_OUT, PrefetchState.CANCELLED)
 
     @property
     def is_cancelled(self) -> bool:
@@ -316,6 +356,7 @@ class LowerTierLink:
         store: A store, which must be asked what it has; None: there is none.
         patience_seconds: For how long a request waits for a store that owes an answer.
         planner: Decides what is brought from the tier. Default: by what it turns out to take.
+        agreement: With the other ranks of the model; None: there are none.
 
     Attributes:
         tier: As given.
@@ -334,7 +375,11 @@ class LowerTierLink:
         store: AskedTier | None = None,
         patience_seconds: float = 0.03,
         planner: LoadPlanner | None = None,
+        agreement: RankAgreement | None = None,
     ) -> None:
+        self._agreement = agreement
+        # What ranks have not agreed on yet, in the order in which all of them began it.
+        self._open: list[Prefetch] = []
         self.tier, self.store = tier, store
         self._host = host
         self._block_size = block_size_tokens
@@ -444,9 +489,49 @@ class LowerTierLink:
         with self._taking_back():
             if self._ask(asked):
                 self._asked.append(asked)
-            else:
+            elif self._agreement is None:
                 self._begin(asked)
+            elif match.state_matched_blocks >= self._usable_blocks(match):
+                prefetch.agree(PrefetchState.NOTHING)
+                return prefetch
+            else:
+                prefetch.begin_asking()
+                prefetch.answer()
+                self._asked.append(asked)
+        if self._agreement is not None:
+            self._open.append(prefetch)
+            self.agree()
         return prefetch
+
+    def agree(self) -> None:
+        """Begin and end what all ranks can: all of them call it alike.
+
+        A prefetch begins when the stores of all ranks have answered, so that all bring the same
+        boundary, and is done when it is on all.
+        """
+        if self._agreement is None or not self._open:
+            return
+        pending = _STATES.index(PrefetchState.PENDING)
+        states = self._agreement.largest([
+            (0 if each.is_answered else pending)
+            if each.is_asking
+            else _STATES.index(each.own_state)
+            for each in self._open
+        ])  # fmt: skip
+        asked = {id(each.prefetch): each for each in self._asked}
+        for prefetch, state in zip(list(self._open), states, strict=True):
+            if state == pending:
+                continue
+            outcome = _STATES[int(state)]
+            if id(prefetch) in asked:
+                with self._taking_back():
+                    is_begun = self._begin(asked[id(prefetch)])
+                self._asked.remove(asked[id(prefetch)])
+                if is_begun:
+                    continue
+                outcome = PrefetchState.NOTHING
+            self._open.remove(prefetch)
+            prefetch.agree(outcome)
 
     def find(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether a lower tier has it; waits for a store, as long as for any."""
@@ -539,6 +624,7 @@ class LowerTierLink:
             timeout_seconds,
             silence=silence,
             patience_seconds=self._patience,
+            needs_agreement=self._agreement is not None,
         )
 
     def remove(self, key: EntryKey) -> None:
@@ -552,6 +638,8 @@ class LowerTierLink:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0
         for boundary, (prefetch, _) in self._under_way.items():
+            if self._agreement is not None and prefetch.is_done:
+                continue  # it is over on some of the ranks
             blocks = prefetch.skip_tokens // self._block_size
             if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
                 reached = max(reached, prefetch.skip_tokens)
@@ -559,12 +647,13 @@ class LowerTierLink:
 
     def poll(self) -> None:
         """Forget what is over, learn from it, and go on where a store has answered."""
-        for asked in [each for each in self._asked if each.prefetch.is_answered]:
+        answered = [each for each in self._asked if each.prefetch.is_answered]
+        for asked in answered if self._agreement is None else ():
             self._asked.remove(asked)
             with self._taking_back():
                 self._begin(asked)
         for boundary, (prefetch, planner) in list(self._under_way.items()):
-            if prefetch.is_over:
+            if prefetch.is_over and prefetch.is_done:
                 del self._under_way[boundary]
                 if not prefetch.refusals and planner is not None:
                     planner.record_load(prefetch.num_bytes, prefetch.seconds)
@@ -579,6 +668,9 @@ class LowerTierLink:
             prefetch.cancel()
         for asked in self._asked:
             asked.prefetch.cancel()
+        for prefetch in self._open:
+            prefetch.agree(PrefetchState.CANCELLED)
+        self._open.clear()
         self._under_way.clear()
         self._asked.clear()
         self._flights.clear()
@@ -605,31 +697,33 @@ class LowerTierLink:
         prefetch.begin(match.skip_tokens, 0, 0)
         return False
 
-    def _begin(self, asked: _Asked) -> None:
-        """Begin to bring what is best for a request, if anything is."""
+    def _begin(self, asked: _Asked) -> bool:
+        """Begin to bring what is best for a request; False if nothing is."""
         prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
-        plan = None if prefetch.is_given_up else self._plan(asked)
+        plan = self._plan(asked)
         if plan is None:
             prefetch.begin(skip_tokens, 0, 0)
-            return
+            return False
         planner = self._bring(prefetch, plan.wanted, plan.kept, plan.blocks * self._block_size)
         self._under_way[asked.hashes.digest(plan.blocks - 1)] = prefetch, planner
+        return True
 
     def _plan(self, asked: _Asked) -> _Plan | None:
         """Choose the boundary to bring; None if it is best to bring nothing."""
-        match = asked.match
-        entries = self._entries_of(match)
-        if not entries:
+        match, is_alone = asked.match, self._agreement is None
+        first, usable = match.state_matched_blocks, self._usable_blocks(match)
+        entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
+        if first >= usable or (is_alone and not entries):
             return None
         keys = [asked.key_of(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
-        first, usable = match.state_matched_blocks, self._usable_blocks(match)
         on_gpu = min(match.kv_matched_blocks, usable)
         size = {kind: self._host.row_bytes(kind) for kind in EntryKind}
-        best = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0), -match.skip_tokens
-        chosen = None
+        # Of staying where the request is, and of each boundary after that.
+        takes = [math.inf] * (usable - first + 1)
+        takes[0] = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0)
         of_blocks = dict.fromkeys(_Place, 0)  # bytes of the blocks before a boundary
-        for index in range(min(first, on_gpu), usable):
+        for index in range(min(first, on_gpu), usable if entries else 0):
             if self._has_kv and index >= on_gpu:
                 place = where[EntryKind.KV, index]
                 if place is _Place.NOWHERE:
@@ -642,13 +736,13 @@ class LowerTierLink:
                 of_blocks[each] + (size[EntryKind.STATE] if place is each else 0)
                 for each in (_Place.TIER, _Place.STORE)
             )
-            if not tier_bytes and not store_bytes:
-                continue
+            if is_alone and not tier_bytes and not store_bytes:
+                continue  # others may have to bring what this rank has
             tokens = (index + 1) * self._block_size
             seconds = self._seconds(match.prompt_tokens - tokens, tier_bytes, store_bytes)
-            if (seconds, -tokens) < best:
-                best, chosen = (seconds, -tokens), index
-        if chosen is None:
+            takes[index - first + 1] = seconds
+        chosen = first - 1 + quickest(takes, self._agreement)
+        if chosen < first:
             return None
         needed = [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
         needed.append((EntryKind.STATE, chosen))
@@ -666,7 +760,9 @@ class LowerTierLink:
         """Return what could let a request skip more: blocks that are not there, and states."""
         usable = self._usable_blocks(match)
         first = match.state_matched_blocks
-        if first >= usable or not any(tier.is_healthy for tier in self.tiers):
+        # Of several ranks one that can bring nothing still says what it has in host memory.
+        is_of_use = self._agreement is not None or any(tier.is_healthy for tier in self.tiers)
+        if first >= usable or not is_of_use:
             return []
         on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
         blocks = [(EntryKind.KV, index) for index in range(on_gpu, usable)]

@@ -12,6 +12,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator, SlotEvictionPolicy
 from mamba_cache.slots.policies import check_policy
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -76,6 +77,7 @@ def make_tiering(
     disk_planner: LoadPlanner | None = None,
     state_policy: SlotEvictionPolicy | None,
     identity: CacheIdentity | None,
+    agreement: RankAgreement | None = None,
 ) -> Tiering | None:
     """Make the tiers that the settings ask for; None: none.
 
@@ -89,6 +91,7 @@ def make_tiering(
         state_policy: Which states go first; None: those of the lowest value where the slots'
             policy learns values, else the least recently used.
         identity: What processes that share entries have in common; None: nobody shares.
+        agreement: With the other ranks of the model; None: there are none.
 
     Raises:
         InvalidArgumentError: A disk tier or a store has no identity, the embedder keeps keys and
@@ -146,6 +149,7 @@ def make_tiering(
             store=store,
             patience_seconds=config.store_patience_seconds,
             planner=disk_planner,
+            agreement=agreement,
         )
     return Tiering(
         config,
@@ -158,6 +162,7 @@ def make_tiering(
         identity=identity,
         max_copies=config.max_tier_copies,
         lower=lower,
+        agreement=agreement,
     )
 
 

@@ -20,6 +20,7 @@ from mamba_cache.context.requests import (
     TokenArray,
 )
 from mamba_cache.errors import InvariantError
+from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
 from mamba_cache.tiers import (
     CopyJob,
@@ -104,6 +105,11 @@ class Tiering:
     They become findable when its step is committed, like what it has computed, and only if every
     byte was verified by then.
 
+    Over several ranks each has tiers of its own, and what lies in them differs. So where a request
+    resumes and what became of its load is decided by all ranks together, and nothing else here
+    changes what is on the GPU: the host tier's policy takes no part in what is saved, and pins
+    nothing, because what is worth a row and when a copy ends differs too.
+
     Args:
         config: Settings.
         host: The host tier.
@@ -115,6 +121,7 @@ class Tiering:
         identity: Enters the key of each entry. Default: one that no other process has.
         max_copies: Spills that may be under way at once.
         lower: Keeps entries of the host tier on a disk or in a store; None: nothing does.
+        agreement: With the other ranks of the model; None: there are none.
 
     Attributes:
         lower: As given.
@@ -133,7 +140,9 @@ class Tiering:
         identity: TierKey | None = None,
         max_copies: int = 64,
         lower: LowerTierLink | None = None,
+        agreement: RankAgreement | None = None,
     ) -> None:
+        self._agreement = agreement
         self.host, self.transfers, self.planner = host, transfers, planner
         self.lower = lower
         self._slots = slots
@@ -164,6 +173,8 @@ class Tiering:
     def extend(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Return a match with what the host tier has, if it is quicker to resume from there.
 
+        Ranks agree on it, unless the GPU has as much of the prompt as can be skipped.
+
         Args:
             match: What the GPU has.
             hashes: Hashes of the sequence's complete blocks.
@@ -180,22 +191,23 @@ class Tiering:
         else:
             reach = usable
         states = host.digests(EntryKind.STATE)
-        boundaries = [
-            blocks for blocks in range(first + 1, reach + 1) if hashes.digest(blocks - 1) in states
-        ]
-        if not boundaries:
-            return match
         block_bytes = host.row_bytes(EntryKind.KV) if self._has_kv else 0
         state_bytes = host.row_bytes(EntryKind.STATE)
         found = match.kv_matched_blocks
+        # Ranks compare boundary by boundary, so each says something of all that there could be.
+        last = reach if self._agreement is None else usable
         choices = [
             Resumption(
                 blocks * self._block_size, state_bytes + max(0, blocks - found) * block_bytes
             )
-            for blocks in boundaries
+            if blocks <= reach and hashes.digest(blocks - 1) in states
+            else None
+            for blocks in range(first + 1, last + 1)
         ]
+        if self._agreement is None and not any(choices):
+            return match
         stay = Resumption(match.skip_tokens, 0)
-        chosen = self.planner.choose([stay, *choices], match.prompt_tokens)
+        chosen = self.planner.choose([stay, *choices], match.prompt_tokens, self._agreement)
         if chosen == stay:
             return match
         blocks = chosen.tokens // self._block_size
@@ -212,8 +224,19 @@ class Tiering:
         """Keep the rows that a match resumes from.
 
         Returns:
-            None if one of them is not what the request derives; it cannot be found any more.
+            None if one of them, on any rank, is not what the request derives; that one cannot be
+            found any more.
         """
+        load = self._read(active, match)
+        is_refused = True
+        try:
+            [is_refused] = self._on_any_rank([load is None])
+        finally:
+            if load is not None and is_refused:
+                self.cancel(load)
+        return None if is_refused else load
+
+    def _read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
         blocks = match.state_matched_blocks
         leases: list[HostLease] = []
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
@@ -227,6 +250,12 @@ class Tiering:
                 return None
             leases.append(lease)
         return PlannedLoad(leases, first)
+
+    def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Say of each of some facts whether it holds on this rank or another one."""
+        if self._agreement is None:
+            return list(flags)
+        return [value > 0 for value in self._agreement.largest([float(flag) for flag in flags])]
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it.
@@ -309,7 +338,7 @@ class Tiering:
             requests: Those that compute a chunk.
 
         Returns:
-            Requests whose loads could not be enqueued, and are given up.
+            Requests whose loads could not be enqueued on some rank, and are given up.
         """
         loading = [active for active in requests if active.current_chunk.load is not None]
         if not loading:
@@ -323,18 +352,22 @@ class Tiering:
             pairs = zip(blocks, rows[:-1], strict=True)
             jobs += [CopyJob(EntryKind.KV, *pair) for pair in pairs]
             jobs.append(CopyJob(EntryKind.STATE, load.current_checkpoint.slot, rows[-1]))
+        ticket: Ticket | None = None
         try:
             ticket = self.transfers.load(jobs)
         except Exception:
             # Some may be under way: nothing that they write or read may change hands.
             self.transfers.wait()
             self.host.refused[Drop.COPY_FAILED] += len(jobs)
-            for active in loading:
-                self.cancel(active.current_load)
-            return loading
         for active in loading:
             active.current_load.ticket = ticket
-        return []
+        [is_given_up] = self._on_any_rank([ticket is None])
+        if not is_given_up:
+            return []
+        self.transfers.wait()
+        for active in loading:
+            self.cancel(active.current_load)
+        return loading
 
     def begin_forward(self, num_tokens: int) -> None:
         """Begin to measure how long prompts take.
@@ -361,33 +394,44 @@ class Tiering:
         A step's tokens are known to the host only when its loads are long over; so nothing is
         waited for here but where ``commit_step`` is given tokens that the device alone knows.
         """
-        damaged = []
-        for active in requests:
-            load = active.current_chunk.load
-            if load is None:
-                continue
-            if load.is_damaged is not None:  # the call that found it broke off
-                damaged += [active] if load.is_damaged else []
-                continue
-            assert load.ticket is not None, "it was enqueued when the step began"
-            load.ticket.wait()
-            last = load.first_job + len(load.leases)
-            bad = {index - load.first_job for index in load.ticket.damaged()
-                   if load.first_job <= index < last}  # fmt: skip
-            load.is_damaged = bool(bad)
-            if bad:
-                damaged.append(active)
+        loading = [active for active in requests if active.current_chunk.load is not None]
+        loads = [active.current_load for active in loading]
+        # Else a call that broke off has found out, and on all ranks.
+        unknown = [load for load in loads if load.is_damaged is None]
+        if unknown:
+            bad = [self._damaged_rows(load) for load in unknown]
+            verdicts = self._on_any_rank([bool(rows) for rows in bad])
+            for load, rows, is_damaged in zip(unknown, bad, verdicts, strict=True):
+                self._end_load(load, rows, is_damaged=is_damaged)
+        return [active for active in loading if active.current_load.is_damaged]
+
+    def _damaged_rows(self, load: PlannedLoad) -> set[int]:
+        """Wait for a load, and return which of its rows brought other bytes than were written."""
+        assert load.ticket is not None, "it was enqueued when the step began"
+        load.ticket.wait()
+        first, last = load.first_job, load.first_job + len(load.leases)
+        return {index - first for index in load.ticket.damaged() if first <= index < last}
+
+    def _end_load(self, load: PlannedLoad, bad: set[int], *, is_damaged: bool) -> None:
+        """Give the rows of a load back that is over.
+
+        Args:
+            load: The load.
+            bad: Which of its rows brought other bytes on this rank.
+            is_damaged: Whether any did on any rank.
+        """
+        assert load.ticket is not None, "it was enqueued when the step began"
+        load.is_damaged = is_damaged
+        if not is_damaged:
+            self.host.use(load.leases)
+            self.host.count_restored(len(load.leases))
+        self.planner.record_load(load.ticket.num_bytes, load.ticket.seconds())
+        leases, load.leases = load.leases, []
+        for index, lease in enumerate(leases):
+            if index in bad:
+                self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
             else:
-                self.host.use(load.leases)
-                self.host.count_restored(len(load.leases))
-            self.planner.record_load(load.ticket.num_bytes, load.ticket.seconds())
-            leases, load.leases = load.leases, []
-            for index, lease in enumerate(leases):
-                if index in bad:
-                    self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                else:
-                    self.host.release(lease)
-        return damaged
+                self.host.release(lease)
 
     def offer_blocks(
         self,
@@ -426,10 +470,14 @@ class Tiering:
     def wants(self, active: ActiveRequest, proposals: Sequence[StateProposal]) -> list[bool]:
         """Say which states of a request are worth a row of a tier, and have none in host memory.
 
+        Over several ranks none is: they would not say the same.
+
         Args:
             active: The request.
             proposals: The states, one or more.
         """
+        if self._agreement is not None:
+            return [False] * len(proposals)
         if self._passes_all:
             worth = [True] * len(proposals)
         else:
@@ -628,7 +676,7 @@ class Tiering:
         return [o.pin for _, offers in self._spills for o in offers if o.pin is not None]
 
     def _pin(self, offer: _Offer) -> None:
-        if len(self.pins) < self._most_pins:
+        if self._agreement is None and len(self.pins) < self._most_pins:
             [offer.pin] = self._slots.pin_slots([offer.place])
 
     def _unpin(self, offer: _Offer) -> None:

@@ -1,22 +1,23 @@
 """Ranks that hold shards of the same states: they agree at the start, and prove it on the way.
 
 Tensor-parallel ranks keep different heads and channels of the same states, so each must decide
-alike: the same slots for the same blocks, the same evictions. Nothing is exchanged to bring that
-about: decisions depend on the calls alone, so ranks that make the same calls decide alike.
-``DivergenceGuard`` notices if they did not.
+alike: the same slots for the same blocks, the same evictions. On the GPU nothing is exchanged to
+bring that about: decisions depend on the calls alone, so ranks that make the same calls decide
+alike. What lies in tiers below the GPU differs, so ranks agree on what they resume from there, by
+``GroupAgreement``. ``DivergenceGuard`` notices if they have diverged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from mamba_cache.errors import DivergenceError, InvalidArgumentError, StepOrderError
 
-__all__ = ["DivergenceGuard", "Fingerprinted", "agree_on_num_slots"]
+__all__ = ["DivergenceGuard", "Fingerprinted", "GroupAgreement", "agree_on_num_slots"]
 
 
 class Fingerprinted(Protocol):
@@ -49,6 +50,41 @@ def agree_on_num_slots(num_slots: int, group: dist.ProcessGroup | None = None) -
     return int(smallest)
 
 
+class GroupAgreement:
+    """How the ranks of a group agree on what they resume from tiers: one small ``all_reduce`` each.
+
+    Given to the context of each rank. A call waits until all ranks have made it, for as long as
+    the process group's timeout says, and for nothing else: no work of the model, provided that
+    the group is not the one that the model's own collectives use.
+
+    Args:
+        group: The ranks that must decide alike, as in ``DivergenceGuard``; best a group of gloo of
+            their own (``new_group(ranks, backend="gloo")``), so that the GPU takes no part. It may
+            be of NCCL. Default: all.
+
+    Raises:
+        StepOrderError: ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        _check_initialised()
+        self._group, self._device = group, _device(group)
+        self._is_alone = dist.get_world_size(group) == 1
+        self._stream: Any = None
+        if self._device.type == "cuda":  # pragma: no cover - tests/gpu run it
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of what the ranks give, value by value."""
+        if self._is_alone:
+            return list(values)
+        with torch.cuda.stream(self._stream):  # without one it does nothing
+            given = torch.tensor(values, dtype=torch.float64, device=self._device)
+            dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._group)
+            largest: list[float] = given.tolist()
+        return largest
+
+
 class DivergenceGuard:
     """Raises on every rank once the ranks have decided differently.
 
@@ -66,8 +102,9 @@ class DivergenceGuard:
 
     Raises:
         InvalidArgumentError: ``every`` is not an int >= 1, or ``watched`` is a context with tiers
-            below the GPU and there are several ranks: what has arrived in a tier is not the same
-            on all ranks at a time, so they would resume at different boundaries.
+            below the GPU, there are several ranks, and it was made without ``agreement``: what
+            has arrived in a tier is not the same on all ranks at a time, so they would resume at
+            different boundaries.
         StepOrderError: ``torch.distributed`` is not initialised.
     """
 
@@ -77,13 +114,14 @@ class DivergenceGuard:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(f"every must be an int >= 1, got {every!r}")
         _check_initialised()
-        tier_stats = getattr(watched, "tier_stats", None)  # slot allocators have none
-        if tier_stats is not None and tier_stats() and dist.get_world_size(group) > 1:
-            names = ", ".join(stats.name for stats in tier_stats())
+        tier_stats = getattr(watched, "tier_stats", tuple)()  # slot allocators have none
+        is_alone = dist.get_world_size(group) == 1
+        if tier_stats and not is_alone and getattr(watched, "agreement", None) is None:
+            names = ", ".join(stats.name for stats in tier_stats)
             raise InvalidArgumentError(
-                f"tiers ({names}) are for one rank: ranks do not agree on what has arrived in "
-                "theirs, so they would resume at different boundaries; make the contexts of "
-                "several ranks without host_cache_gb, disk_cache_path and store"
+                f"several ranks have tiers ({names}) and do not agree on what has arrived in them, "
+                "so they would resume at different boundaries: make each rank's context with "
+                "agreement=GroupAgreement(group)"
             )
         self._watched = watched
         self._group = group

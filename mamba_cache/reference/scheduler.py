@@ -198,6 +198,7 @@ class Scheduler:
         """Have disk and store bring what they have of queued requests; steps go on meanwhile."""
         if self._context.disk_tier is None and self._context.store_tier is None:
             return
+        self._context.poll_tiers()
         statuses = self._context.statuses()
         for request in self._requests.values():
             if request.prefetch is None and request.request_id not in statuses:

@@ -28,7 +28,7 @@ from mamba_cache.tiers.identity import (
 from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
 from mamba_cache.tiers.jobs import LowerTierStats
 from mamba_cache.tiers.memory import Pinner, RowMemory
-from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption
+from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption, quickest
 from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
 from mamba_cache.tiers.remote import RemoteStats, RemoteTier
 from mamba_cache.tiers.rows import PrefixRowPolicy, RowLease, RowPolicy, RowPool
@@ -91,6 +91,7 @@ __all__ = [
     "inspect_rows",
     "payload_digest",
     "pinner_for",
+    "quickest",
     "remove_folder",
     "tenant_digest",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mamba_cache._checks import check_number
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.protocols import RankAgreement
 
-__all__ = ["LoadPlanner", "Rates", "Resumption"]
+__all__ = ["LoadPlanner", "Rates", "Resumption", "quickest"]
 
 _WEIGHT = 0.9
 """Of what was measured before, each time that something is measured."""
@@ -48,7 +50,7 @@ class LoadPlanner:
 
     A load of S bytes of state and k bytes for each of n tokens wins over computing them where
     ``L + (S + k n) / B < n / P``. B, L and P are measured while the cache runs; until then they are
-    assumed. Several ranks that must decide alike need the same ``rates``, and must not learn.
+    assumed. Ranks that agree go by what each boundary takes on the slowest of them.
 
     Args:
         rates: What is assumed at first. Default: those of a slow link and a fast GPU's 8B model.
@@ -85,14 +87,24 @@ class LoadPlanner:
             return 0.0
         return self.rates.latency_seconds + num_bytes / self.rates.bytes_per_second
 
-    def choose(self, resumptions: Iterable[Resumption], num_tokens: int) -> Resumption:
-        """Return the best one; of equally good ones that with the most tokens.
+    def choose(
+        self,
+        resumptions: Sequence[Resumption | None],
+        num_tokens: int,
+        agreement: RankAgreement | None = None,
+    ) -> Resumption:
+        """Return the best one; of equally good ones the last.
 
         Args:
-            resumptions: At least one.
+            resumptions: In the order of their tokens; None: this one is not possible here. The
+                first one is possible on all ranks.
             num_tokens: Tokens of the request.
+            agreement: With the other ranks; all give as many. None: there is one rank.
         """
-        return min(resumptions, key=lambda each: (self.seconds(each, num_tokens), -each.tokens))
+        seconds = [math.inf if r is None else self.seconds(r, num_tokens) for r in resumptions]
+        chosen = resumptions[quickest(seconds, agreement)]
+        assert chosen is not None, "what takes forever is chosen by no rank"
+        return chosen
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed so many tokens of prompts."""
@@ -125,6 +137,17 @@ class LoadPlanner:
         self.rates = self.rates._replace(
             latency_seconds=latency, bytes_per_second=mean_bytes / (mean_seconds - latency)
         )
+
+
+def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
+    """Return which takes the least time on the rank that takes longest; of equals the last.
+
+    Args:
+        seconds: What each takes on this rank; infinite where it is not possible.
+        agreement: With the other ranks, which give as many; None: there are none.
+    """
+    longest = seconds if agreement is None else agreement.largest(seconds)
+    return min(range(len(longest)), key=lambda index: (longest[index], -index))
 
 
 def _checked(rates: Rates) -> Rates:

@@ -5,11 +5,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shard_rig import EVERY, assert_joined, assert_noticed, run_alone, run_shard, run_tiered, spawn
+from shard_rig import (
+    EVERY,
+    assert_joined,
+    assert_noticed,
+    assert_resumed_alike,
+    run_alone,
+    run_shard,
+    run_stored,
+    run_tiered,
+    run_undecided,
+    spawn,
+)
 from slot_rig import full, make_allocator
 
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+from mamba_cache.integrations.distributed import (
+    DivergenceGuard,
+    GroupAgreement,
+    agree_on_num_slots,
+)
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.slots.fingerprint import fingerprint_of
 
@@ -86,11 +101,17 @@ def test_only_the_steps_that_are_due_cost_a_fingerprint(alone, every, asked):
     assert watched.asked == asked
 
 
-def test_tiers_over_several_ranks_are_refused(tmp_path, stream_seed):
+def test_tiers_of_ranks_that_do_not_agree_are_refused(tmp_path, stream_seed):
     """They would resume at different boundaries: each at what has arrived in its own tier."""
-    for said in spawn(run_tiered, 2, tmp_path, stream_seed, 0, "gloo"):
+    for said in spawn(run_undecided, 2, tmp_path, stream_seed, 0, "gloo"):
         assert list(said) == ["tiers"]
-        assert "tiers (host) are for one rank" in said["tiers"]
+        assert "several ranks have tiers (host) and do not agree" in said["tiers"]
+        assert "agreement=GroupAgreement(group)" in said["tiers"]
+
+
+@pytest.mark.parametrize("run", [run_tiered, run_stored])
+def test_ranks_resume_alike_from_tiers_that_hold_other_things(run, tmp_path, stream_seed):
+    assert_resumed_alike(spawn(run, 2, tmp_path, stream_seed, 60, "gloo"))
 
 
 def test_tiers_of_one_rank_are_none_of_the_guards_business(alone):
@@ -107,6 +128,10 @@ def test_bad_arguments_are_refused(alone, given):
             agree_on_num_slots(given)
 
 
+def test_a_rank_alone_agrees_with_itself(alone):
+    assert GroupAgreement().largest([1.0, 0.0, float("inf")]) == [1.0, 0.0, float("inf")]
+
+
 def test_ranks_agree_under_another_default_device(alone):
     watched = Counting()
     with torch.device("meta"):
@@ -117,7 +142,8 @@ def test_ranks_agree_under_another_default_device(alone):
 
 
 def test_without_a_group_there_is_nobody_to_agree_with():
-    for call in (lambda: DivergenceGuard(Counting()), lambda: agree_on_num_slots(3)):
+    calls = lambda: DivergenceGuard(Counting()), lambda: agree_on_num_slots(3), GroupAgreement
+    for call in calls:
         with pytest.raises(StepOrderError, match="init_process_group first"):
             call()
 

@@ -5,6 +5,7 @@ exactly: what a rank computes for its heads and channels is what one process com
 """
 
 import random
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +15,24 @@ import torch.multiprocessing
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.errors import CapacityError, DivergenceError, InvalidArgumentError
-from mamba_cache.integrations.distributed import DivergenceGuard, agree_on_num_slots
+from mamba_cache.integrations.distributed import (
+    DivergenceGuard,
+    GroupAgreement,
+    agree_on_num_slots,
+)
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import StateSpec
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault
+from mamba_cache.stores.faulty import Trouble
+from mamba_cache.tiers import (
+    EntryKind,
+    LoadPlanner,
+    ModelIdentity,
+    Numerics,
+    ParallelRank,
+    Rates,
+)
 
 LAYERS, HEADS, CHANNELS, VOCAB, MODULUS = 2, 8, 16, 50, 65521
 BLOCK, CHUNK, MAX_GENERATED = 4, 2, 8
@@ -266,20 +281,198 @@ def run_model(rank, world_size, folder, seed, num_steps, backend):
     dist.destroy_process_group()
 
 
-def run_tiered(rank, world_size, folder, seed, num_steps, backend):
-    """One rank whose context has a host tier; what its guard says of that."""
+def run_undecided(rank, world_size, folder, seed, num_steps, backend):
+    """One rank whose context has a host tier and agrees on nothing; what its guard says of that."""
     join(rank, world_size, folder, backend)
     config = replace(CONFIG, num_host_blocks=4, num_host_states=2)
     model = HybridModelConfig(ssm_chunk_size=CHUNK, vocab_size=VOCAB)
     specs = model.state_spec(torch.float32), model.kv_spec(torch.float32)
     said = {}
-    for name, settings in (("tiers", config), ("none", CONFIG)):
+    for name, settings, agreement in (
+        ("tiers", config, None),
+        ("no tiers", CONFIG, None),
+        ("tiers and an agreement", config, GroupAgreement()),
+    ):
         try:
-            DivergenceGuard(DynamicInferenceContext(settings, *specs))
+            DivergenceGuard(DynamicInferenceContext(settings, *specs, agreement=agreement))
         except InvalidArgumentError as error:
             said[name] = str(error)
     torch.save(said, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+class TieredRank:
+    """One rank of the reference model over a host tier and a disk or a store of its own.
+
+    Each rank has other budgets and other faults: it damages rows of its host tier, clears it, and
+    has its disk fail, by a generator that no other rank has. Prompts are the same on all, and so
+    are the tokens, which are those of the model without a cache.
+    """
+
+    def __init__(self, rank, world_size, folder, seed, device, **settings):
+        self.rank, self.folder = rank, folder
+        self._calls, self._faults = random.Random(seed), random.Random(f"{seed} {rank}")
+        config = HybridModelConfig(ssm_chunk_size=CHUNK, vocab_size=VOCAB)
+        self._model = HybridModel(config, dtype=torch.float64, device=device, seed=5)
+        specs = config.state_spec(torch.float64), config.kv_spec(torch.float64)
+        self._uncached = DynamicInferenceContext(
+            replace(CONFIG, enable_prefix_caching=False, max_slots=0), *specs, device=device
+        )
+        small = replace(CONFIG, num_kv_blocks=26, max_slots=4, slot_policy="lru")
+        tiers = {"num_host_blocks": 30 - 8 * rank, "num_host_states": 9 - 3 * rank, **settings}
+        # A group of its own: of gloo, so that the GPU takes no part in agreeing.
+        self.agreement = Counted(GroupAgreement(dist.new_group(backend="gloo")))
+        self.context = DynamicInferenceContext(
+            replace(small, **tiers),
+            *specs,
+            device=device,
+            identity=ModelIdentity(
+                name="model",
+                weights="w",
+                rank=ParallelRank(tensor=rank, tensor_size=world_size),
+                numerics=Numerics.of(device),
+            ),
+            load_planner=LoadPlanner(Rates(1e18, 0.0, 1.0)),
+            disk_planner=LoadPlanner(Rates(1e18, 0.0, 1.0)),
+            agreement=self.agreement,
+        )
+        self.guard = DivergenceGuard(self.context, every=2)
+        self._texts = [[self._calls.randrange(VOCAB) for _ in range(30)] for _ in range(6)]
+        self._known = {}
+        self.fingerprints, self.skipped, self.preempted = [], [], 0
+
+    def damage(self):
+        """What happens to the tiers of this rank alone."""
+        host, draw = self.context.host_tier, self._faults.random()
+        kind = self._faults.choice([EntryKind.KV, EntryKind.STATE])
+        rows = sorted(host._entries[kind].pool._row_of.values())
+        if draw < 0.1 and rows:
+            host.memory[kind].row(self._faults.choice(rows))[self._faults.randrange(64)] ^= 1
+        elif draw < 0.15 and rows:
+            host._entries[kind].headers[self._faults.choice(rows), 100] ^= 1
+        elif draw < 0.2:
+            host.clear()
+        elif draw < 0.4:
+            self.context.wait_for_tiers()
+
+    def ask_any(self, number):
+        self.damage()
+        text = self._calls.choice(self._texts)
+        self.ask(number, text[: self._calls.randrange(9, 30)])
+
+    def ask(self, number, prompt):
+        """One request to its end; its tokens are those of a run without a cache."""
+        request = Request(request_id=number, prompt_tokens=prompt)
+        handle = self.context.prefetch(request, timeout_seconds=20)
+        while not handle.is_done:
+            self.context.poll_tiers()
+        self.skipped.append(self.context.add_request(request).skip_tokens)
+        while len(self.context.output(number)) < 3:
+            status = self.context.status(number)
+            if status is RequestStatus.PREEMPTED:
+                self.context.resume_request(number)
+            elif status is RequestStatus.PREFILLING:
+                self.context.schedule_prefill(number)
+            self.preempted += self.compute(self.context)
+            self.guard.check()
+            self.fingerprints.append(self.context.fingerprint())
+        assert self.context.finish(number) == self.wanted(prompt), (number, prompt)
+        self.context.check_invariants()
+
+    def ask_thrice(self):
+        """The last time one rank's states are damaged, and none is on a GPU."""
+        self.context.host_tier.clear()
+        for number in ("first", "again", "hurt"):
+            self.context.kv_block_allocator.reset()
+            if number == "hurt" and self.rank == 1:
+                rows = self.context.host_tier._entries[EntryKind.STATE].pool._row_of.values()
+                for row in rows:
+                    self.context.host_tier.memory[EntryKind.STATE].row(row)[7] ^= 1
+            self.ask(number, self._texts[0])
+            self.context.wait_for_tiers()
+
+    def compute(self, context):
+        step = context.begin_step()
+        logits = self._model.forward(step.metadata, context)
+        rows = zip(step.requests, logits.argmax(dim=1).tolist(), strict=True)
+        tokens = {request.request_id: token for request, token in rows if request.samples}
+        return len(context.commit_step(tokens))
+
+    def wanted(self, prompt):
+        """The first three tokens, computed once without a cache."""
+        key = tuple(prompt)
+        if key not in self._known:
+            self._uncached.add_request(Request(request_id="only", prompt_tokens=prompt))
+            for _ in range(3):
+                self.compute(self._uncached)
+            self._known[key] = self._uncached.finish("only")
+        return self._known[key]
+
+
+class Counted:
+    """An agreement that counts how often it is asked, and how long that takes."""
+
+    def __init__(self, agreement):
+        self._agreement = agreement
+        self.num_asked, self.seconds = 0, 0.0
+
+    def largest(self, values):
+        self.num_asked += 1
+        begun = time.perf_counter()
+        largest = self._agreement.largest(values)
+        self.seconds += time.perf_counter() - begun
+        return largest
+
+
+def run_tiered(rank, world_size, folder, seed, num_requests, backend):
+    """One rank over a host tier and a disk; what it did is left in the folder."""
+    run_over(rank, world_size, folder, seed, num_requests, backend, disk_cache_path=folder,
+             disk_cache_gb=0.01 / (1 + rank), disk_write_on_use=1)  # fmt: skip
+
+
+def run_stored(rank, world_size, folder, seed, num_requests, backend):
+    """One rank over a host tier and a store in its memory, which fails now and then."""
+    store = FaultyStore(MemoryStore(), seed=seed + rank, sleep=lambda seconds: None)
+    for call, fault in (("get_many_into", StoreFault.MISSING), ("put_many", StoreFault.FULL)):
+        store.inject(call, Trouble.FAIL, probability=0.1, fault=fault)
+    run_over(rank, world_size, folder, seed, num_requests, backend, store=store,
+             store_write_on_use=1)  # fmt: skip
+
+
+def run_over(rank, world_size, folder, seed, num_requests, backend, **settings):
+    device = join(rank, world_size, folder, backend)
+    tiered = TieredRank(rank, world_size, folder, seed, device, **settings)
+    for number in range(num_requests):
+        tiered.ask_any(number)
+    before = tiered.preempted
+    tiered.ask_thrice()
+    report = {
+        "fingerprints": tiered.fingerprints,
+        "skipped": tiered.skipped,
+        "preempted": (before, tiered.preempted),
+        "asked": tiered.agreement.num_asked,
+        "seconds": tiered.agreement.seconds,
+        "stats": [
+            (stats.name, stats.stored, stats.restored, stats.dropped, stats.refused)
+            for stats in tiered.context.tier_stats()
+        ],
+    }
+    tiered.context.close()
+    torch.save(report, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def assert_resumed_alike(reports):
+    """All ranks decided alike, resumed from tiers, and lost rows that others still had."""
+    one, *others = reports
+    for other in others:
+        for name in ("fingerprints", "skipped", "preempted", "asked"):
+            assert other[name] == one[name], name
+        assert other["stats"] != one["stats"], "what happened to their tiers is not the same"
+    for report in reports:
+        assert report["skipped"][-2:] == [28, 28]
+        assert report["preempted"][1] > report["preempted"][0], "of the damaged row"
+        assert all(restored for _, _, restored, _, _ in report["stats"])
 
 
 def spawn(work, world_size, folder, seed, num_steps, backend):

@@ -1,0 +1,222 @@
+"""A machine of several ranks in one process, each with tiers in which other things happen.
+
+It holds them to equal fingerprints and results, and to the answers of runs without a cache.
+"""
+
+import torch
+from context_machine import STEM, Seen
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from ranks_rig import Exchange, RankedModel, Ranks
+from tiers_machine import DiskMachine, TieredMachine
+
+from mamba_cache.context import PrefetchState
+
+
+class RanksMachine(DiskMachine):
+    """Ranks over host tiers and disks of other sizes, which fail, are late and are damaged alone.
+
+    After every call they have equal fingerprints, and have returned the same. Each one's answers
+    are those of a run without a cache, but of requests whose bytes were damaged on one of them,
+    which are given up on all.
+    """
+
+    num_ranks = 2
+    agrees = True
+    model = RankedModel()
+
+    def __init__(self):
+        self._bad_headers = {}
+        super().__init__()
+
+    @property
+    def bad_headers(self):
+        """Of the rank that tiers' rules look at."""
+        return self._bad_headers.setdefault(self.context.focus, set())
+
+    @bad_headers.setter
+    def bad_headers(self, headers):
+        if headers:
+            self._bad_headers[self.context.focus] = headers
+        else:
+            self._bad_headers.clear()
+
+    def lower_settings(self):
+        settings = super().lower_settings()
+        share = self.opening + 1
+        own = {name: max(1, rows // share) for name, rows in self.host_rows.items()}
+        return settings | own | {
+            "disk_cache_path": f"{self.folder}/{self.opening}",
+            "disk_cache_gb": settings["disk_cache_gb"] / share,
+        }  # fmt: skip
+
+    def open_context(self, **options):
+        exchange, parts = Exchange(self.num_ranks), []
+        for rank in range(self.num_ranks):
+            self.opening = rank
+            agreement = exchange if self.agrees else None
+            parts.append(super().open_context(agreement=agreement, **options))
+        return Ranks(parts, exchange)
+
+    def on_each_rank(self):
+        """The rules of tiers look at one rank after the other, and then at the one they did."""
+        before = self.context.focus
+        for rank in range(self.num_ranks):
+            self.context.focus = rank
+            yield rank
+        self.context.focus = before
+
+    @rule(rank=st.integers(0, 2))
+    def look_at(self, rank):
+        """What happens to tiers from now on happens to those of this rank."""
+        self.context.focus = rank % self.num_ranks
+
+    @precondition(lambda self: self.copies)
+    @rule(paces=st.lists(st.sampled_from([0, 1, 9]), min_size=3, max_size=3))
+    def devices_get_on(self, paces):
+        """Each as far as it likes."""
+        for rank in self.on_each_rank():
+            self.copies.run(paces[rank])
+
+    def begin(self, decode_ids=None, **drafts):
+        """As ever, but what a damaged row brought to any rank is not compared."""
+        self.damaged = set()
+        admitted = {i: seen.admission for i, seen in self.requests.items()}
+        begin_step = self.context.begin_step
+
+        def begin_and_look(*args, **kwargs):
+            step = begin_step(*args, **kwargs)
+            for rank, part in enumerate(self.context.parts):
+                for active in part._runner._prefills:
+                    self.look_at_load(active, self._bad_headers.get(rank, ()))
+            return step
+
+        self.context.begin_step = begin_and_look
+        try:
+            return super(TieredMachine, self).begin(decode_ids, **drafts)
+        finally:
+            del self.context.begin_step
+            for request_id in self.damaged:
+                self.requests[request_id].admission = admitted[request_id]
+
+    def look_at_load(self, active, bad_headers):
+        load = active.chunk.load
+        if load is None:
+            return
+        leases = load.leases
+        read = {(e.facts.key.kind, e.lease.row, e.lease.generation) for e in leases}
+        assert not read & {each[:3] for each in bad_headers}
+        own = range(load.first_job, load.first_job + len(leases))
+        bad = set(load.ticket._run().damaged()) & set(own)
+        assert {leases[i - load.first_job].facts.key.digest for i in bad} <= self.turned
+        if bad:
+            self.damaged.add(active.request_id)
+            self.requests[active.request_id].admission = None
+
+    def step(self, decode_ids):
+        """Of rank 0 as ever; of the others here, before the step's requests have got on."""
+        commit = self.context.commit_step
+
+        def commit_and_compare(tokens):
+            for logits in self.context.logits[1:]:
+                for request, row in zip(self.context.steps[0].requests, logits, strict=True):
+                    if request.samples and request.request_id not in self.damaged:
+                        expected = self.requests[request.request_id].logits(self.uncached)
+                        torch.testing.assert_close(row, expected, rtol=0, atol=1e-9)
+            return commit(tokens)
+
+        self.context.commit_step = commit_and_compare
+        try:
+            super().step(decode_ids)
+        finally:
+            del self.context.commit_step
+
+    @precondition(lambda self: self.copies)
+    @rule(number=st.integers(0, 20), rank=st.integers(0, 2))
+    def cancel_prefetch(self, number, rank):
+        """One rank gives it up; the others hear of it when it is over on all."""
+        if self.prefetches:
+            handles = self.context.of_first[id(self.prefetches[number % len(self.prefetches)])]
+            handles[rank % self.num_ranks].cancel()
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def poll(self):
+        self.context.poll_tiers()
+        for handle in self.prefetches:
+            own = [each.own_state for each in self.context.of_first[id(handle)]]
+            assert handle.is_done == (PrefetchState.PENDING not in own)
+
+    @rule(what=st.sampled_from(["requests", "slots", "slots", "requests", "everything"]))
+    def reset(self, what):
+        super().reset(what)
+
+    def return_to(self, stem, tail, tenant):
+        for _ in self.on_each_rank():
+            self.copies.run(99)
+            self.late.flush()
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        handle = self.begin_prefetch(seen)
+        for _ in self.on_each_rank():
+            self.late.flush()
+        self.context.poll_tiers()
+        assert handle.is_done
+        match = self.context.match(seen.request("probe", list(seen.prompt)))
+        if handle.state is PrefetchState.READY and not self.turned:
+            assert match.skip_tokens >= handle.skip_tokens
+        self.ask(stem, tail, tenant)
+
+    def leave(self, *, is_killed):
+        if is_killed:
+            for _ in self.on_each_rank():
+                self.late.queue.clear()
+                self.disk.close()
+            self.requests.clear()
+            self.forget_all_uncollected()
+        else:
+            self.end_everything()
+            self.context.close()
+        self.end_threads()
+        del self.context
+        self.prefetches.clear()
+        self.shared_kv = {}
+        self.forget()
+
+    def end_threads(self):
+        for thread in self.context.threads:
+            thread.shutdown()
+
+    @invariant()
+    def ranks_stand_alike(self):
+        if hasattr(self, "context"):
+            self.context.fingerprint()
+            for handle in self.prefetches:
+                states = {each.state for each in self.context.of_first[id(handle)]}
+                assert len(states) == 1, states
+
+    @invariant()
+    def each_copy_below_has_its_row(self):
+        """On each rank."""
+        if not hasattr(self, "context") or not self.copies:
+            return
+        prefetches = self.prefetches
+        for rank in self.on_each_rank():
+            self.prefetches = [self.context.of_first[id(each)][rank] for each in prefetches]
+            super().each_copy_below_has_its_row()
+        self.prefetches = prefetches
+
+    def end_everything(self):
+        for request_id in list(self.requests):
+            self.end(request_id)
+        self.context.wait_for_tiers()
+        for _ in self.on_each_rank():
+            assert not any(self.context.host_tier.leases.values())
+            assert not self.context.host_tier._lower
+        self.context.check_invariants()
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "context"):
+                self.end_threads()

@@ -1,0 +1,428 @@
+"""Several ranks of one model resume alike from tiers that hold other things."""
+
+from unittest import mock
+
+import pytest
+import torch
+from clocks import ManualClock
+from context_rig import UncachedRuns
+from ranks_rig import Exchange, RankedModel, Ranks
+from tier_rig import (
+    KV,
+    STATE,
+    FailingTransfers,
+    LateTransfers,
+    flip,
+    flip_header,
+    install,
+    make_tiered,
+)
+from tiers_machine import LateTier
+
+from mamba_cache import Request
+from mamba_cache.context import PrefetchState, RequestStatus
+from mamba_cache.context import prefetch as prefetching
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, remote
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
+OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]
+MODEL = RankedModel()
+UNCACHED = UncachedRuns()
+
+
+def make_ranks(*changes):
+    """Ranks with the settings of each, and what they agree by."""
+    exchange, parts = Exchange(len(changes)), []
+    for rank, own in enumerate(changes):
+        parallel = ParallelRank(tensor=rank, tensor_size=len(changes))
+        identity = ModelIdentity(name="model", weights="w", rank=parallel)
+        options = {"agreement": exchange, "identity": identity}
+        parts.append(make_tiered(options=options, hash_secret=b"s", **own))
+    return Ranks(parts, exchange)
+
+
+def request(prompt=PROMPT, request_id="only", **options):
+    return Request(request_id=request_id, prompt_tokens=prompt, **options)
+
+
+def run(ranks, prompt, count=1, request_id="only", **options):
+    """Runs a request to its end; each rank's logits are those of a run without a cache."""
+    admission = ranks.add_request(request(prompt, request_id, **options))
+    go_on(ranks, prompt, count, request_id)
+    return admission
+
+
+def go_on(ranks, prompt, count, request_id):
+    num_tokens = 0
+    while num_tokens < count:
+        if ranks.status(request_id) is RequestStatus.PREFILLING:
+            ranks.schedule_prefill(request_id)
+        step = ranks.begin_step()
+        MODEL.forward(step.metadata, ranks)
+        tokens = {}
+        if step.sampling_ids:
+            wanted = UNCACHED.logits(tuple(prompt), num_tokens)
+            for logits in ranks.logits:
+                torch.testing.assert_close(logits[0], wanted, rtol=0, atol=1e-9)
+            tokens = {request_id: int(wanted.argmax())}
+            num_tokens += 1
+        assert ranks.commit_step(tokens) == ()
+    assert len(ranks.finish(request_id)) == count
+    ranks.fingerprint()
+    ranks.check_invariants()
+
+
+def digest_of(ranks, index):
+    return ranks.parts[0].prepare(request()).hashes.digest(index)
+
+
+def row_of(context, kind, digest):
+    return context.host_tier._entries[kind].pool._row_of[digest]
+
+
+def fill(ranks):
+    """The prompt, with states after two and three blocks, is in the tiers and not on the GPU."""
+    run(ranks, PROMPT, checkpoint_positions=[16])
+    for prompt in OTHERS:
+        run(ranks, prompt, 2)
+    return ranks
+
+
+def resume(ranks):
+    return run(ranks, PROMPT, 3, "again")
+
+
+def test_what_all_ranks_have_is_resumed_and_costs_four_exchanges():
+    """To find it, to hold it, to begin its load, and to know that its bytes are right."""
+    ranks = fill(make_ranks({}, {}, {}))
+    before = ranks.exchange.num_rounds
+    admission = resume(ranks)
+    assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
+    assert ranks.exchange.num_rounds == before + 4
+
+
+def test_where_no_tier_could_have_more_nothing_is_exchanged():
+    """The GPU has all that can be skipped, the prompt has no block, or the step loads nothing."""
+    ranks = make_ranks({}, {})
+    run(ranks, [1, 2, 3])
+    assert not ranks.exchange.num_rounds
+    run(ranks, PROMPT, 5)
+    assert ranks.exchange.num_rounds == 1  # as it was added
+    assert run(ranks, PROMPT, 5).skip_tokens == 24
+    assert ranks.exchange.num_rounds == 1
+
+
+@pytest.mark.parametrize("kind", [KV, STATE])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_lacks_no_rank_resumes(kind, rank):
+    """Its tier holds as many rows less: blocks or states."""
+    lacking = {"num_host_blocks" if kind is KV else "num_host_states": 0}
+    ranks = fill(make_ranks(*[lacking if rank == each else {} for each in range(2)]))
+    assert resume(ranks).skip_tokens == 0
+    assert all(not part.host_tier.stats().restored for part in ranks.parts)
+
+
+def test_ranks_intersect_sets_of_boundaries():
+    """One has lost the last boundary's state, the other one has it: both take the one before."""
+    ranks = fill(make_ranks({}, {}))
+    assert ranks.parts[1].host_tier.remove(STATE, digest_of(ranks, 2))
+    assert ranks.match(request()).skip_tokens == 16
+    assert resume(ranks).skip_tokens == 16
+
+
+def test_a_copy_that_is_late_on_one_rank_changes_nothing_on_the_gpus():
+    """What it does not have yet no rank resumes; when it has arrived, all do."""
+    ranks = make_ranks({}, {})
+    late = install(ranks.parts[1], LateTransfers)
+    run(ranks, PROMPT)
+    for prompt in OTHERS:
+        run(ranks, prompt, 2)
+    assert ranks.parts[0]._tiering.num_copies == 0 < ranks.parts[1]._tiering.num_copies
+    late.wait()  # but the prompt is gone from the GPU
+    assert resume(ranks).skip_tokens == 0
+    for prompt in OTHERS:
+        late.wait()
+        run(ranks, prompt, 2)
+    assert resume(ranks).skip_tokens == 24
+
+
+@pytest.mark.parametrize("kind", [KV, STATE])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_row_on_one_rank_is_a_miss_on_all(kind, rank):
+    """All give the request up in the same step, and then take the next best that all have."""
+    ranks = fill(make_ranks({}, {}))
+    for index in range(3) if kind is KV else [2]:
+        hurt = ranks.parts[rank]
+        flip(hurt, kind, row_of(hurt, kind, digest_of(ranks, index)), 3)
+    ranks.add_request(request(request_id="hurt"))
+    step = ranks.begin_step()
+    MODEL.forward(step.metadata, ranks)
+    assert ranks.commit_step({"hurt": 5}) == ("hurt",)
+    assert ranks.status("hurt") is RequestStatus.PREEMPTED
+    assert ranks.output("hurt") == []
+    refused = [part.host_tier.stats().refused for part in ranks.parts]
+    assert refused[rank] == {"payload_digest": 3 if kind is KV else 1}
+    assert refused[1 - rank] == {}
+    assert [part.host_tier.stats().restored for part in ranks.parts] == [0, 0]
+    assert ranks.resume_request("hurt").skip_tokens == (0 if kind is KV else 16)
+    go_on(ranks, PROMPT, 1, "hurt")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_header_damaged_on_one_rank_is_refused_on_all_at_once(rank):
+    """When the request is added; all give back what they held, and take the next best."""
+    ranks = fill(make_ranks({}, {}))
+    hurt = ranks.parts[rank]
+    flip_header(hurt, STATE, row_of(hurt, STATE, digest_of(ranks, 2)), 900)
+    assert resume(ranks).skip_tokens == 16
+    for part in ranks.parts:
+        assert not any(part.host_tier.leases.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_on_one_rank_is_given_up_on_all(rank):
+    """They compute instead, in the same step; the other rank's copies are over by then."""
+    ranks = fill(make_ranks({}, {}))
+    failing = install(ranks.parts[rank], FailingTransfers)
+    late = install(ranks.parts[1 - rank], LateTransfers)
+    failing.fails.add("load")
+    assert ranks.add_request(request()).skip_tokens == 24
+    [begun] = ranks.begin_step().requests
+    assert (begun.start, begun.skip_tokens) == (0, 0)
+    assert late.queues["load"] == []
+    ranks.abort_step()
+    for part in ranks.parts:
+        part._tiering.poll()
+        assert not any(part.host_tier.leases.values())
+    ranks.resume_request("only")
+    ranks.begin_step()
+    ranks.abort_step()
+    failing.fails.clear()
+    assert ranks.resume_request("only").skip_tokens == 24
+    go_on(ranks, PROMPT, 2, "only")
+
+
+def test_ranks_go_by_the_slowest_of_them():
+    """One would load, for another one computing is quicker: none loads."""
+    slow = LoadPlanner(Rates(1.0, 0.0, 1e9), learns=False)
+    ranks = fill(make_ranks({}, {}))
+    ranks.parts[1]._tiering.planner = slow
+    assert resume(ranks).skip_tokens == 0
+
+
+def test_the_host_tiers_policy_takes_no_part_in_what_ranks_save():
+    """What is worth a row but no slot would have one, on the rank that has the row."""
+    sizes = {"max_slots": 1, "num_kv_blocks": 60}
+    ranks = make_ranks({"num_host_states": 0, **sizes}, {"num_host_states": 30, **sizes})
+    for again in range(4):
+        run(ranks, PROMPT, request_id=again)
+    for prompt in OTHERS:
+        run(ranks, prompt[:9])
+    refused = [part.stats().refused_states for part in ranks.parts]
+    assert refused[0] == refused[1] > 0
+
+
+def test_copies_of_ranks_pin_no_slot():
+    """They end at other times, and a slot that is pinned is not given up."""
+    ranks = make_ranks({}, {})
+    late = install(ranks.parts[1], LateTransfers)
+    for prompt in [PROMPT, *OTHERS]:
+        run(ranks, prompt, 2)
+        assert late.queues["spill"]
+        assert not ranks.parts[1]._tiering.pins
+        late.run(1)
+
+
+class ExchangeError(Exception):
+    """What an exchange raises when a rank has died."""
+
+
+class Breaks:
+    """An agreement with one rank alone, which breaks off at a certain exchange."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def largest(self, values):
+        self.left -= 1
+        if self.left < 0:
+            raise ExchangeError
+        return list(values)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_exchange_that_breaks_off_leaves_nothing_held(at):
+    """Whichever of the four it is: what the call had taken is given back."""
+    agreement = Breaks(99)
+    context = make_tiered(options={"agreement": agreement}, hash_secret=b"s")
+    alone = Ranks([context], Exchange(1))
+    fill(alone)
+    agreement.left = at
+    with pytest.raises(ExchangeError):
+        run(alone, PROMPT, request_id="again")
+    agreement.left = 99
+    context.check_invariants()
+    if at == 3:
+        context.abort_step()
+    if at >= 2:  # it was admitted
+        assert context.resume_request("again").skip_tokens == 24
+        go_on(alone, PROMPT, 1, "again")
+    else:
+        assert resume(alone).skip_tokens == 24
+    assert not any(context.host_tier.leases.values())
+
+
+@pytest.fixture
+def clock():
+    clock = ManualClock()
+    with mock.patch.object(prefetching, "time", clock), mock.patch.object(remote, "time", clock):
+        yield clock
+
+
+@pytest.fixture
+def disks(tmp_path, clock):
+    """Two ranks whose disks have the prompt, with states after two and three blocks."""
+    settings = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    ranks = make_ranks(settings, settings)
+    run(ranks, PROMPT, checkpoint_positions=[16])
+    ranks.wait_for_tiers()
+    ranks.reset()
+    for part in ranks.parts:
+        part._tiering.lower.tier = LateTier(part.disk_tier)
+    yield ranks
+    for part in ranks.parts:
+        part._tiering.lower.tier.flush()
+    ranks.check_invariants()
+    ranks.close()
+
+
+def tier_of(ranks, rank):
+    return ranks.parts[rank]._tiering.lower.tier
+
+
+def prefetch(ranks, prompt=PROMPT, **options):
+    """What each rank has of it."""
+    return ranks.of_first[id(ranks.prefetch(request(prompt), **options))]
+
+
+def state_of(handles):
+    """It is the same on all."""
+    [state] = {handle.state for handle in handles}
+    return state
+
+
+def test_a_prefetch_is_done_when_it_is_on_all_ranks(disks):
+    tier_of(disks, 1).is_late = True
+    handles = prefetch(disks)
+    disks.poll_tiers()
+    assert handles[0].own_state is PrefetchState.READY
+    assert state_of(handles) is PrefetchState.PENDING
+    # Until then nobody has it, and all know what is on its way.
+    found = disks.match(request())
+    assert (found.skip_tokens, found.arriving_tokens) == (0, 24)
+    tier_of(disks, 1).flush()
+    assert state_of(handles) is PrefetchState.PENDING  # they have not told each other
+    disks.poll_tiers()
+    assert state_of(handles) is PrefetchState.READY
+    found = disks.match(request())
+    assert (found.skip_tokens, found.arriving_tokens) == (24, 0)
+    before = disks.exchange.num_rounds
+    disks.poll_tiers()
+    assert disks.exchange.num_rounds == before
+    assert run(disks, PROMPT, 2).skip_tokens == 24
+
+
+def test_ranks_bring_the_boundary_that_all_have(disks):
+    disks.parts[1]._tiering.remove(STATE, None, digest_of(disks, 2))
+    handles = prefetch(disks)
+    assert [handle.skip_tokens for handle in handles] == [16, 16]
+    disks.poll_tiers()
+    assert state_of(handles) is PrefetchState.READY
+    assert run(disks, PROMPT).skip_tokens == 16
+
+
+def test_a_rank_that_has_it_in_host_memory_waits_for_the_others(disks):
+    prefetch(disks)
+    disks.poll_tiers()
+    disks.parts[1].host_tier.clear()
+    again = prefetch(disks)
+    assert [handle.num_entries for handle in again] == [0, 4]
+    assert state_of(again) is PrefetchState.PENDING
+    disks.poll_tiers()
+    assert state_of(again) is PrefetchState.READY
+    assert run(disks, PROMPT).skip_tokens == 24
+
+
+def test_where_a_rank_can_bring_nothing_nobody_does(disks):
+    disks.parts[1]._tiering.lower.tier.tier.close()
+    handles = prefetch(disks)
+    assert state_of(handles) is PrefetchState.NOTHING
+    assert [handle.num_entries for handle in handles] == [0, 0]
+
+
+def test_nothing_is_exchanged_for_a_prompt_without_a_block(disks):
+    before = disks.exchange.num_rounds
+    assert state_of(prefetch(disks, [1, 2])) is PrefetchState.NOTHING
+    assert disks.exchange.num_rounds == before
+
+
+def test_a_deadline_ends_on_all_ranks_alike(disks, clock):
+    tier_of(disks, 1).is_late = True
+    handles = prefetch(disks, timeout_seconds=3)
+    clock.now += 4
+    assert handles[0].own_state is PrefetchState.READY
+    disks.poll_tiers()
+    assert state_of(handles) is PrefetchState.TIMED_OUT
+    assert disks.match(request()).arriving_tokens == 0
+    assert run(disks, PROMPT).skip_tokens == 0
+
+
+def test_a_rank_that_cancels_does_for_all(disks):
+    tier_of(disks, 1).is_late = True
+    handles = prefetch(disks)
+    handles[1].cancel()
+    assert state_of(handles) is PrefetchState.PENDING
+    disks.poll_tiers()
+    assert state_of(handles) is PrefetchState.CANCELLED
+
+
+def test_a_prefetch_that_is_late_from_the_first_on_brings_nothing(disks):
+    assert state_of(prefetch(disks, timeout_seconds=0)) is PrefetchState.NOTHING
+
+
+def test_a_reset_ends_what_is_open(disks):
+    tier_of(disks, 1).is_late = True
+    handles = prefetch(disks)
+    disks.reset()
+    assert state_of(handles) is PrefetchState.CANCELLED
+
+
+@pytest.mark.parametrize("seconds", [None, 3])
+def test_ranks_that_wait_find_out_together(disks, clock, seconds):
+    tier_of(disks, 1).is_late = True
+    handles = prefetch(disks, timeout_seconds=seconds)
+    if seconds is None:
+        tier_of(disks, 1).flush()
+    else:
+        clock.now += 4
+    wanted = PrefetchState.READY if seconds is None else PrefetchState.TIMED_OUT
+    assert set(disks.run([handle.wait for handle in handles])) == {wanted}
+
+
+def test_ranks_share_a_store_by_identity_and_rank(clock):
+    """New processes find what those of the same rank have left, once all stores have answered."""
+    shared = {"store": MemoryStore(), "store_write_on_use": 1, "store_patience_seconds": 60}
+    first = make_ranks(shared, shared)
+    run(first, PROMPT)
+    first.wait_for_tiers()
+    first.close()
+    second = make_ranks(shared, shared)
+    handles = prefetch(second)
+    assert set(second.run([handle.wait for handle in handles])) == {PrefetchState.READY}
+    assert run(second, PROMPT, 2).skip_tokens == 24
+    second.close()
+    other_model = make_ranks(shared)  # of one rank
+    [handle] = prefetch(other_model)
+    assert other_model.run([handle.wait]) == (PrefetchState.NOTHING,)
+    other_model.close()
