@@ -114,7 +114,8 @@ class DivergenceGuard:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(f"every must be an int >= 1, got {every!r}")
         _check_initialised()
-        tier_stats = getattr(watched, "tier_stats", tuple)()  # slot allocators have none
+        # Slot allocators have no tiers.
+        tier_stats: Sequence[Any] = getattr(watched, "tier_stats", tuple)()
         is_alone = dist.get_world_size(group) == 1
         if tier_stats and not is_alone and getattr(watched, "agreement", None) is None:
             names = ", ".join(stats.name for stats in tier_stats)

@@ -8,10 +8,12 @@ from shard_rig import (
     EVERY,
     assert_joined,
     assert_noticed,
+    assert_resumed_alike,
     bits,
     run_alone,
     run_model,
     run_shard,
+    run_tiered,
     spawn,
 )
 from slot_rig import full
@@ -42,6 +44,11 @@ def test_the_reference_model_on_two_gpus_decides_and_holds_the_same(tmp_path, se
     assert one["fingerprints"] == other["fingerprints"]
     for name, tensor in one["snapshots"][0].items():
         assert torch.equal(bits(tensor), bits(other["snapshots"][0][name])), name
+
+
+@needs_two
+def test_two_gpus_resume_alike_from_tiers_that_hold_other_things(tmp_path, seed):
+    assert_resumed_alike(spawn(run_tiered, 2, tmp_path, seed, 40, "nccl"))
 
 
 @pytest.fixture

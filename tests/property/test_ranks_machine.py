@@ -18,9 +18,9 @@ class ThreeRanksMachine(RanksMachine):
 
 
 TestRanksMachine = all_drawn(RanksMachine.TestCase)
-TestRanksMachine.settings = few_examples(30)
+TestRanksMachine.settings = few_examples(20)
 TestThreeRanksMachine = all_drawn(ThreeRanksMachine.TestCase)
-TestThreeRanksMachine.settings = few_examples(10)
+TestThreeRanksMachine.settings = few_examples(8)
 
 ALONE = {
     "where they resume": (RanksMachine, "agrees", False),

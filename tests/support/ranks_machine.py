@@ -8,7 +8,8 @@ from context_machine import STEM, Seen
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from ranks_rig import Exchange, RankedModel, Ranks
-from tiers_machine import DiskMachine, TieredMachine
+from tier_rig import STATE, flip_header
+from tiers_machine import PROMPTS, DiskMachine, TieredMachine
 
 from mamba_cache.context import PrefetchState
 
@@ -152,19 +153,53 @@ class RanksMachine(DiskMachine):
         super().reset(what)
 
     def return_to(self, stem, tail, tenant):
-        for _ in self.on_each_rank():
-            self.copies.run(99)
-            self.late.flush()
+        self.all_get_on()
         seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        was_late, self.late.is_late = self.late.is_late, True
         handle = self.begin_prefetch(seen)
-        for _ in self.on_each_rank():
-            self.late.flush()
+        self.context.poll_tiers()
+        self.ranks_stand_alike()
+        self.late.is_late = was_late
+        self.all_get_on()
         self.context.poll_tiers()
         assert handle.is_done
         match = self.context.match(seen.request("probe", list(seen.prompt)))
         if handle.state is PrefetchState.READY and not self.turned:
             assert match.skip_tokens >= handle.skip_tokens
         self.ask(stem, tail, tenant)
+
+    def all_get_on(self):
+        for _ in self.on_each_rank():
+            self.copies.run(99)
+            self.late.flush()
+            self.context._tiering.poll()
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=2, max_size=5),
+        how=st.sampled_from(["a load fails", "a bit", "a bit of a header"]),
+        row=st.integers(0, 30),
+    )
+    def trouble_on_one_rank(self, prompts, how, row):
+        """What all have in host memory one of them cannot load."""
+        self.ask_all(prompts, 9)
+        self.all_get_on()
+        self.context.kv_block_allocator.deregister_blocks(self.unused_blocks())
+        self.exact = self.keeps_all = False
+        self.drop_ended_pins(all_of_them=True)
+        if how == "a load fails":
+            self.copies.fails.add("load")
+        elif how == "a bit":
+            self.turn(STATE, row, 3)
+        else:
+            self.turn(STATE, row, 900, flip_header)
+        self.ask_all(prompts, 9)
+
+    def unused_blocks(self):
+        """Cached blocks that no request holds."""
+        kv_blocks = self.context.kv_block_allocator
+        is_unused = (kv_blocks.block_hashes >= 0) & (kv_blocks.block_ref_counts == 0)
+        return is_unused.nonzero().flatten().tolist()
 
     def leave(self, *, is_killed):
         if is_killed:
