@@ -90,8 +90,8 @@ class DiskTier:
     An entry can be found once it is on the disk to its end, and each read compares its header with
     what the request derived, field by field, and its payload with its digest. Whatever is wrong is
     a counted miss: a full disk, an error of the disk, damage. Nobody who calls waits for the disk,
-    except in ``flush`` and ``close``. Any thread may call; ``done`` is called from threads of this
-    object, or from the caller's when the answer is known at once.
+    except in ``remove``, ``flush`` and ``close``. Any thread may call; ``done`` is called from
+    threads of this object, or from the caller's when the answer is known at once.
 
     Its threads end at ``close``. In a process that was forked it refuses everything.
 

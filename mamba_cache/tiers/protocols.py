@@ -64,7 +64,7 @@ class LowerTier(Protocol):
         """
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over.
+        """Wait until what was queued so far is over, and ``done`` has been called for it.
 
         Args:
             timeout_seconds: How long. Default: as long as it takes.
