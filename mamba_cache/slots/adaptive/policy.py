@@ -83,10 +83,8 @@ class AdaptiveSlotPolicy:
         """Return the slots whose states are worth the least."""
         nodes = self._candidates.take(slots)
         values = self._tree.values_of(nodes)
-        order: list[int] = []
-        for _ in range(min(num_slots, len(slots))):
-            order.append(slots.item(self._lowest(nodes, values)))
-        return order
+        wanted = range(min(num_slots, len(slots)))
+        return [slots.item(self._lowest(nodes, values)) for _ in wanted]
 
     def admit(
         self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
