@@ -77,6 +77,9 @@ _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
 _MOST_CHUNK_TOKENS = 8192
+_FEWEST_SLOTS = 16
+"""From which on the default policy learns: with fewer a chat must go on from its last state."""
+
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
 
@@ -100,7 +103,7 @@ class PrefixCache:
             from then on once a forward has run out of memory, after which it is tried again.
         eviction: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved.
+            and may refuse a state before it is saved; "consumed" where there is no room for 16.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -184,11 +187,11 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        if eviction is None or isinstance(eviction, str):
-            name = "adaptive" if eviction is None else eviction
-            check_choice("eviction", name, get_args(SlotPolicyName))
-            eviction = SLOT_POLICIES[name]()
-        eviction = check_policy(eviction)
+        if isinstance(eviction, str):
+            check_choice("eviction", eviction, get_args(SlotPolicyName))
+            eviction = SLOT_POLICIES[eviction]()
+        elif eviction is not None:
+            check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
@@ -210,6 +213,8 @@ class PrefixCache:
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
+        if eviction is None:
+            eviction = SLOT_POLICIES["adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"]()
         num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
         self._capture = probe_capture(self._runner, layout) if fault is None else None
         self._costs = make_cost_model(layout.device, is_on=measure_costs)
