@@ -187,11 +187,6 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        if isinstance(eviction, str):
-            check_choice("eviction", eviction, get_args(SlotPolicyName))
-            eviction = SLOT_POLICIES[eviction]()
-        elif eviction is not None:
-            check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
@@ -213,8 +208,6 @@ class PrefixCache:
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
-        if eviction is None:
-            eviction = SLOT_POLICIES["adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"]()
         num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
         self._capture = probe_capture(self._runner, layout) if fault is None else None
         self._costs = make_cost_model(layout.device, is_on=measure_costs)
@@ -227,7 +220,7 @@ class PrefixCache:
             layout,
             num_slots=num_slots,
             num_blocks=num_blocks,
-            eviction=eviction,
+            eviction=_read_policy(eviction, num_slots),
             max_pinned_share=max_pinned_share,
             max_salt_share=max_salt_share,
             clock=clock,
@@ -832,6 +825,17 @@ class PrefixCache:
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
         )
+
+
+def _read_policy(
+    eviction: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
+) -> SlotEvictionPolicy:
+    if eviction is None:
+        eviction = "adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"
+    if isinstance(eviction, str):
+        check_choice("eviction", eviction, get_args(SlotPolicyName))
+        return SLOT_POLICIES[eviction]()
+    return check_policy(eviction)
 
 
 def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
