@@ -120,7 +120,8 @@ def _chain(cache, told):
 
 def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
     """Strangers' states are worth less than those of a prompt that comes again and again."""
-    cache = nemotron.cache(**budgets(nemotron.cache(), slots=2, blocks=200))
+    room = budgets(nemotron.cache(), slots=2, blocks=200)
+    cache = nemotron.cache(**room, eviction="adaptive")
     copies, save = [], cache._store.tensors.save_state
     monkeypatch.setattr(
         cache._store.tensors, "save_state", lambda *args: (copies.append(1), save(*args))
@@ -140,7 +141,7 @@ def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
 def test_over_tiers_nothing_is_refused(nemotron, generator):
     """What is refused would not come to host memory either."""
     room = budgets(nemotron.cache(), slots=2, blocks=200)
-    with nemotron.cache(**room, host_cache_gb=0.01) as cache:
+    with nemotron.cache(**room, host_cache_gb=0.01, eviction="adaptive") as cache:
         prompts = [tokens(generator, BLOCK + 3) for _ in range(8)]
         for prompt in prompts[:4]:
             cache.generate([prompt], **SHORT)

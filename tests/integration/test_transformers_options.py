@@ -21,6 +21,7 @@ from transformers_rig import (
     GREEDY,
     VOCABULARY,
     assert_same,
+    budgets,
     cached,
     join,
     make_cache,
@@ -694,7 +695,9 @@ def test_policies_are_checked_when_the_cache_is_made(model, eviction, message):
         make_cache(model, eviction=eviction)
     for name, kind in SLOT_POLICIES.items():
         assert type(make_cache(model, eviction=name).slot_allocator.policy) is kind
-    assert type(make_cache(model).slot_allocator.policy) is SLOT_POLICIES["adaptive"]
+    for slots, name in ((15, "consumed"), (16, "adaptive")):
+        made = make_cache(model, **budgets(make_cache(model), slots=slots, blocks=4))
+        assert type(made.slot_allocator.policy) is SLOT_POLICIES[name]
     assert make_cache(model, placement=EveryNthBlock(2), eviction=LruSlotPolicy())
 
 

@@ -197,7 +197,7 @@ def test_a_batch_that_goes_on_inside_a_block_is_verified(generator):
 def test_what_cannot_be_verified_is_counted(generator, monkeypatch):
     model = make_model("granite 4")
     small = budgets(make_cache(model), slots=2, blocks=40)
-    cache = make_cache(model, verify_hits=1.0, **small)
+    cache = make_cache(model, verify_hits=1.0, eviction="consumed", **small)
     prompt = converse(cache, generator)
     cache.verify_pending()
     cached(cache, prompt)

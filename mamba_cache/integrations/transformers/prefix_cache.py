@@ -77,6 +77,9 @@ _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
 _MOST_CHUNK_TOKENS = 8192
+_FEWEST_SLOTS = 16
+"""From which on the default policy learns: with fewer a chat must go on from its last state."""
+
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
 
@@ -100,7 +103,7 @@ class PrefixCache:
             from then on once a forward has run out of memory, after which it is tried again.
         eviction: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved.
+            and may refuse a state before it is saved; "consumed" where there is no room for 16.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -184,11 +187,6 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        if eviction is None or isinstance(eviction, str):
-            name = "adaptive" if eviction is None else eviction
-            check_choice("eviction", name, get_args(SlotPolicyName))
-            eviction = SLOT_POLICIES[name]()
-        eviction = check_policy(eviction)
         check_kind("reuse_answers", reuse_answers, bool)
         check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
@@ -222,7 +220,7 @@ class PrefixCache:
             layout,
             num_slots=num_slots,
             num_blocks=num_blocks,
-            eviction=eviction,
+            eviction=_read_policy(eviction, num_slots),
             max_pinned_share=max_pinned_share,
             max_salt_share=max_salt_share,
             clock=clock,
@@ -827,6 +825,17 @@ class PrefixCache:
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
         )
+
+
+def _read_policy(
+    eviction: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
+) -> SlotEvictionPolicy:
+    if eviction is None:
+        eviction = "adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"
+    if isinstance(eviction, str):
+        check_choice("eviction", eviction, get_args(SlotPolicyName))
+        return SLOT_POLICIES[eviction]()
+    return check_policy(eviction)
 
 
 def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
