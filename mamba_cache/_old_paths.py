@@ -25,4 +25,4 @@ def keep_submodules(old: str, package: str, names: Mapping[str, str]) -> None:
     for name, new in names.items():
         module = import_module(f"{package}.{new}")
         sys.modules[f"{old}.{name}"] = module
-        setattr(sys.modules[old], name, module)
+        setattr(sys.modules[old], name, module)  # unnoticed: it runs when a module is imported
