@@ -235,7 +235,7 @@ def guarded(
                 raise
 
         decorated = cast(Any, run)
-        _RUNNERS.add(decorated.__code__)
+        _RUNNERS.add(decorated.__code__)  # unnoticed: it runs when a module is imported
         return cast(_Method, decorated)
 
     return decorate

@@ -655,6 +655,7 @@ class KVBlockAllocator:
                 start = runs.pop().start if follows else index
                 runs.append(slice(start, index + 1))
         if self._observers:
+            # unnoticed: nothing else is unsent
             self._unsent += [self._storage(plan, run) for run in runs]
         return holders
 

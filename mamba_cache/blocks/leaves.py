@@ -96,6 +96,7 @@ class LeafQueue:
                 return block_id
         if states is None or not self._aside:
             return self._queue.pop()[0]
+        # unnoticed: of ints that is the dtype anyway
         blocks = np.array(list(self._aside), np.intp)
         block_id = states.first_to_go(blocks)
         del self._aside[block_id]

@@ -987,6 +987,7 @@ class SlotPool:
     def _evict(self, victims: Sequence[int], num_wanted: int) -> None:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""
         slots = self._check_evictable(victims, num_wanted)
+        # unnoticed: slots that are nobody's poison the pool, too
         self._guard.is_changing = True
         self._unassign(slots)
         self.evicted_slots_total += len(slots)

@@ -15,8 +15,8 @@ from slot_rig import make_allocator, make_pool
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.errors import PoisonedError
-from mamba_cache.slots import MambaSlotAllocator, SlotPool
+from mamba_cache.errors import InvalidArgumentError, PoisonedError
+from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator, PromptFacts, SlotPool
 
 
 class StruckAtReturn:
@@ -242,3 +242,24 @@ def test_an_observer_that_raises_leaves_slots_in_order(name):
         SLOT_CALLS[name][1](pool, held)
     pool.check_invariants()
     assert pool.reserve_slots([]) == []
+
+
+def test_an_interrupt_after_the_observers_loses_the_copy_that_was_about_to_begin():
+    """The slots are leaving by the books, and nobody knows the copy that would end it."""
+    pool, _ = slots_in_use(is_observed=True)
+    struck(SlotPool, "_call_observers", lambda: pool.begin_leaving([pool.get_slot(0)]))
+    with pytest.raises(PoisonedError, match="begin_leaving"):
+        pool.reserve_slots([])
+
+
+def test_a_policy_that_breaks_off_while_it_is_told_of_a_request_poisons():
+    class BreaksOff(AdaptiveSlotPolicy):
+        def on_request(self, facts):
+            super().on_request(facts)
+            raise InvalidArgumentError("not this one")
+
+    pool = SlotPool(2, KVBlockAllocator(9), policy=BreaksOff())
+    with pytest.raises(InvalidArgumentError, match="not this one"):
+        pool.begin_request(PromptFacts([1, 2], 4, 0, 2))
+    with pytest.raises(PoisonedError, match="begin_request"):
+        pool.reserve_slots([0])

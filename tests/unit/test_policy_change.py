@@ -5,6 +5,7 @@ from slot_rig import make_allocator
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     LruSlotPolicy,
     RefZeroSlotPolicy,
@@ -111,3 +112,10 @@ def test_a_policy_that_raises_does_not_take_over(allocator):
         allocator.change_policy(Failing())
     assert allocator.fingerprint() == before
     assert victims(allocator) == [2, 0, 3, 1]
+
+
+def test_whether_prompts_are_told_goes_with_the_policy(allocator):
+    for policy, knows in ((AdaptiveSlotPolicy(), True), (LruSlotPolicy(), False)):
+        allocator.change_policy(policy)
+        assert allocator.knows_prompts is knows
+        allocator.check_invariants()

@@ -217,6 +217,8 @@ def test_without_an_ssm_chunk_states_may_be_saved_anywhere():
 def test_one_householder_is_one_too_many():
     with pytest.raises(InvalidArgumentError, match="must be 0, got 1"):
         check_model(SimpleNamespace(gdp_num_householder=1))
+    with pytest.raises(InvalidArgumentError, match="gdp_num_householder must be 0, got 2"):
+        make_allocator().embed(SimpleNamespace(gdp_num_householder=2))
 
 
 def test_a_state_may_save_no_tokens():
