@@ -46,8 +46,9 @@ def free_port():
 class Server:
     """A process that listens on loopback; it can be stopped, killed and started again."""
 
-    def __init__(self, command, port, *, folder=None):
+    def __init__(self, command, port, *, folder=None, host=LOOPBACK):
         self.command, self.port, self.folder = [str(word) for word in command], port, folder
+        self.host = host
         self.process = None
         self.start()
 
@@ -60,7 +61,8 @@ class Server:
             stderr=subprocess.DEVNULL,
         )
         while self.process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, self.port), 1.0):
+            where = self.host, self.port
+            with contextlib.suppress(OSError), socket.create_connection(where, 1.0):
                 return
             PAUSE.wait(0.01)
         raise RuntimeError(f"ended with {self.process.returncode}: {' '.join(self.command)}")

@@ -1,0 +1,492 @@
+"""Measures what a store that fails adds to requests, beside the same requests without a store.
+
+Run ``python tests/store_waits.py --count 200 --json out.json`` where Valkey's server and Mooncake
+are (tests/engines/stores.sh), as root, so that nothing else on the machine takes the processor
+(``--plain`` without): this process's threads and the control are in the real-time class, threads
+of Mooncake's own and servers come right after it (nice -20). The exit code is 1 if 50 ms or more
+were added to a request while the machine did nothing else.
+
+Of each store the server, the master or the holder of the entries is killed, stopped, or loses
+all packets, at a random moment, while one context and one ``PrefixCache`` serve requests whose
+prefixes the store has. Each request is also run without a store, by a twin with the same settings;
+what it takes longer counts, unless the store has served it. The control is a process of the same
+class and priority that does nothing but to wait for 10 ms again and again: what it comes late the
+machine adds, and no code. "Undisturbed" leaves out requests beside which it came late by 2 ms.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+import numpy as np
+import torch
+from context_rig import MODEL, make_config, make_context
+from restart_rig import slow_prefill
+from store_rig import (
+    LOOPBACK,
+    PAUSE,
+    Server,
+    find_mooncake_master,
+    find_valkey,
+    free_port,
+    mooncake_master,
+    valkey_server,
+)
+from transformers_rig import VOCABULARY, make_cache, make_model
+
+from mamba_cache import Request
+from mamba_cache.context import PrefetchState
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.stores import MemoryStore, open_store
+from mamba_cache.tiers import ModelIdentity
+from mamba_cache.tiers import remote as remote_module
+
+LIMIT_MS, LATE_SECONDS = 50.0, 0.002
+PROMPTS, PROMPT_TOKENS = 32, 61
+SHORT_SECONDS, LONG_SECONDS, LONG_EVERY = 0.15, 5.0, 25
+PRIORITY = "threads of Python and control SCHED_FIFO 80, Mooncake's threads and servers nice -20"
+AWAY, NOWHERE = "10.77.0.2", "02:00:00:00:00:99"
+HOLDER = """
+import signal, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+store.setup("127.0.0.1", "P2PHANDSHAKE", 2**26, 2**24, "tcp", "", sys.argv[1])
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+class Valkey:
+    """A server, and what can befall it."""
+
+    def __init__(self):
+        self.server = valkey_server("--maxmemory", "256mb")
+        self.url = f"valkey://{LOOPBACK}:{self.server.port}"
+
+    def kill(self):
+        self.server.kill()
+
+    def stop(self):
+        self.server.pause()
+
+    def mend(self):
+        if self.server.process.poll() is None:
+            self.server.go_on()
+        else:
+            self.server.start()
+
+    def close(self):
+        self.server.go_on()
+        self.server.kill()
+
+
+class FarValkey:
+    """A server behind a network of its own, that can lose all packets (needs root and ``ip``)."""
+
+    def __init__(self):
+        self.close()
+        for command in (
+            "ip netns add mc-away",
+            "ip link add mc-here type veth peer name mc-there netns mc-away",
+            "ip addr add 10.77.0.1/24 dev mc-here",
+            "ip link set mc-here up",
+            f"ip netns exec mc-away ip addr add {AWAY}/24 dev mc-there",
+            "ip netns exec mc-away ip link set mc-there up",
+        ):
+            subprocess.run(command.split(), check=True)
+        port = free_port()
+        fixed = f"--port {port} --bind {AWAY} --save  --appendonly no --dir /tmp"
+        command = ["ip", "netns", "exec", "mc-away", find_valkey(), *fixed.split(" ")]
+        self.server = Server([*command, "--protected-mode", "no"], port, host=AWAY)
+        self.url = f"valkey://{AWAY}:{port}"
+
+    def lose(self):
+        self._neighbour("replace", AWAY, "lladdr", NOWHERE, "nud", "permanent", "dev", "mc-here")
+
+    def mend(self):
+        self._neighbour("del", AWAY, "dev", "mc-here")
+
+    def _neighbour(self, *words):
+        subprocess.run(["ip", "neigh", *words], check=False, stderr=subprocess.DEVNULL)
+
+    def close(self):
+        if hasattr(self, "server"):
+            self.server.kill()
+        for command in ("ip link del mc-here", "ip netns del mc-away"):
+            subprocess.run(command.split(), check=False, stderr=subprocess.DEVNULL)
+
+
+class Mooncake:
+    """A master and one process that holds all entries."""
+
+    def __init__(self, struck):
+        self.server = mooncake_master("1s", "--client_ttl=2")
+        self.url = f"mooncake://{LOOPBACK}:{self.server.port}"
+        self._struck = struck
+        self.holder = None
+        self._hold()
+
+    def _hold(self):
+        command = [sys.executable, "-c", HOLDER, f"{LOOPBACK}:{self.server.port}"]
+        self.holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.holder.stdout.readline()
+
+    @property
+    def _process(self):
+        return self.server.process if self._struck == "master" else self.holder
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self):
+        self._process.send_signal(signal.SIGSTOP)
+
+    def mend(self):
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+        elif self._struck == "master":
+            self.server.start()
+        else:
+            PAUSE.wait(2.5)  # until the master knows: what is put before is sent to the dead one
+            self._hold()
+
+    def close(self):
+        for process in (self.holder, self.server.process):
+            with contextlib.suppress(OSError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+FAULTS = {
+    "Valkey killed": (Valkey, "kill"),
+    "Valkey stopped": (Valkey, "stop"),
+    "Valkey, packets lost": (FarValkey, "lose"),
+    "Mooncake master killed": (lambda: Mooncake("master"), "kill"),
+    "Mooncake master stopped": (lambda: Mooncake("master"), "stop"),
+    "Mooncake holder killed": (lambda: Mooncake("holder"), "kill"),
+    "Mooncake holder stopped": (lambda: Mooncake("holder"), "stop"),
+}
+
+
+class OfContext:
+    """Requests to a context: ``prefetch``, ``wait``, ``add_request`` and ``begin_step``."""
+
+    def __init__(self, store):
+        settings = {"num_host_blocks": 60, "num_host_states": 40, "hash_secret": b"s"}
+        if store is not None:
+            settings |= {"store": store, "store_write_on_use": 1}
+        self.context = make_context(
+            make_config(**settings),
+            identity=ModelIdentity(name="model", weights="w"),
+            load_planner=slow_prefill(),
+            poison=False,
+        )
+        rng = np.random.default_rng(1)
+        self.prompts = rng.integers(1, 13, (PROMPTS, PROMPT_TOKENS)).tolist()
+
+    @property
+    def tier(self):
+        return self.context.store_tier
+
+    def run(self, number, *, tail):
+        """Run a request; return what it took until its step had begun, and if it was served."""
+        context, prompt = self.context, [*self.prompts[number], *tail]
+        request = Request(request_id="one", prompt_tokens=[1 + t % 12 for t in prompt])
+        began = time.perf_counter()
+        prefetch = context.prefetch(request)
+        state = prefetch.wait()
+        admission = context.add_request(request)
+        step = context.begin_step()
+        seconds = time.perf_counter() - began
+        logits = MODEL.forward(step.metadata, context)
+        context.commit_step({"one": int(logits[0].argmax())})
+        context.finish("one")
+        return seconds, state is PrefetchState.READY and admission.skip_tokens > 0
+
+    def forget(self):
+        self.context.reset()
+        self.context.host_tier.clear()
+
+    def close(self):
+        self.context.wait_for_tiers()
+        self.context.close()
+
+
+class OfPrefixCache:
+    """Requests to a ``PrefixCache``: ``generate``, for one token."""
+
+    def __init__(self, store):
+        settings = {"host_cache_gb": 0.01, "hash_secret": b"s", "measure_costs": False}
+        self.cache = make_cache(make_model("granite 4"), store=store, **settings)
+        generator = torch.Generator().manual_seed(5)
+        self.prompts = torch.randint(
+            3, VOCABULARY, (PROMPTS, 1, PROMPT_TOKENS), generator=generator
+        )
+
+    @property
+    def tier(self):
+        return self.cache._store.tiers._remote
+
+    def run(self, number, *, tail):
+        skipped = self.cache.stats().skipped_tokens
+        ids = torch.cat(
+            [self.prompts[number], torch.tensor([tail], dtype=torch.int64) % (VOCABULARY - 3) + 3],
+            1,
+        )
+        mask = torch.ones_like(ids)
+        began = time.perf_counter()
+        self.cache.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+        seconds = time.perf_counter() - began
+        return seconds, self.cache.stats().skipped_tokens > skipped
+
+    def forget(self):
+        self.cache._store.reset()  # ``cache.reset()`` waits until a store's calls are over
+        self.cache._store.tiers.reset()
+
+    def close(self):
+        self.cache.close()
+
+
+def entries_of(kind):
+    """The blobs of all prompts, which a process has computed."""
+    store = MemoryStore()
+    user = kind(store)
+    for number in range(PROMPTS):
+        user.run(number, tail=[])
+    user.close()
+    return dict(store._blobs)
+
+
+def real_time(is_it):
+    """Put the threads of Python into the real-time class, or back into the plain one."""
+    kind, priority = (os.SCHED_FIFO, 80) if is_it else (os.SCHED_OTHER, 0)
+    for thread in threading.enumerate():
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.sched_setscheduler(thread.native_id, kind, os.sched_param(priority))
+
+
+class Trials:
+    """One fault, time and again."""
+
+    is_plain = False
+
+    def __init__(self, name, seed):
+        make, self._strike = FAULTS[name]
+        self.name, self.random = name, random.Random(seed)
+        self.far = make()
+        self.store = open_store(self.far.url)
+        self.blobs = {}
+        self.pairs = []
+        for kind in (OfContext, OfPrefixCache):
+            self.blobs |= entries_of(kind)
+            self.pairs.append((kind.__name__[2:], kind(self.store), kind(None)))
+        self.added = {name: [] for name, _, _ in self.pairs}
+        self.longest, self.served, self.recoveries = [], 0, []
+
+    def fill(self):
+        """Have the store have all entries; it may have to come back first."""
+        names = list(self.blobs)
+        buffers = [memoryview(blob) for blob in self.blobs.values()]
+        until = time.monotonic() + 90
+        while any(self.store.exists_many(names)):
+            self.store.put_many(names, buffers)
+            PAUSE.wait(0.05)
+            assert time.monotonic() < until, f"{self.name}: the store does not come back"
+
+    def begin(self):
+        """Wait until both are served by the store."""
+        until = time.monotonic() + 90
+        for _, user, _ in self.pairs:
+            while not user.run(0, tail=[])[1]:
+                user.forget()
+                self.fill()
+                PAUSE.wait(0.05)
+                assert time.monotonic() < until, f"{self.name}: nothing is served"
+            user.forget()
+
+    def once(self, *, is_long):
+        self.begin()
+        begins, struck = threading.Event(), threading.Event()
+
+        def strike():
+            begins.wait()
+            PAUSE.wait(self.random.uniform(0.0, 0.008))
+            struck.set()
+            getattr(self.far, self._strike)()
+
+        striking = threading.Thread(target=strike)
+        striking.start()
+        real_time(not self.is_plain)
+        until, longest, left = None, (0.0, (0.0, 0.0)), self.random.randrange(4)
+        while until is None or time.monotonic() < until:
+            number, tail = self.random.randrange(PROMPTS), [self.random.randrange(90)] * 9
+            for name, user, twin in self.pairs:
+                left -= 1
+                if left < 0:
+                    begins.set()
+                asked = time.monotonic()
+                seconds, is_served = user.run(number, tail=tail)
+                was_struck = struck.is_set()
+                plain, _ = twin.run(number, tail=tail)
+                span = asked, time.monotonic()
+                user.forget()
+                twin.forget()
+                if was_struck and not is_served:
+                    self.added[name].append(seconds - plain)
+                    longest = max(longest, (seconds - plain, span))
+                self.served += is_served
+            if until is None and was_struck:
+                until = time.monotonic() + (LONG_SECONDS if is_long else SHORT_SECONDS)
+        self.longest.append(longest)
+        real_time(False)
+        striking.join()
+        began = time.monotonic()
+        self.far.mend()
+        self.fill()
+        self.recoveries.append(time.monotonic() - began)
+        worst = f"{1e3 * longest[0]:.1f} ms, back after {self.recoveries[-1]:.1f} s"
+        print(f"{self.name} {len(self.longest)}: {worst}", file=sys.stderr)
+
+    def close(self):
+        for _, user, twin in self.pairs:
+            for each in (user, twin):
+                each.close()
+        self.far.close()
+
+
+def control(begins, ends, late):
+    """Wait for 10 ms, time and again; say when, and by how much it took longer."""
+    times = []
+    begins.wait()
+    real_time(not Trials.is_plain)
+    while not ends.is_set():
+        began = time.monotonic()
+        PAUSE.wait(0.01)
+        times.append((began, time.monotonic() - began - 0.01))
+    late.put(times)
+
+
+def summary(seconds):
+    ms = 1e3 * np.array(seconds or [0.0])
+    p50, p99 = np.percentile(ms, [50, 99])
+    return {"count": len(seconds), "p50": p50, "p99": p99, "max": ms.max()}
+
+
+def stolen():
+    """Seconds that the machine's host has taken from its processors."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def undisturbed(longest, times):
+    """What was added while the control was nowhere late by more than 2 ms."""
+    late = np.array([began for began, late in times if late > LATE_SECONDS])
+    ends = late + np.array([late for _, late in times if late > LATE_SECONDS]) + 0.01
+    return [added for added, (since, until) in longest
+            if not ((late < until) & (ends > since)).any()]  # fmt: skip
+
+
+def measure(name, count, seconds, seed):
+    processes = multiprocessing.get_context("fork")
+    begins, ends, late = processes.Event(), processes.Event(), processes.SimpleQueue()
+    beside = processes.Process(target=control, args=(begins, ends, late), daemon=True)
+    beside.start()
+    trials = Trials(name, seed)
+    began, steal = time.monotonic(), stolen()
+    begins.set()
+    try:
+        while len(trials.longest) < count and time.monotonic() - began < seconds:
+            trials.once(is_long=len(trials.longest) % LONG_EVERY == LONG_EVERY - 1)
+    finally:
+        ends.set()
+        times = late.get()
+        beside.join()
+        trials.close()
+    return {
+        "fault": name,
+        "times": len(trials.longest),
+        "added_ms": {user: summary(added) for user, added in trials.added.items()},
+        "longest_of_each_time_ms": summary([added for added, _ in trials.longest]),
+        "of_these_undisturbed_ms": summary(undisturbed(trials.longest, times)),
+        "control_late_ms": summary([late for _, late in times]),
+        "served_by_the_store": trials.served,
+        "store_back_after_s": summary([each / 1e3 for each in trials.recoveries]),
+        "stolen_s": round(stolen() - steal, 2),
+        "took_s": round(time.monotonic() - began),
+    }
+
+
+def report(results, arguments, is_plain):
+    """The results, and the figures of them that have a limit, as benchmarks keep them."""
+    measurements = [
+        {
+            "name": f"{each['fault']}: the most that it added to a request",
+            "value": each["of_these_undisturbed_ms"]["max"],
+            "unit": "ms",
+            "limit": LIMIT_MS,
+            "at_least": False,
+            "runs": each["of_these_undisturbed_ms"]["count"],
+            "detail": f"{each['times']} times in all",
+            "passed": bool(each["of_these_undisturbed_ms"]["max"] < LIMIT_MS),
+        }
+        for each in results
+    ]
+    return {
+        "benchmark": "store_waits",
+        "command": " ".join(["python", "tests/store_waits.py", *arguments]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "python": platform.python_version(),
+        "priority": "plain" if is_plain else PRIORITY,
+        "patience_ms": 30,
+        "passed": all(each["passed"] for each in measurements),
+        "measurements": measurements,
+        "results": results,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200, help="times of each fault")
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each fault")
+    parser.add_argument("--only", nargs="*", default=[], help="faults whose name has that word")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plain", action="store_true", help="not in the real-time class")
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    remote_module._PROBE_SECONDS = 0.5  # 5 s outside of this command, which has no time
+    prefix_tiers._DEADLINE_SECONDS = None
+    Trials.is_plain = options.plain
+    if not options.plain:
+        os.nice(-20)
+    results = []
+    for name in FAULTS:
+        if options.only and not any(word in name for word in options.only):
+            continue
+        is_here = find_valkey() if name.startswith("Valkey") else find_mooncake_master()
+        if is_here is None:
+            print(f"{name}: not installed", file=sys.stderr)
+            continue
+        results.append(measure(name, options.count, options.seconds, options.seed))
+        print(json.dumps(results[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report(results, sys.argv[1:], options.plain), indent=2))
+    return any(each["of_these_undisturbed_ms"]["max"] >= LIMIT_MS for each in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
