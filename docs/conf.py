@@ -108,16 +108,13 @@ def module_page(module: ModuleType, exported: set[str]) -> tuple[list[str], list
     name = module.__name__
     defined = [one for one in module.__all__ if is_defined_in(module, one)]
     apart = [one for one in defined if f"{name}.{one}" in exported and len(defined) > 1]
-    lines = [name, "=" * len(name), "", f".. automodule:: {name}"]
-    lines += [f"   :exclude-members: {', '.join(apart)}", ""] if apart else [""]
+    lines = [name, "=" * len(name), ""]
     if len(defined) > 1:
-        lines += titled(
-            "In this module",
-            [
-                f"- :py:obj:`~{name}.{one}`: {first_sentence(getattr(module, one))}"
-                for one in defined
-            ],
-        )
+        sentences_on = {one: first_sentence(getattr(module, one)) for one in defined}
+        lines += [f"- :py:obj:`~{name}.{one}`: {text}" for one, text in sentences_on.items()]
+    lines += ["", f".. automodule:: {name}"]
+    lines += [f"   :exclude-members: {', '.join(apart)}"] if apart else []
+    lines += [""]
     return lines, apart
 
 

@@ -3,8 +3,6 @@
 The model of a folder (``transformers_script.py FOLDER``) answers questions about one long text.
 Without a folder it is a small hybrid with random weights and bytes as tokens: what it says means
 nothing, but with the cache and without it must say the same.
-
-Needs the extra: pip install -e '.[transformers]'
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BatchEncoding,
-    GraniteMoeHybridConfig,
-)
 
 from mamba_cache.integrations.transformers import PrefixCache
+
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
+    from transformers import GraniteMoeHybridConfig as SmallConfig
+except ImportError as error:
+    sys.exit(f"This example needs transformers: {error}. pip install -e '.[transformers]'")
 
 TEXT = topics["assignment"][:900] + "\n\nQuestion: "
 QUESTIONS = (
@@ -36,7 +34,7 @@ QUESTIONS = (
 def make_model() -> Any:
     """Make a small model of Granite 4's kind."""
     torch.manual_seed(0)
-    config = GraniteMoeHybridConfig(
+    config = SmallConfig(
         vocab_size=256, hidden_size=64, intermediate_size=64, shared_intermediate_size=64,
         num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"],
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=0, mamba_n_heads=4,

@@ -1,11 +1,7 @@
 """Transformers' own server with a prefix cache behind it, and without, asked the same.
 
-What ``mamba-cache serve MODEL`` does on the command line is done here inside of one process: a chat
-of three turns goes to OpenAI's API, once with the cache and once to the server as it is. The model
-is a small hybrid with random weights and characters as tokens: what it says means nothing, but both
-must say the same.
-
-Needs the extra: pip install -e '.[serve]'
+A chat of three turns goes to OpenAI's API of what ``mamba-cache serve MODEL`` starts, here in this
+process. The model is small and what it says means nothing, but both must say the same.
 """
 
 from __future__ import annotations
@@ -21,10 +17,14 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mamba_cache.integrations.transformers import serve
+
+try:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+except ImportError as error:
+    sys.exit(f"This example needs a server: {error}. pip install -e '.[serve]'")
 
 SYSTEM = "You are the porter of a small hotel. You know every guest, and you are never in a hurry. "
 QUESTIONS = ("Is my key here?", "And where is the garden?", "Thank you. When is breakfast?")
@@ -38,8 +38,8 @@ def save_model(folder: str) -> None:
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
-    fast.save_pretrained(folder)
+    options = {"tokenizer_object": tokenizer, "chat_template": TEMPLATE}
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.GraniteMoeHybridConfig(
         vocab_size=len(letters), hidden_size=64, num_hidden_layers=3, num_local_experts=0,
@@ -87,9 +87,9 @@ def main() -> int:
         length = reply["usage"]["prompt_tokens"]
         found = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         prompts, cached = prompts + length, cached + found
-        times = f"{reply['seconds'] * 1e3:11.0f} ms {plain['seconds'] * 1e3:5.0f} ms"
-        print(f"{length:6}  {found:6}  {times}")
-    same = [r["choices"] for r in with_cache] == [r["choices"] for r in without]
+        times = [round(each["seconds"] * 1e3) for each in (reply, plain)]
+        print(f"{length:6}  {found:6}  {times[0]:11} ms {times[1]:5} ms")
+    same = all(a["choices"] == b["choices"] for a, b in zip(with_cache, without, strict=True))
     print(f"\nPrompt tokens computed: {prompts - cached:,} with the cache, {prompts:,} without.")
     print(f"Answers with and without the cache {'agree' if same else 'DO NOT AGREE'}.")
     return 0 if same and cached else 1

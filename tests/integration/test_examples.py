@@ -84,6 +84,8 @@ def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
     ("name", "package", "said"),
     [
         ("vllm_offline", "vllm", "This example needs vLLM: .*pip install -e '.\\[vllm]'"),
+        ("transformers_script", "transformers", r"needs transformers: .*-e '\.\[transformers\]'"),
+        ("transformers_server", "transformers", r"needs a server: .*pip install -e '\.\[serve\]'"),
         ("megatron_core", "megatron", "Megatron Core is not installed.*pip install megatron-core"),
     ],
 )
