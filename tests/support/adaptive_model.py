@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mamba_cache.slots.adaptive.candidates import (
+    FORGOTTEN_AT_ONCE,
     REQUESTS_PER_REFIT,
     REQUESTS_PER_SWEEP,
     CandidateKind,
@@ -60,8 +61,6 @@ class ModelTree:
 
     def begin_request(self, path: Sequence[int], num_matched: int, num_usable: int) -> _Prompt:
         self.clock += 1
-        while len(self.ghosts) > self.max_ghosts and self._forget_oldest():
-            pass
         self.rates.work()
         if self.clock % REQUESTS_PER_REFIT == 0:
             self.rates.refit(
@@ -71,6 +70,9 @@ class ModelTree:
         elif self.clock % REQUESTS_PER_SWEEP == 0:
             for ghost in self.ghosts:
                 self.known[ghost].weight = self.index_of(ghost)
+        if len(self.ghosts) >= self.max_ghosts + FORGOTTEN_AT_ONCE:
+            while len(self.ghosts) > self.max_ghosts and self._forget_oldest():
+                pass
         path = tuple(path)
         on_path = [p for p in self.known if path[: len(p)] == p and len(p) <= num_usable]
         turn = 0

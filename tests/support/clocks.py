@@ -14,7 +14,7 @@ class Clock:
         self._now += self._tick
         return self._now
 
-    monotonic = process_time = time = perf_counter
+    monotonic = process_time = thread_time = time = perf_counter
 
 
 class JumpingClock:
@@ -32,7 +32,7 @@ class JumpingClock:
         self._now += seconds
         time.sleep(0)
 
-    monotonic = process_time = time = perf_counter
+    monotonic = process_time = thread_time = time = perf_counter
 
 
 class ManualClock:
@@ -44,4 +44,4 @@ class ManualClock:
     def perf_counter(self) -> float:
         return self.now
 
-    monotonic = process_time = time = perf_counter
+    monotonic = process_time = thread_time = time = perf_counter

@@ -21,6 +21,12 @@ from mamba_cache.slots import (
     SlotPool,
     StateProposal,
 )
+from mamba_cache.slots.adaptive.candidates import (
+    FORGOTTEN_AT_ONCE,
+    NO_CANDIDATE,
+    CandidateKind,
+    CandidateTree,
+)
 
 
 class Service:
@@ -401,8 +407,28 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
         pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
         again = pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
         pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
-    assert service.policy.num_candidates <= 4_097
+    assert service.policy.num_candidates <= 4_096 + FORGOTTEN_AT_ONCE
     pool.check_invariants()
+
+
+def test_no_array_grows_while_there_are_no_more_candidates_than_are_remembered(monkeypatch):
+    service = Service(4)
+    monkeypatch.setattr(service.policy._tree, "_grow", lambda size: 1 // 0)
+    for number in range(4_500):
+        service.ask([10 * number + 1, 10 * number + 2])
+    assert 4_096 <= service.policy._tree.num_ghosts < 4_096 + FORGOTTEN_AT_ONCE
+    service.pool.check_invariants()
+
+
+def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():
+    tree = CandidateTree(1)
+    prompt = tree.begin_request(range(1, 601), 0, 600)
+    nodes = [tree.propose(prompt, depth, CandidateKind.INSIDE) for depth in range(1, 601)]
+    for node in nodes[::2]:
+        tree.keep(node)
+    tree.check_invariants()
+    values = tree.values_of(np.array([*nodes[::2], NO_CANDIDATE]))
+    assert values.min() == values[-1] < 0
 
 
 def test_a_state_that_arrives_is_that_of_the_ghost_it_belongs_to():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from typing import Final, TypeAlias
@@ -17,6 +16,7 @@ from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, OLDEST, Retur
 from mamba_cache.slots.adaptive.trust import SourceTrust
 
 __all__ = [
+    "FORGOTTEN_AT_ONCE",
     "NO_CANDIDATE",
     "REQUESTS_PER_REFIT",
     "REQUESTS_PER_SWEEP",
@@ -36,11 +36,18 @@ NO_CANDIDATE: Final = -1
 
 REQUESTS_PER_REFIT: Final = 256
 REQUESTS_PER_SWEEP: Final = 32
+FORGOTTEN_AT_ONCE: Final = 32
+
+_KEPT_PER_LOOK: Final = 32
+"""The fewer states there are, the shorter they live, and the sooner an old index is a wrong one."""
+
+_MOST_PER_LOOK: Final = 6
 
 _SWEPT_PER_REQUEST: Final = 128
-_FIRST_SIZE: Final = 256
-_NUM_FIELDS: Final = 11
-_NUM_VALUE_FIELDS: Final = 4
+_NUM_FIELDS: Final = 15
+_SPARE: Final = 256
+"""Candidates beyond those that are remembered for which no array grows: one request would wait."""
+
 _NO_EDGE: Final = array("q")
 _MOST_WALKED: Final = 64
 """Candidates that are looked at one by one; if there are more, whole arrays are."""
@@ -89,7 +96,7 @@ class PromptPath:
     def __init__(self, hash_ids: list[int]) -> None:
         self.hash_ids = hash_ids
         self.nodes = [ROOT]
-        self.version: tuple[object, int] = None, 0
+        self.version: object = None
         self.turn = 0
         self.traits = 0
         self.hint = 0
@@ -111,12 +118,13 @@ class CandidateTree:
     So the value of a state is its *gain*, the blocks between the kept candidate above it and
     itself, times the sum of the indices of itself and of those that it serves.
 
-    Time is counted in requests. The index of a ghost is looked up when something happens to it and
-    at every sweep over all of them; that of a kept one whenever it is compared.
+    Time is counted in requests. The index of a candidate is looked up when something happens to it
+    and at every sweep over all of them; that of a kept one also before it is compared, where that
+    was last done ``_requests_per_look`` ago.
 
     Args:
-        max_ghosts: Ghosts that are remembered. The oldest are forgotten, but for those where
-            others part.
+        max_ghosts: Ghosts that are remembered, and ``FORGOTTEN_AT_ONCE`` more: then the oldest are
+            forgotten, but for those where others part.
 
     Attributes:
         clock: Requests so far.
@@ -128,50 +136,49 @@ class CandidateTree:
         self._bin_at = BIN_OF_AGE.data
         self.reset(max_ghosts)
 
-    def reset(self, max_ghosts: int) -> None:
-        """Forget everything; ``max_ghosts`` as above."""
+    def reset(self, max_ghosts: int, max_kept: int = 0) -> None:
+        """Forget everything.
+
+        Args:
+            max_ghosts: As above.
+            max_kept: How many there are with states; where it is more, arrays grow.
+        """
         self._max_ghosts = max_ghosts
+        self._requests_per_look = min(max(1, max_kept // _KEPT_PER_LOOK), _MOST_PER_LOOK)
+        self._last_look = 0
         self._rates.reset()
         self._trust = SourceTrust()
         self.clock = 0
-        self._arrays: _Int64Array = np.zeros((_NUM_FIELDS, 0), np.int64)
+        self._arrays: _Int64Array = np.zeros((_NUM_FIELDS, 1), np.int64)
+        self._grow(max_ghosts + max_kept + _SPARE)
         # One entry for each id that was ever taken; it grows as they are.
         self._children: list[dict[int, int]] = []  # by the first hash of the edge to each
         self._edges: list[array[int]] = []  # the hashes from the parent's depth to its own
-        self._turns: list[int] = []
         self._told: list[tuple[object, bool] | None] = []
-        self._births: list[int] = []
-        self._hashes: list[int] = []
         self._free: list[int] = []
-        self._grow(_FIRST_SIZE)
         self._num_made = 0
-        self._epoch = object()  # no other tree's, nor this one's before
-        self._version = 0
-        self._ghosts: OrderedDict[int, None] = OrderedDict()  # the oldest first
-        self._by_hash: dict[int, int] = {}
-        self._take_id(0, 0, 0)
-        self._by_hash.clear()  # 0 is no hash id
+        self._version = object()  # another one whenever a candidate comes or goes
+        self._num_ghosts = 0
+        self._take_id(0, 0, _PER_GROUP)  # as of what others extend already
         self._num_kept_at[ROOT] = 1
 
     def _grow(self, size: int) -> None:
-        old = self._arrays.shape[1]
         arrays = np.zeros((_NUM_FIELDS, size), np.int64)
-        arrays[:, :old] = self._arrays
-        arrays[:, old - 1 : old] = 0
+        old = self._arrays.shape[1] - 1
+        arrays[:, :old] = self._arrays[:, :old]
         self._arrays = arrays
-        # What a value is made of comes first, so that one call gathers it.
         (
             self._last_uses, self._classes, self._served, self._gains, self._parents, self._depths,
-            self._num_kept, self._weights, self._servers, self._are_ghosts, self._num_children,
+            self._num_kept, self._weights, self._servers, self._num_children, self._hashes, *_,
         ) = arrays  # fmt: skip
-        self._of_values = arrays[:_NUM_VALUE_FIELDS]
         # The last place is that of NO_CANDIDATE: worth less than nothing.
         self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
         # Single elements are read and written several times faster through memoryviews.
         (
             self._last_use_at, self._class_at, self._served_at, self._gain_at, self._parent_at,
-            self._depth_at, self._num_kept_at, self._weight_at, self._server_at, self._is_ghost_at,
-            self._num_children_at,
+            self._depth_at, self._num_kept_at, self._weight_at, self._server_at,
+            self._num_children_at, self._hash_at, self._birth_at, self._turn_at,
+            self._older_at, self._newer_at,
         ) = (row.data for row in arrays)  # fmt: skip
 
     # What requests ask for.
@@ -198,13 +205,14 @@ class CandidateTree:
             What ``propose`` takes.
         """
         self.clock += 1
-        self._forget_oldest()
         self._work()
+        if self._num_ghosts >= self._max_ghosts + FORGOTTEN_AT_ONCE:
+            self._forget_oldest()
         prompt = PromptPath([*hash_ids])
         self._walk(prompt)
         used = self._last_before(prompt, num_usable_blocks)
         if used != ROOT:
-            prompt.turn = self._turns[used] + (self._class_at[used] < _PER_KIND)
+            prompt.turn = self._turn_at[used] + (self._class_at[used] < _PER_KIND)
             self._use(used)
         num_new = len(prompt.hash_ids) - num_matched_blocks
         turn_class = bisect_right(_LATER_TURNS, prompt.turn)
@@ -226,11 +234,11 @@ class CandidateTree:
                 break
             depth = self._depth_at[child]
             # A hash names all that is before it, so the last one of an edge does for all.
-            if depth > length or self._hashes[child] != path[depth - 1]:
+            if depth > length or self._hash_at[child] != path[depth - 1]:
                 break
             node = child
             nodes.append(node)
-        prompt.nodes, prompt.version = nodes, (self._epoch, self._version)
+        prompt.nodes, prompt.version = nodes, self._version
 
     def _last_before(self, prompt: PromptPath, depth: int) -> int:
         """Return the deepest candidate on a path that is not below a depth."""
@@ -251,16 +259,18 @@ class CandidateTree:
             klass += _PER_USE
             self._class_at[node] = klass
         self._last_use_at[node] = self.clock
-        self._rates.begin_spell(klass, 0)
-        if self._is_ghost_at[node]:
-            self._ghosts.move_to_end(node)
-            self._weigh(node)
+        if not self._num_kept_at[node]:
+            self._remove_ghost(node)
+            self._add_ghost(node)
+        self._weigh(node)
 
-    def _weigh(self, ghost: int) -> None:
-        """Look up the index of a ghost anew."""
-        weight = self.index_of(ghost)
-        self._served_at[self._server_at[ghost]] += weight - self._weight_at[ghost]
-        self._weight_at[ghost] = weight
+    def _weigh(self, node: int) -> None:
+        """Look up the index of a candidate at its age."""
+        age = self.clock - self._last_use_at[node]
+        bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
+        weight = self._index_at[self._class_at[node] * NUM_BINS + bin_]
+        self._served_at[self._server_at[node]] += weight - self._weight_at[node]
+        self._weight_at[node] = weight
 
     def propose(self, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
         """Return the candidate at a block boundary of a prompt.
@@ -270,13 +280,13 @@ class CandidateTree:
             depth: Blocks before the boundary, from 1 to those that the prompt has.
             kind: Why it is a candidate, if it is a new one.
         """
-        if prompt.version != (self._epoch, self._version):
+        if prompt.version is not self._version:
             self._walk(prompt)
         node = self._last_before(prompt, depth)
         while self._depth_at[node] < depth:
             above, node = node, self._add_below(node, prompt, depth, kind)
             prompt.nodes.insert(prompt.nodes.index(above) + 1, node)
-            prompt.version = self._epoch, self._version
+            prompt.version = self._version
         return node
 
     def _add_below(self, node: int, prompt: PromptPath, depth: int, kind: CandidateKind) -> int:
@@ -296,7 +306,7 @@ class CandidateTree:
             self._trust.count(*told)
         new = self._take_id(path[depth - 1], depth, klass)
         self._told[new] = told
-        self._turns[new] = prompt.turn
+        self._turn_at[new] = prompt.turn
         self._edges[new] = array("q", path[start:depth])
         self._children[node][path[start]] = new
         self._parent_at[new] = node
@@ -307,50 +317,43 @@ class CandidateTree:
             self._num_children_at[new] = 1
         else:
             self._num_children_at[node] += 1
-        self._extend(node)
-        self._begin_ghost(new)
+        if not self._class_at[node] // _PER_GROUP % 2:
+            self._extend(node)
+        self._begin_ghost(new, klass)
         return new
 
     def _take_id(self, hash_id: int, depth: int, klass: int) -> int:
         if self._free:
             node = self._free.pop()
         else:
-            node = len(self._births)
+            node = len(self._edges)
             if node == self._arrays.shape[1] - 1:
                 self._grow(2 * self._arrays.shape[1])
             self._children.append({})
             self._edges.append(_NO_EDGE)
-            self._turns.append(0)
             self._told.append(None)
-            self._births.append(0)
-            self._hashes.append(0)
-        self._hashes[node], self._depth_at[node], self._class_at[node] = hash_id, depth, klass
+        self._hash_at[node], self._depth_at[node], self._class_at[node] = hash_id, depth, klass
         self._last_use_at[node] = self.clock
-        self._births[node] = self._num_made
+        self._birth_at[node] = self._num_made
         self._num_made += 1
-        self._version += 1
-        self._by_hash[hash_id] = node
+        self._version = object()
         return node
 
-    def _begin_ghost(self, node: int) -> None:
+    def _begin_ghost(self, node: int, klass: int) -> None:
         """Begin the first spell of a candidate without a state."""
-        self._server_at[node] = self._server_at[self._parent_at[node]]
-        self._ghosts[node] = None
-        self._is_ghost_at[node] = 1
-        self._rates.begin_spell(self._class_at[node], 0)
-        self._weigh(node)
+        server = self._server_at[node] = self._server_at[self._parent_at[node]]
+        self._add_ghost(node)
+        weight = self._weight_at[node] = self._index_at[klass * NUM_BINS]
+        self._served_at[server] += weight
 
     def _extend(self, node: int) -> None:
-        """Say that another candidate extends this one."""
+        """Say that another candidate extends this one, which none did before."""
         klass = self._class_at[node]
-        if node == ROOT or klass // _PER_GROUP % 2:
-            return
         age = self.clock - self._last_use_at[node]
         self._rates.end_spell(klass, age, is_event=False)
         self._rates.begin_spell(klass + _PER_GROUP, age)
         self._class_at[node] = klass + _PER_GROUP
-        if self._is_ghost_at[node]:
-            self._weigh(node)
+        self._weigh(node)
 
     def add_alone(self, hash_id: int, depth: int) -> int:
         """Add a candidate whose prompt nobody has shown.
@@ -361,16 +364,23 @@ class CandidateTree:
         """
         if hash_id <= 0:
             hash_id = -1 - 2 * self._num_made
-        node = self._take_id(hash_id, depth, CandidateKind.INSIDE * _PER_KIND)
+        klass = CandidateKind.INSIDE * _PER_KIND
+        node = self._take_id(hash_id, depth, klass)
         self._edges[node] = array("q", [1 - 2 * self._num_made])  # of no path
         self._children[ROOT][self._edges[node][0]] = node
         self._num_children_at[ROOT] += 1
-        self._begin_ghost(node)
+        self._begin_ghost(node, klass)
         return node
 
     def find(self, hash_id: int) -> int:
-        """Return the candidate at the block of a hash id, or ``NO_CANDIDATE``."""
-        return self._by_hash.get(hash_id, NO_CANDIDATE)
+        """Return the candidate at the block of a hash id, or ``NO_CANDIDATE``.
+
+        It looks at all: few states come without their prompts, and many candidates come and go.
+        """
+        if hash_id <= 0:
+            return NO_CANDIDATE
+        found = (self._hashes[: len(self._edges)] == hash_id).nonzero()[0]
+        return found.item(-1) if len(found) else NO_CANDIDATE
 
     def complete(self, node: int, hash_id: int) -> int:
         """Give a candidate the hash id of its last block, which was not known when it was made.
@@ -388,7 +398,7 @@ class CandidateTree:
             path[:0] = self._edges[above]
             above = self._parent_at[above]
         prompt = PromptPath([*path[:-1], hash_id])
-        prompt.turn = self._turns[node]
+        prompt.turn = self._turn_at[node]
         prompt.traits = self._class_at[node] % _PER_GROUP
         self.forget(node)
         return self.propose(prompt, len(path), CandidateKind.END_OF_PROMPT)
@@ -398,12 +408,12 @@ class CandidateTree:
     @property
     def num_candidates(self) -> int:
         """Candidates with and without a state, but for ``ROOT``."""
-        return int(np.count_nonzero(self._num_kept)) + len(self._ghosts) - 1
+        return int(np.count_nonzero(self._num_kept)) + self._num_ghosts - 1
 
     @property
     def num_ghosts(self) -> int:
         """Candidates without a state."""
-        return len(self._ghosts)
+        return self._num_ghosts
 
     def is_kept(self, node: int) -> bool:
         """Say whether a slot holds or awaits a candidate's state."""
@@ -414,16 +424,14 @@ class CandidateTree:
         self._num_kept_at[node] += 1
         if self._num_kept_at[node] > 1:
             return
-        del self._ghosts[node]
-        self._is_ghost_at[node] = 0
-        weight = self._weight_at[node]
-        self._weight_at[node] = 0
-        server = self._server_at[node]
+        self._remove_ghost(node)
+        self._weigh(node)
+        server, weight = self._server_at[node], self._weight_at[node]
         self._server_at[node] = node
         self._gain_at[node] = self._depth_at[node] - self._depth_at[server]
         served = self._take_over(node, node)
         if served >= 0:
-            self._served_at[node] = served
+            self._served_at[node] = served + weight
             self._served_at[server] -= served + weight
 
     def drop(self, node: int) -> None:
@@ -431,14 +439,11 @@ class CandidateTree:
         self._num_kept_at[node] -= 1
         if self._num_kept_at[node]:
             return
-        weight, served = self.index_of(node), self._served_at[node]
+        self._add_ghost(node)
+        served, self._served_at[node] = self._served_at[node], 0
         server = self._server_at[node] = self._server_at[self._parent_at[node]]
-        self._ghosts[node] = None
-        self._is_ghost_at[node] = 1
-        self._weight_at[node] = weight
-        self._served_at[node] = 0
         if self._take_over(server, node) >= 0:
-            self._served_at[server] += served + weight
+            self._served_at[server] += served
 
     def _take_over(self, server: int, node: int) -> int:
         """Have what lies below a candidate served by one that is kept from now on.
@@ -447,9 +452,9 @@ class CandidateTree:
             The sum of the weights of the ghosts between the candidate and the kept ones below it;
             -1 if there are so many that all sums were made anew.
         """
-        found = [*self._children[node].values()]
-        if not found:  # unnoticed: a shortcut, the longer way gives the same
+        if not self._children[node]:  # unnoticed: a shortcut, the longer way gives the same
             return 0
+        found = [*self._children[node].values()]
         total, depth, server_at = 0, self._depth_at[server], self._server_at
         for below in found:  # it grows
             if self._num_kept_at[below]:
@@ -466,7 +471,7 @@ class CandidateTree:
 
     def _resolve(self) -> None:
         """Find anew what each kept candidate gains and serves, and which serves each ghost."""
-        size = len(self._births)
+        size = len(self._edges)
         servers = np.where(self._num_kept[:size] > 0, np.arange(size), self._parents[:size])
         while True:
             above = servers.take(servers)
@@ -480,14 +485,14 @@ class CandidateTree:
 
     def _sum_up(self) -> None:
         """Add up the weights that each kept candidate serves."""
-        size = len(self._births)
+        size = len(self._edges)
         servers, weights = self._servers[:size], self._weights[:size]
         # Sums of integers below 2**53: float64 adds them up exactly, in any order.
         self._served[:size] = np.bincount(servers, weights, minlength=size)
 
     def forget(self, node: int) -> None:
         """Forget a ghost that at most one other candidate extends."""
-        del self._ghosts[node]
+        self._remove_ghost(node)
         self._forget(node)
 
     def counts_of_kept(self) -> dict[int, int]:
@@ -496,17 +501,38 @@ class CandidateTree:
         return {node: self._num_kept_at[node] for node in kept if node != ROOT}
 
     def _forget_oldest(self) -> None:
-        ghosts = self._ghosts
         num_tried = 0
-        # So many are in between only if all others are where others part.
-        while len(ghosts) > self._max_ghosts and num_tried <= len(ghosts):
-            node, _ = ghosts.popitem(last=False)
+        # So many are in between only if all are where others part.
+        while self._num_ghosts > self._max_ghosts and num_tried < self._num_ghosts:
+            node = self._newer_at[ROOT]
+            self._remove_ghost(node)
             num_tried += 1
             if self._num_children_at[node] > 1:
-                ghosts[node] = None
+                self._add_ghost(node)
             else:
                 self._forget(node)
                 num_tried = 0
+
+    def _add_ghost(self, node: int) -> None:
+        """Put a ghost behind all others: they form a ring, by age, that ``ROOT`` closes."""
+        older = self._older_at[ROOT]
+        self._older_at[node], self._newer_at[node] = older, ROOT
+        self._newer_at[older] = self._older_at[ROOT] = node
+        self._num_ghosts += 1
+
+    def _remove_ghost(self, node: int) -> None:
+        """Take a ghost from the others."""
+        older, newer = self._older_at[node], self._newer_at[node]
+        self._newer_at[older], self._older_at[newer] = newer, older
+        self._num_ghosts -= 1
+
+    def _ghosts(self) -> list[int]:
+        """Return all ghosts, the oldest first."""
+        found, node = [], self._newer_at[ROOT]
+        while node != ROOT:
+            found.append(node)
+            node = self._newer_at[node]
+        return found
 
     def _forget(self, node: int) -> None:
         """Forget a ghost with one candidate directly below it, or none."""
@@ -523,49 +549,48 @@ class CandidateTree:
         if not children:
             self._num_children_at[parent] -= 1
         children.clear()
-        if self._by_hash.get(self._hashes[node]) == node:  # not one that was named later
-            del self._by_hash[self._hashes[node]]
         self._edges[node] = _NO_EDGE
-        self._arrays[:, node] = 0
+        # What else there is of it is written anew with the next one of this id.
+        self._weight_at[node] = self._depth_at[node] = self._num_children_at[node] = 0
+        self._hash_at[node] = self._parent_at[node] = 0
         self._free.append(node)
-        self._version += 1
+        self._version = object()
 
     # What a state is worth.
 
-    def index_of(self, node: int) -> int:
-        """Return the index of a candidate at its age."""
-        age = self.clock - self._last_use_at[node]
-        bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
-        return self._index_at[self._class_at[node] * NUM_BINS + bin_]
-
-    def _indices(self, last_uses: _Int64Array, classes: _Int64Array) -> _Int64Array:
-        """Return the indices of classes at ages; both arrays are overwritten."""
-        np.subtract(self.clock - 1, last_uses, out=last_uses)
-        classes *= NUM_BINS
-        classes += BIN_OF_AGE.take(last_uses, mode="clip")
-        found: _Int64Array = self._index.take(classes)
+    def _indices(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
+        """Return the indices of many candidates at their ages."""
+        ages = self._last_uses.take(nodes)
+        np.subtract(self.clock - 1, ages, out=ages)
+        places = self._classes.take(nodes)
+        places *= NUM_BINS
+        places += BIN_OF_AGE.take(ages, mode="clip")
+        found: _Int64Array = self._index.take(places)
         return found
+
+    def look_at(self, nodes: npt.NDArray[np.intp]) -> None:
+        """Look up the indices of many kept candidates, if that is due, before they are compared."""
+        if self.clock - self._last_look < self._requests_per_look:
+            return
+        self._last_look = self.clock
+        weights = self._indices(nodes)
+        self._served[nodes] += weights - self._weights.take(nodes)
+        self._weights[nodes] = weights
 
     def values_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return what a state at each of many kept candidates is worth, or -1 or less for none."""
-        values: _Int64Array
-        last_uses, classes, values, gains = self._of_values.take(nodes, axis=1)
-        values += self._indices(last_uses, classes)
-        values *= gains
+        values: _Int64Array = self._served.take(nodes)
+        values *= self._gains.take(nodes)
         return values
 
-    def first_of(self, nodes: npt.NDArray[np.intp], places: Sequence[int]) -> int:
-        """Return which of some places in ``nodes`` goes first where all are worth the same.
+    def order_of(self, node: int) -> tuple[int, int, int, int]:
+        """Return what is the least for the kept candidate that goes first.
 
-        The shallowest, of these the one that was used least recently, of these the oldest.
+        It is the one that is worth the least; of these the shallowest, of these the one that was
+        used least recently, of these the oldest.
         """
-        depth_at, last_use_at, births = self._depth_at, self._last_use_at, self._births
-
-        def order(place: int) -> tuple[int, int, int, int]:
-            node = nodes.item(place)
-            return depth_at[node], last_use_at[node], births[node], place
-
-        return min(places, key=order)
+        worth = self._served_at[node] * self._gain_at[node]
+        return worth, self._depth_at[node], self._last_use_at[node], self._birth_at[node]
 
     def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the blocks that only the state of each of many kept candidates needs.
@@ -584,30 +609,24 @@ class CandidateTree:
     def _work(self) -> None:
         """Do the share of refits and sweeps that is due."""
         self._rates.work()
-        size = len(self._births)
+        size = len(self._edges)
         if self.clock % REQUESTS_PER_REFIT == 0:
-            known = (self._are_ghosts[:size] | self._num_kept[:size]).nonzero()[0][1:]
+            known = self._depths[:size].nonzero()[0]
             ages = self.clock - self._last_uses.take(known)
             oldest = self.clock + 2 * REQUESTS_PER_REFIT
             self._rates.refit(self._classes.take(known), ages, oldest=oldest)
         elif self.clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
-            weights = self._indices(self._last_uses[:size].copy(), self._classes[:size].copy())
-            np.multiply(weights, self._are_ghosts[:size], out=self._weights[:size])
+            self._weights[:size] = self._indices(np.arange(size)) * (self._depths[:size] > 0)
             self._sum_up()
 
     # What it is proved by.
 
     def state(self) -> _Int64Array:
         """Return all that later decisions depend on, as int64."""
-        known = [*self._ghosts, *self._num_kept.nonzero()[0].tolist()]
-        ids = np.array(known, np.intp)
-        own = np.array(
-            [(self._births[n], self._turns[n], self._hashes[n]) for n in known], np.int64
-        )
-        head = np.array([self.clock, self._num_made, len(known)], np.int64)
-        arrays = self._arrays[:, ids].reshape(-1)
-        parts = (head, own.reshape(-1), arrays, self._rates.state(), self._trust.state())
-        return np.concatenate(parts)
+        known = [*self._ghosts(), *self._num_kept.nonzero()[0].tolist()]
+        head = np.array([self.clock, self._last_look, self._num_made, len(known)], np.int64)
+        arrays = self._arrays[:, known].reshape(-1)
+        return np.concatenate((head, arrays, self._rates.state(), self._trust.state()))
 
     def check_invariants(self) -> None:
         """Check the bookkeeping against itself.
@@ -616,19 +635,17 @@ class CandidateTree:
             InvariantError: Something contradicts something else.
         """
         kept = set(self._num_kept.nonzero()[0].tolist())
-        known = kept | set(self._ghosts)
+        ghosts = self._ghosts()
+        known = kept | {*ghosts}
         statements = {
             "ROOT is kept": ROOT in kept,
-            "no ghost is kept": len(known) == len(kept) + len(self._ghosts),
+            "ghosts are counted": len(ghosts) == self._num_ghosts,
+            "no ghost is kept": len(known) == len(kept) + len(ghosts),
             "known and free ids are all": (
-                sorted([*known, *self._free]) == list(range(len(self._births)))
+                sorted([*known, *self._free]) == list(range(len(self._edges)))
             ),
             "children are counted": all(
                 self._num_children_at[n] == len(self._children[n]) for n in known
-            ),
-            "ghosts are marked": set(self._are_ghosts.nonzero()[0].tolist()) == set(self._ghosts),
-            "hashes find candidates": all(
-                node in known and self._hashes[node] == h for h, node in self._by_hash.items()
             ),
         }
         served, gains = dict.fromkeys(kept, 0), dict.fromkeys(kept, 0)
@@ -640,14 +657,13 @@ class CandidateTree:
             statements[f"candidate {node} hangs on its parent"] = (
                 self._children[parent].get(edge[0]) == node
                 and (is_alone or self._depth_at[parent] + len(edge) == depth)
-                and (is_alone or edge[-1] == self._hashes[node])
+                and (is_alone or edge[-1] == self._hash_at[node])
             )
             if node in kept:
                 gains[node] = depth - self._depth_at[server]
-                statements[f"candidate {node} serves itself"] = self._server_at[node] == node
-            else:
-                statements[f"candidate {node} is served"] = self._server_at[node] == server
-                served[server] += self._weight_at[node]
+                server = node
+            statements[f"candidate {node} is served"] = self._server_at[node] == server
+            served[server] += self._weight_at[node]
         for node in kept:
             is_right = self._served_at[node] == served[node]
             is_right &= node == ROOT or self._gain_at[node] == gains[node]
@@ -667,10 +683,9 @@ def class_groups() -> _Int64Array:
 
 
 def _common_length(edge: array[int], path: Sequence[int], start: int) -> int:
-    """Return how many blocks of an edge a path has from its place ``start`` on."""
-    length = 0
-    for own, other in zip(edge, path[start : start + len(edge)], strict=False):
-        if own != other:
-            break
-        length += 1
-    return length
+    """Return how many blocks of an edge a path has from its place ``start`` on.
+
+    A hash names all that is before it, so from where one differs all do.
+    """
+    places = range(min(len(edge), len(path) - start))
+    return bisect_left(places, True, key=lambda place: edge[place] != path[start + place])

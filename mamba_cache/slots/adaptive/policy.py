@@ -52,7 +52,7 @@ class AdaptiveSlotPolicy:
 
     def reset(self, max_slots: int) -> None:
         """Forget everything."""
-        self._tree.reset(max(_FEWEST_GHOSTS, _GHOSTS_PER_SLOT * max_slots))
+        self._tree.reset(max(_FEWEST_GHOSTS, _GHOSTS_PER_SLOT * max_slots), max_slots)
         self._candidates: npt.NDArray[np.int64] = np.full(max_slots, NO_CANDIDATE, np.int64)
         self._block_size = 1
         # Candidates whose last block is not computed, so that nobody knows its hash.
@@ -83,12 +83,8 @@ class AdaptiveSlotPolicy:
         """Return the slots whose states are worth the least."""
         nodes = self._candidates.take(slots)
         values = self._tree.values_of(nodes)
-        order: list[int] = []
-        for _ in range(min(num_slots, len(slots))):
-            place = self._lowest(nodes, values)
-            values[place] = _GONE
-            order.append(slots.item(place))
-        return order
+        wanted = range(min(num_slots, len(slots)))
+        return [slots.item(self._lowest(nodes, values)) for _ in wanted]
 
     def admit(
         self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
@@ -96,40 +92,41 @@ class AdaptiveSlotPolicy:
         """Choose among the states that are kept and those that could be."""
         tree = self._tree
         nodes = [self._candidate_of(proposal) for proposal in proposals]
-        accepted, new, refusable = [], [], []
-        for place, proposal in enumerate(proposals):
-            # What another request of the same step is about to save needs no second slot.
-            is_new = proposal.is_asked or not tree.is_kept(nodes[place])
-            accepted.append(is_new)
-            if is_new:
-                new.append(place)
-                if not proposal.is_asked:
-                    refusable.append(place)
+        # What another request of the same step is about to save needs no second slot.
+        accepted = [
+            proposal.is_asked or not tree.is_kept(node)
+            for proposal, node in zip(proposals, nodes, strict=True)
+        ]
+        new = [place for place, is_new in enumerate(accepted) if is_new]
         for place in new:
             tree.keep(nodes[place])
         victims: list[int] = []
         num_short = len(new) - num_free
         if num_short > 0:
             # States asked for come last, and cannot be chosen.
-            rivals = self._candidates.take(slots)
-            if refusable:
-                rivals = np.concatenate((rivals, [nodes[place] for place in refusable]))
+            refusable = [place for place in new if not proposals[place].is_asked]
+            cached = self._candidates.take(slots)
+            tree.look_at(cached)
             gone: list[int] = []
-            for _ in range(min(num_short, len(rivals))):
-                values = tree.values_of(rivals)
-                if gone:
-                    values[gone] = _GONE
-                place = self._lowest(rivals, values)
-                gone.append(place)
-                node = rivals.item(place)
+            for _ in range(min(num_short, len(refusable) + len(slots))):
+                rivals = [(tree.order_of(nodes[place]), 1, place) for place in refusable]
+                if len(gone) < len(slots):
+                    values = tree.values_of(cached)
+                    if gone:
+                        values[gone] = _GONE
+                    place = self._lowest(cached, values)
+                    rivals.append((tree.order_of(cached.item(place)), 0, place))
+                _, is_refused, place = min(rivals)
+                node = nodes[place] if is_refused else cached.item(place)
                 if node >= 0:
                     tree.drop(node)
-                if place < len(slots):
-                    victims.append(slots.item(place))
-                else:
-                    refused = refusable[place - len(slots)]
-                    accepted[refused] = False
+                if is_refused:
+                    refusable.remove(place)
+                    accepted[place] = False
                     self._forget_incomplete(node)
+                else:
+                    gone.append(place)
+                    victims.append(slots.item(place))
         self._granted = [nodes[place] for place in new if accepted[place]]
         self._given_up = victims.copy()
         return SlotPlan(accepted, victims)
@@ -243,7 +240,16 @@ class AdaptiveSlotPolicy:
         return node
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
-        """Return the place of the lowest value; ``first_of`` decides between equal ones."""
-        lowest = int(values.argmin())
-        ties = (values == values[lowest]).nonzero()[0]
-        return lowest if len(ties) == 1 else self._tree.first_of(nodes, ties.tolist())
+        """Return the place of the lowest value, and overwrite it there.
+
+        Of equal ones it is that of the candidate that goes first.
+        """
+        place = int(values.argmin())
+        value = values.item(place)
+        values[place] = _GONE
+        if values.item(values.argmin()) == value:
+            values[place] = value
+            ties = (values == value).nonzero()[0].tolist()
+            place = min(ties, key=lambda tie: (*self._tree.order_of(nodes.item(tie))[1:], tie))
+            values[place] = _GONE
+        return place

@@ -34,8 +34,7 @@ _NO_TIME: Final = 1e-200
 _PRIOR: Final = 0.5 / _FIRST_AGE
 _LEVEL_EVENTS: Final = 2.0
 _BIN_EVENTS: Final = 0.5
-_ROWS_AT_ONCE: Final = 12
-_NO_GROUP: Final = -1
+_AT_ONCE: Final = 1024
 
 
 class ReturnRates:
@@ -63,64 +62,61 @@ class ReturnRates:
 
     def __init__(self, groups: npt.NDArray[np.int64]) -> None:
         self._groups = groups
-        self._num_groups = int(groups.max()) + 1
-        self._classes_of_group = [(groups == g).nonzero()[0] for g in range(self._num_groups)]
         shape = len(groups), NUM_BINS
-        self._events = np.zeros(shape, np.int64)
-        self._ends = np.zeros(shape, np.int64)  # spells that end in a bin, less those that begin
-        self._parts = np.zeros(shape, np.int64)  # what they spend in it, likewise
+        # Side by side: events; spells that end in a bin, less those that begin; and what they
+        # spend in it, likewise.
+        self._counts = np.zeros((*shape, 3), np.int64)
         self._is_seen = np.zeros(len(groups), np.bool_)
         self._table = np.zeros(shape, np.int64)
         self.index = self._table.reshape(-1)
         # Single elements are read and written several times faster through memoryviews.
-        self._event_at, self._end_at = self._events.reshape(-1).data, self._ends.reshape(-1).data
-        self._part_at, self._seen_at = self._parts.reshape(-1).data, self._is_seen.data
+        self._count_at, self._seen_at = self._counts.reshape(-1).data, self._is_seen.data
         self._bin_at = BIN_OF_AGE.data
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was seen."""
-        for array in (self._events, self._ends, self._parts, self._is_seen):
-            array.fill(0)
+        self._counts.fill(0)
+        self._is_seen.fill(False)
         self._seen: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self._exposure = self._seen_events = np.empty((0, NUM_BINS))
-        self._classes_of_row: list[npt.NDArray[np.intp]] = []
-        self._rates: npt.NDArray[np.float64] | None = self._exposure
-        self._num_done, self._num_bins = 0, NUM_BINS
-        self._table[:] = _gittins(_PRIOR[None])
+        self._row_of_class = np.zeros(len(self._groups), np.intp)
+        self._rates: npt.NDArray[np.float64] | None = _PRIOR[None]
+        self._num_bins = NUM_BINS
+        self._begin_deriving()
+        while self._num_done < self._num_bins:
+            self.work()
 
     def state(self) -> npt.NDArray[np.int64]:
         """Return what later indices depend on, as int64."""
         rates = self._exposure if self._rates is None else self._rates
-        counts = (
-            self._events[self._is_seen],
-            self._ends[self._is_seen],
-            self._parts[self._is_seen],
-        )
-        flat = [array.reshape(-1) for array in (*counts, self._table[self._is_seen])]
+        seen = self._is_seen
+        flat = [array[seen].reshape(-1) for array in (self._counts, self._table)]
         progress = np.array([self._num_done, self._num_bins], np.int64)
         return np.concatenate((*flat, rates.reshape(-1).view(np.int64), progress))
 
     def begin_spell(self, klass: int, age: int) -> None:
-        """Count a candidate that enters a class at an age, 0 if it is new or was just used."""
-        self._seen_at[klass] = True
+        """Count a candidate that enters a class at an age; one that is new or was just used is not.
+
+        Its age is 0.
+        """
         if age:
             self._count(klass, age, -1)
 
     def end_spell(self, klass: int, age: int, *, is_event: bool) -> None:
         """Count a candidate that leaves a class at an age, because it was asked for or not."""
-        if not age:
-            return
-        place = self._count(klass, age, 1)
-        if is_event:
-            self._event_at[place] += 1
+        if age:
+            place = self._count(klass, age, 1)
+            if is_event:
+                self._count_at[place] += 1
 
     def _count(self, klass: int, age: int, step: int) -> int:
+        self._seen_at[klass] = True
         age = min(age, OLDEST)
         bin_ = self._bin_at[age - 1]
-        place = klass * NUM_BINS + bin_
-        self._end_at[place] += step
-        self._part_at[place] += step * (age - _FIRST_AT[bin_] + 1)
+        place = 3 * (klass * NUM_BINS + bin_)
+        self._count_at[place + 1] += step
+        self._count_at[place + 2] += step * (age - _FIRST_AT[bin_] + 1)
         return place
 
     def refit(
@@ -134,7 +130,9 @@ class ReturnRates:
             oldest: The highest age that any may have before the next refit is done.
         """
         self._num_bins = BIN_OF_AGE.item(min(oldest, OLDEST) - 1) + 1
+        self._is_seen[classes] = True
         seen = self._seen = self._is_seen.nonzero()[0]
+        events, begun_and_ended, parts = self._counts[seen].transpose(2, 0, 1)
         row_of_class = np.zeros(len(self._is_seen), np.int64)
         row_of_class[seen] = np.arange(len(seen))
         lived = ages > 0
@@ -143,51 +141,59 @@ class ReturnRates:
         places, size = rows * NUM_BINS + bins, len(seen) * NUM_BINS
         shape = len(seen), NUM_BINS
         # Sums of integers below 2**53: float64 adds them up exactly, in any order.
-        ends = np.bincount(places, minlength=size).reshape(shape) + self._ends[seen]
+        ends = np.bincount(places, minlength=size).reshape(shape) + begun_and_ended
         spent = np.bincount(places, ages - _FIRST_AGE[bins] + 1, minlength=size).reshape(shape)
         outlasting = ends[:, ::-1].cumsum(1)[:, ::-1] - ends
-        self._exposure = outlasting * _WIDTHS + (spent + self._parts[seen])
-        self._seen_events = self._events[seen].astype(np.float64)
+        self._exposure = outlasting * _WIDTHS + (spent + parts)
+        self._seen_events = events.astype(np.float64)
         self._rates, self._num_done = None, 0
 
     def _lean(self) -> npt.NDArray[np.float64]:
-        """Return the rates whose indices are to be derived, and keep of which classes each is.
+        """Return the rates whose indices are to be derived, and keep which are those of each class.
 
         The first are those of all groups of which nothing was seen. Then come the other groups',
         for their classes of which nothing was, and those of the classes seen.
         """
         events, exposure = self._seen_events, self._exposure
-        own = self._groups[self._seen]
-        groups = sorted({*own.tolist()})
-        is_of_group = own == np.array([_NO_GROUP, *groups])[:, None]
-        sums = is_of_group.astype(np.float64)
+        groups, own = np.unique(self._groups[self._seen], return_inverse=True)
+        own += 1
+        sums = (own == np.arange(len(groups) + 1)[:, None]).astype(np.float64)
         group_events, group_exposure = sums @ events, sums @ exposure
         in_all = _shrunk(group_events.sum(0), group_exposure.sum(0), _PRIOR)
         in_groups = _shrunk(group_events, group_exposure, in_all)
-        of_groups = [self._classes_of_group[group] for group in groups]
-        is_unseen = np.ones(len(self._is_seen), np.bool_)
-        for classes in of_groups:
-            is_unseen[classes] = False
-        self._classes_of_row = [
-            is_unseen.nonzero()[0],
-            *(classes[~self._is_seen[classes]] for classes in of_groups),
-            *self._seen[:, None],
-        ]
-        of_classes = _shrunk(events, exposure, in_groups[is_of_group.argmax(0)])
-        return np.concatenate((in_groups, of_classes))
+        row_of_group = np.zeros(int(self._groups.max()) + 1, np.intp)
+        row_of_group[groups] = np.arange(1, len(in_groups))
+        self._row_of_class = row_of_group[self._groups]
+        self._row_of_class[self._seen] = np.arange(len(own)) + len(in_groups)
+        return np.concatenate((in_groups, _shrunk(events, exposure, in_groups[own])))
+
+    def _begin_deriving(self) -> None:
+        """Prepare what all indices follow from: who is still waiting at each age, and how long."""
+        assert self._rates is not None, "there are rates, as the last refit has said"
+        expected = self._rates.T * _WIDTHS[:, None]
+        # In place of exp(-x), whose last bit depends on the processor.
+        survival = 1 / (1 + expected + expected * expected / 2)
+        self._alive = np.ones((NUM_BINS + 1, expected.shape[1]))
+        np.cumprod(survival, 0, out=self._alive[1:])
+        self._time = np.zeros_like(self._alive)
+        spent = (self._alive[:-1] + self._alive[1:]) * (_WIDTHS[:, None] / 2)
+        self._time[:-1] = spent[::-1].cumsum(0)[::-1]
+        self._num_done = 0
 
     def work(self) -> None:
-        """Derive the indices of some classes from what the last ``refit`` has found."""
+        """Derive the indices at some ages from what the last ``refit`` has found."""
         if self._rates is None:  # by itself: together with the counting it would take too long
             self._rates = self._lean()
+            self._begin_deriving()
             return
-        first, last = self._num_done, min(self._num_done + _ROWS_AT_ONCE, len(self._rates))
-        if first == last:
+        first = self._num_done
+        if first == self._num_bins:
             return
-        found = _gittins(self._rates[first:last], self._num_bins)
-        for classes, index in zip(self._classes_of_row[first:last], found, strict=True):
-            self._table[classes, : self._num_bins] = index
-        self._num_done = last
+        at_once = max(1, _AT_ONCE // len(self._rates))
+        self._num_done = min(first + at_once, self._num_bins)
+        for bin_ in range(first, self._num_done):
+            index = _gittins(self._alive, self._time, bin_)
+            self._table[:, bin_] = index.take(self._row_of_class)
 
 
 def _shrunk(
@@ -201,24 +207,21 @@ def _shrunk(
     return rates
 
 
-def _gittins(rates: npt.NDArray[np.float64], num_bins: int = NUM_BINS) -> npt.NDArray[np.int64]:
-    """Return the index of each row of rates at each of the first age bins.
+def _gittins(
+    alive: npt.NDArray[np.float64], time: npt.NDArray[np.float64], start: int
+) -> npt.NDArray[np.int64]:
+    """Return the index at an age bin for each of some rates.
 
     Gittins, Glazebrook and Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2: for a
     state that is asked for at most once, the best stopping age has a closed form.
+
+    Args:
+        alive: [NUM_BINS + 1, n] the chance that nobody asks before a bin begins.
+        time: [NUM_BINS + 1, n] the time that is expected to be spent from there on.
+        start: The bin.
     """
-    expected = rates * _WIDTHS
-    # In place of exp(-x), whose last bit depends on the processor.
-    survival = 1 / (1 + expected + expected * expected / 2)
-    alive = np.ones((len(rates), NUM_BINS + 1))
-    np.cumprod(survival, 1, out=alive[:, 1:])
-    time = np.zeros((len(rates), NUM_BINS + 1))
-    spent = (alive[:, :-1] + alive[:, 1:]) * (_WIDTHS / 2)
-    time[:, :-1] = spent[:, ::-1].cumsum(1)[:, ::-1]
-    ratio = alive[:, :num_bins, None] - alive[:, None, 1:]
-    taking = time[:, :num_bins, None] - time[:, None, 1:]
-    # Where the second bin comes first both are negative, and where no age lies in between neither
-    # is anything: the one ratio is never the highest then, and the other is 0.
-    ratio /= np.maximum(taking, _NO_TIME, out=taking)
-    index: npt.NDArray[np.int64] = (ratio.max(2) * INDEX_SCALE).astype(np.int64)
+    ratio = alive[start] - alive[start + 1 :]
+    # Where no age lies in between neither is anything: the ratio is 0 then.
+    ratio /= np.maximum(time[start] - time[start + 1 :], _NO_TIME)
+    index: npt.NDArray[np.int64] = (ratio.max(0) * INDEX_SCALE).astype(np.int64)
     return index
