@@ -2,9 +2,9 @@
 
 Run ``python tests/store_waits.py --count 200 --json out.json`` where Valkey's server and Mooncake
 are (tests/engines/stores.sh), as root, so that nothing else on the machine takes the processor
-(``--plain`` without): this process's threads and the control are in the real-time class, threads
-of Mooncake's own and servers come right after it (nice -20). The exit code is 1 if 50 ms or more
-were added to a request while the machine did nothing else.
+(``--plain`` without): the thread of requests is in the real-time class; the threads of the tier
+and the control are too with Valkey, and right after it (nice -20) with Mooncake, which spins. The
+exit code is 1 if 50 ms or more were added to a request while the machine did nothing else.
 
 Of each store the server, the master or the holder of the entries is killed, stopped, or loses
 all packets, at a random moment, while one context and one ``PrefixCache`` serve requests whose
@@ -56,7 +56,10 @@ from mamba_cache.tiers import remote as remote_module
 LIMIT_MS, LATE_SECONDS = 50.0, 0.002
 PROMPTS, PROMPT_TOKENS = 32, 61
 SHORT_SECONDS, LONG_SECONDS, LONG_EVERY = 0.15, 5.0, 25
-PRIORITY = "threads of Python and control SCHED_FIFO 80, Mooncake's threads and servers nice -20"
+PRIORITY = (
+    "Valkey: threads and control SCHED_FIFO 80; Mooncake: the thread of requests SCHED_FIFO 80, "
+    "its own threads, those of the tier and control nice -20; servers nice -20"
+)
 AWAY, NOWHERE = "10.77.0.2", "02:00:00:00:00:99"
 HOLDER = """
 import signal, sys
@@ -271,10 +274,10 @@ def entries_of(kind):
     return dict(store._blobs)
 
 
-def real_time(is_it):
-    """Put the threads of Python into the real-time class, or back into the plain one."""
+def real_time(is_it, *, threads=None):
+    """Put threads (default: those of Python) into the real-time class, or back into the plain."""
     kind, priority = (os.SCHED_FIFO, 80) if is_it else (os.SCHED_OTHER, 0)
-    for thread in threading.enumerate():
+    for thread in threads or threading.enumerate():
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.sched_setscheduler(thread.native_id, kind, os.sched_param(priority))
 
@@ -330,7 +333,9 @@ class Trials:
 
         striking = threading.Thread(target=strike)
         striking.start()
-        real_time(not self.is_plain)
+        # What Mooncake does in the threads of a tier spins, and nothing else would run.
+        spins = [threading.current_thread()] if self.name.startswith("Mooncake") else None
+        real_time(not self.is_plain, threads=spins)
         until, longest, left = None, (0.0, (0.0, 0.0)), self.random.randrange(4)
         while until is None or time.monotonic() < until:
             number, tail = self.random.randrange(PROMPTS), [self.random.randrange(90)] * 9
@@ -368,11 +373,11 @@ class Trials:
         self.far.close()
 
 
-def control(begins, ends, late):
+def control(begins, ends, late, *, is_real_time):
     """Wait for 10 ms, time and again; say when, and by how much it took longer."""
     times = []
     begins.wait()
-    real_time(not Trials.is_plain)
+    real_time(is_real_time)
     while not ends.is_set():
         began = time.monotonic()
         PAUSE.wait(0.01)
@@ -402,7 +407,8 @@ def undisturbed(longest, times):
 def measure(name, count, seconds, seed):
     processes = multiprocessing.get_context("fork")
     begins, ends, late = processes.Event(), processes.Event(), processes.SimpleQueue()
-    beside = processes.Process(target=control, args=(begins, ends, late), daemon=True)
+    kind = {"is_real_time": not Trials.is_plain and name.startswith("Valkey")}
+    beside = processes.Process(target=control, args=(begins, ends, late), kwargs=kind, daemon=True)
     beside.start()
     trials = Trials(name, seed)
     began, steal = time.monotonic(), stolen()
