@@ -315,12 +315,13 @@ class CudaTransfers:
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, and their checksums with them."""
-        begun, ended = _event(timed=True), _event(timed=True)
+        begun, ended = _event(timed=True), _event(timed=True)  # unnoticed: only a GPU shows it
         self._now.record(torch.cuda.current_stream(self._device))
         self._sending.wait_event(self._now)
         begun.record(self._sending)
         groups = self._by_kind(jobs)
         for entries, _, order in groups:
+            # unnoticed: only a GPU shows it
             entries.copy(self._to_host, [jobs[index] for index in order], self._sending)
         # The link is busy from here on; what else there is to enqueue takes less.
         self._summing.wait_event(self._now)

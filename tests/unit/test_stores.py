@@ -625,3 +625,10 @@ def test_whole_calls_are_late_raise_or_hang():
     assert store.register(buffer()) is None
     store.unregister(buffer())
     store.close()
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_ports_of_valkey_are_ports(port):
+    with pytest.raises(InvalidArgumentError, match=r"port must be an int in \[1, 65535\]"):
+        ValkeyStore(LOOPBACK, port)
+    ValkeyStore(LOOPBACK, 65535).close()

@@ -111,6 +111,13 @@ def test_one_changed_fact_is_another_identity(fact: str) -> None:
     assert usual.differences(other) == (fact,)
 
 
+def test_facts_that_one_of_two_lacks_differ() -> None:
+    usual, bare = identity(), identity(kv=None)
+    names = usual.differences(bare)
+    assert names == bare.differences(usual)
+    assert {"kv", "kv.num_layers", "kv.dtype"} <= {*names}
+
+
 @pytest.mark.parametrize("change", FURTHER_CHANGES)
 def test_another_spec_or_hash_is_another_identity(change: str) -> None:
     assert identity().digest != identity(**FURTHER_CHANGES[change]).digest

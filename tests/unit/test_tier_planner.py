@@ -78,6 +78,14 @@ def test_what_cannot_be_is_not_learned():
         assert planner.rates.latency_seconds >= 0
 
 
+def test_a_latency_of_former_times_leaves_time_for_the_bytes():
+    planner = LoadPlanner(Rates(1e9, 1.0, 1e4))
+    for _ in range(3):
+        planner.record_load(1000, 0.1)
+    assert planner.rates.latency_seconds == pytest.approx(0.05)
+    assert planner.rates.bytes_per_second == pytest.approx(20_000)
+
+
 def test_rates_are_checked():
     for rates, message in (
         (Rates(0, 0, 1), "bytes_per_second must be above 0"),
