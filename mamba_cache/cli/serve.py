@@ -64,7 +64,12 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
-        try:
-            server(args=[model, *context.args], prog_name="mamba-cache serve")
-        except OSError as error:  # what transformers raises where there is no such model
-            raise InvalidArgumentError(f"{model!r} cannot be served: {error}") from error
+        _run(server, model, context.args)
+
+
+def _run(server: typer.Typer, model: str, options: list[str]) -> None:
+    """Serve a model; in a line, what transformers says in a traceback if there is no such model."""
+    try:
+        server(args=[model, *options], prog_name="mamba-cache serve")
+    except OSError as error:
+        raise InvalidArgumentError(f"{model!r} cannot be served: {error}") from error
