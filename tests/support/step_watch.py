@@ -24,11 +24,11 @@ class Lock:
         if hasattr(lock, "_release_save"):
             self._release_save, self._acquire_restore = self._save, self._restore
 
-    def acquire(self, blocking=True, timeout=-1):
+    def acquire(self, blocking=True, *patience):
         taken = self._lock.acquire(blocking=False)
         if not taken and blocking:
             self._watch.found_taken[threading.get_ident()] += 1
-            taken = self._lock.acquire(True, timeout)
+            taken = self._lock.acquire(True, *patience)
         if taken:
             self._watch.acquired[threading.get_ident()] += 1
             self._watch.held[threading.get_ident()] += 1
