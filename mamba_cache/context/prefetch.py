@@ -61,7 +61,8 @@ class PrefetchState(str, Enum):
     """There is nothing to bring that would let the request skip more than it does anyway."""
 
     INCOMPLETE = "incomplete"
-    """All is over, and an entry was missing, damaged, or found no room."""
+    """All is over, and an entry was missing, damaged, or found no room. Or a tier failed: nobody
+    waits for the rest, which is verified and kept like anything else."""
 
     TIMED_OUT = "timed_out"
     """The deadline has passed, or a store owes an answer for longer than anybody waits for one.
@@ -80,6 +81,13 @@ _STATES: Final = (
     PrefetchState.PENDING,
 )
 """Of several ranks' states the last one here is that of all."""
+
+
+_FAILURES: Final = frozenset({Refusal.TIMEOUT, Refusal.IO_ERROR})
+"""What a tier that is dead says; it would say the same of each entry, one after the other."""
+
+_LEAST_PATIENCE: Final = 1 / 3
+"""Of a request's patience with a store, what is left for the entries after a slow answer."""
 
 
 class Prefetch:
@@ -151,11 +159,13 @@ class Prefetch:
                 return PrefetchState.CANCELLED
             if self._is_late:
                 return PrefetchState.TIMED_OUT
-            if not self._is_asking and self._num_over == self.num_entries:
+            if self.is_over:
                 if not self.num_entries:
                     return PrefetchState.NOTHING
                 is_whole = self._num_arrived == self.num_entries
                 return PrefetchState.READY if is_whole else PrefetchState.INCOMPLETE
+            if self.has_failed:
+                return PrefetchState.INCOMPLETE
             # Once late, it is late for good, whatever arrives.
             self._is_late = any(seconds <= 0 for seconds in self._seconds_left())
             return PrefetchState.TIMED_OUT if self._is_late else PrefetchState.PENDING
@@ -218,6 +228,9 @@ class Prefetch:
     def answer(self) -> None:
         """Say that it can be known now."""
         with self._changed:
+            # The longer it took, the less the request waits for what it is about.
+            left = self._patience - (time.monotonic() - self._began)
+            self._patience = max(left, _LEAST_PATIENCE * self._patience)
             self._is_answered = True
             self._changed.notify_all()
 
@@ -264,6 +277,11 @@ class Prefetch:
     def is_over(self) -> bool:
         """Whether all its reads are over, cancelled or late or not."""
         return not self._is_asking and self._num_over == self.num_entries
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a tier did not answer for an entry, so that its boundary is out of reach."""
+        return any(each in _FAILURES for each in self._refusals)
 
     @property
     def seconds(self) -> float:
@@ -638,8 +656,8 @@ class LowerTierLink:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0
         for boundary, (prefetch, _) in self._under_way.items():
-            if self._agreement is not None and prefetch.is_done:
-                continue  # it is over on some of the ranks
+            if prefetch.has_failed or (self._agreement is not None and prefetch.is_done):
+                continue  # or it is over on some of the ranks
             blocks = prefetch.skip_tokens // self._block_size
             if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
                 reached = max(reached, prefetch.skip_tokens)

@@ -18,7 +18,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
 from mamba_cache.tiers import (
     EntryKind,
     LoadPlanner,
@@ -320,6 +320,52 @@ def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> N
     context.wait_for_tiers()  # what comes late is verified and kept
     assert not any(context.host_tier.leases.values())
     context.check_invariants()
+    context.close()
+
+
+def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
+    """A dead holder fails for each entry in turn, and quickly; all of them would take long."""
+    context = make(store)
+    store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
+    reads, is_first, goes_on = context.store_tier._get, iter([True]), threading.Event()
+
+    def dying(*arguments):
+        if not next(is_first, False):
+            assert goes_on.wait(PATIENCE)
+        return reads(*arguments)
+
+    context.store_tier._get = dying
+    prefetch = ask(context)
+    assert prefetch.wait() is PrefetchState.INCOMPLETE
+    assert prefetch.num_arrived < prefetch.num_entries
+    assert Refusal.IO_ERROR in prefetch.refusals
+    match = context.match(Request(request_id="one", prompt_tokens=PROMPT))
+    assert (match.skip_tokens, match.arriving_tokens) == (0, 0)
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    goes_on.set()
+    context.wait_for_tiers()
+    assert prefetch.state is PrefetchState.INCOMPLETE
+    assert not any(context.host_tier.leases.values())
+    context.check_invariants()
+    context.close()
+
+
+def test_who_waited_for_an_answer_waits_less_for_what_it_is_about(store, clock) -> None:
+    """Else a dying store may take its whole patience twice."""
+    context = make(store)
+    store.inject("exists_many", Trouble.HANG, times=1)
+    store.inject("get_many_into", Trouble.HANG)
+    prefetch = ask(context)
+    wait_until(lambda: store.injected["exists_many", Trouble.HANG])
+    clock.now += 0.025
+    wait_until(lambda: store.release() or prefetch.is_answered)
+    wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
+    clock.now += 0.009
+    assert prefetch.state is PrefetchState.PENDING
+    clock.now += 0.002
+    assert prefetch.state is PrefetchState.TIMED_OUT
+    store.heal()
+    context.wait_for_tiers()
     context.close()
 
 
