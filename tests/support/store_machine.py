@@ -187,6 +187,14 @@ class StoreMachine(TieredMachine):
                 assert match.skip_tokens >= handle.skip_tokens
             self.ask(stem, [tail] * 9, {})
 
+    @precondition(lambda self: self.copies)
+    @rule()
+    def wait(self):
+        """As the machine below does, but no call that hangs ends while the clock stands still."""
+        self.quiet()
+        self.context._tiering.wait()
+        self.quiet()
+
     def leave(self):
         """End a process."""
         self.end_everything()
