@@ -535,14 +535,14 @@ def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
     )
 
     server = serve()
-    with by_hand(block_size=BLOCK) as (publisher, sender), Subscriber(publisher) as subscriber:
+    with by_hand(block_size=BLOCK) as publisher, Subscriber(publisher) as subscriber:
         observe(MegatronBooks(server.context), publisher)
         told = []
         step = server.step
 
         def step_and_compare():
             step()
-            catch_up(sender, subscriber)
+            catch_up(publisher, subscriber)
             told.append(told_prefixes(subscriber.known))
             assert told[-1] == usable_prefixes(server)
 
@@ -552,7 +552,7 @@ def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
         assert len(told) > 3
         assert max(map(len, told)) >= 5
         server.context.reset()
-        catch_up(sender, subscriber)
+        catch_up(publisher, subscriber)
         assert subscriber.known.groups == {0: {}, 1: {}}
 
 
