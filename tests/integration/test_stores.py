@@ -424,6 +424,7 @@ class TlsFront:
         self._context, self._behind = context, port
         self._server = socket.create_server((LOOPBACK, 0))
         self.port = self._server.getsockname()[1]
+        self._sockets = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
@@ -435,6 +436,7 @@ class TlsFront:
             with contextlib.suppress(OSError):
                 front = self._context.wrap_socket(plain, server_side=True)
                 back = socket.create_connection((LOOPBACK, self._behind))
+                self._sockets += [front, back]
                 lock = threading.Lock()
                 for pair in ((front, back), (back, front)):
                     threading.Thread(target=self._pass_on, args=(*pair, lock), daemon=True).start()
@@ -448,7 +450,10 @@ class TlsFront:
             target.shutdown(socket.SHUT_RDWR)
 
     def close(self):
-        self._server.close()
+        for each in (*self._sockets, self._server):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 @with_valkey
