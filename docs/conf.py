@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
     (
         r"py:.*",
-        r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|types|typing)\..*",
+        r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|threading|types|typing)\..*",
     ),
     (r"py:.*", r"(np|numpy|prometheus_client|rich|torch|typer|zmq)\..*"),
     # An alias of one of numpy's types.

@@ -259,14 +259,16 @@ class DiskTier:
 
         It waits until that is written, so it must not be called from ``done``.
         """
-        is_over = threading.Event()
+        # Not an Event: one whose ``wait`` is interrupted may keep the thread that sets it for ever.
+        under_way = threading.Lock()
+        under_way.acquire()
         if self._name_of(key) is None or not self.is_healthy:
             return
         with self._lock:
             if self._jobs.is_closing:
                 return
-            self._jobs.add(self._removals, _Removal(lambda _: is_over.set(), key))
-        is_over.wait()
+            self._jobs.add(self._removals, _Removal(lambda _: under_way.release(), key))
+        under_way.acquire()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over and told, as ``LowerTier`` says."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +28,8 @@ from mamba_cache.tiers.host import TierStats
 __all__ = ["Job", "LoadJob", "LowerTierStats", "PutJob", "TierJobs", "report_error"]
 
 _MAX_FIRST_USES: Final = 2**16
+_LOOK_SECONDS: Final = 1.0
+"""After which an idle thread looks by itself: an interrupt in ``notify`` may lose the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +150,13 @@ class TierJobs:
         self.put_came = self.load_came if threads_are_alike else threading.Condition(self.lock)
         self._one_told = threading.Condition(self.lock)
         self.loads: deque[Any] = deque()
-        self.puts: OrderedDict[EntryKey, PutJob] = OrderedDict()
+        # Plain dicts, in order as well: an interrupt in a key's hash, which ``OrderedDict`` calls
+        # twice, would leave that one broken.
+        self.puts: dict[EntryKey, PutJob] = {}
         self._queues = queues
         self.taken: set[Job] = set()
         self._num_telling = 0
-        self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
+        self._first_uses: dict[EntryKey, None] = {}
         self.counts: Counter[str] = Counter()
         self.refused: Counter[Refusal] = Counter()
         self.not_written: Counter[str] = Counter()
@@ -213,7 +217,8 @@ class TierJobs:
         if self._write_on_use > 1 and key not in self._first_uses:
             self._first_uses[key] = None
             if len(self._first_uses) > _MAX_FIRST_USES:
-                self._first_uses.popitem(last=False)
+                kept = islice(self._first_uses, _MAX_FIRST_USES // 2, None)
+                self._first_uses = dict.fromkeys(kept)
             return "first_use"
         return "queue_full" if len(self.puts) >= self.max_queued else None
 
@@ -239,7 +244,7 @@ class TierJobs:
             while not self.is_closing:
                 if jobs := take():
                     return jobs
-                came.wait()
+                came.wait(_LOOK_SECONDS)
             return []
 
     def take(self, queue: deque[Any], count: int = 1) -> list[Any]:

@@ -4,6 +4,7 @@ import gc
 import mmap
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -222,6 +223,8 @@ def signal_tier(kind, rng, num_signals, *, seconds=0.002):
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     gc.disable()  # Python drops what strikes in a callback of the collector's
+    tracing = sys.gettrace()
+    sys.settrace(None)  # coverage has a lock, which what strikes in it would leave taken
     try:
         while sum(counts.values()) < num_signals:
             try:
@@ -238,6 +241,7 @@ def signal_tier(kind, rng, num_signals, *, seconds=0.002):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         gc.enable()
+        sys.settrace(tracing)
     try:
         _have_answered(made)
         made.check()

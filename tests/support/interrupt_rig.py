@@ -3,6 +3,7 @@
 import copy
 import gc
 import signal
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -640,6 +641,8 @@ def signal_engine(rng, num_signals, *, seconds=0.03):
     previous = signal.signal(signal.SIGALRM, interrupt)
     # Tools have callbacks in the collector, as Hypothesis has; Python drops what strikes there.
     gc.disable()
+    tracing = sys.gettrace()
+    sys.settrace(None)  # coverage has a lock, which what strikes in it would leave taken
     try:
         while counts["struck"] < num_signals:
             if not run.engine.num_requests:
@@ -655,6 +658,7 @@ def signal_engine(rng, num_signals, *, seconds=0.03):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         gc.enable()
+        sys.settrace(tracing)
     run.drain()
     return counts
 
