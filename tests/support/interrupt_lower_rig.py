@@ -160,7 +160,9 @@ class StoreRun(LowerTierRun):
         super().__init__(*args)
 
     def open(self):
-        self.tier = RemoteTier(self.store, write_on_use=1, chunk_bytes=2048, num_threads=2)
+        self.tier = RemoteTier(
+            self.store, write_on_use=1, chunk_bytes=2048, num_threads=2, call_seconds=PATIENCE
+        )  # nothing is decided by the clock
         self.tier.flush(PATIENCE)
 
     def give_up(self):
