@@ -309,3 +309,16 @@ def test_a_prompt_whose_salt_has_no_share_left_is_computed_rather_than_loaded(po
     assert again[2].skip_tokens == 0
     assert again[0] == first[0]
     context.check_invariants()
+
+
+def test_blocks_of_nobody_count_in_no_share():
+    """Where owners have shares, too: they are cached and evicted as ever."""
+    blocks = KVBlockAllocator(4, max_owned=1)
+    taken = blocks.allocate_memory_blocks(3)
+    blocks.register_kv_block_hashes(taken, [11, 12, 13], digests=[b"a", b"b", b"c"])
+    blocks.release_memory_blocks(taken)
+    assert blocks.num_cached_blocks == 3
+    blocks.check_invariants()
+    assert sorted(blocks.allocate_memory_blocks(3)) == sorted(taken)
+    assert blocks.num_cached_blocks == 0
+    blocks.check_invariants()
