@@ -1222,6 +1222,35 @@ def test_a_fault_in_one_part_fails_the_row_once(three_parts, monkeypatch, part, 
     assert load(three_parts, 0) == payload_of(0)
 
 
+def test_parts_of_a_row_that_failed_are_called_off(tmp_path, monkeypatch) -> None:
+    """One reader: the first part fails, the second is under way, the third is not begun."""
+    monkeypatch.setattr(slabs, "_PART_BYTES", PAGE_BYTES)
+    tier = open_tier(tmp_path, num_readers=1)
+    assert put(tier, 0) is None
+    assert put(tier, 1) is None
+    read, wait, begun, called_off = os.preadv, slabs.wait, [], threading.Event()
+
+    def one_fails(fd, buffers, offset):
+        begun.append(max(0, offset // PAGE_BYTES - 1))
+        if len(begun) == 1:
+            raise OSError(errno.EIO, "the first part")
+        assert called_off.wait(60)
+        return read(fd, buffers, offset)
+
+    def wait_for_those_under_way(reads):
+        called_off.set()
+        return wait(reads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slabs.os, "preadv", one_fails)
+        patch.setattr(slabs, "wait", wait_for_those_under_way)
+        assert load(tier, 0) is Refusal.IO_ERROR
+        assert begun in ([0], [0, 1])  # the second too, if its reader was late
+    assert load(tier, 1) == payload_of(1)
+    tier.check_invariants()
+    tier.close()
+
+
 @pytest.mark.parametrize("kind", EntryKind)
 def test_a_failed_read_keeps_nothing_of_the_callers_buffer(three_parts, monkeypatch, kind) -> None:
     """Nor does it wait for the collector of cycles: buffers may be gigabytes."""

@@ -716,6 +716,15 @@ def test_rows_held_for_nobody_are_noticed():
         context.check_invariants()
 
 
+def test_a_host_tier_alone_is_polled_too():
+    """There is no lower tier whose ends ranks would have to find together."""
+    context = fill(make_tiered())
+    context.wait_for_tiers()
+    context.poll_tiers()
+    context.check_invariants()
+    assert resume(context).skip_tokens == 24
+
+
 def test_a_steady_step_without_a_tier_calls_nothing():
     """Who sets nothing pays nothing."""
     context = make_context()
