@@ -87,7 +87,7 @@ _FAILURES: Final = frozenset({Refusal.TIMEOUT, Refusal.IO_ERROR})
 """What a tier that is dead says; it would say the same of each entry, one after the other."""
 
 _LEAST_PATIENCE: Final = 1 / 3
-"""Of a request's patience with a store, what is left for the entries after a slow answer."""
+"""Of a request's patience with a store, what is left for the entries after slow answers."""
 
 
 class Prefetch:
@@ -229,8 +229,7 @@ class Prefetch:
         """Say that it can be known now."""
         with self._changed:
             # The longer it took, the less the request waits for what it is about.
-            left = self._patience - (time.monotonic() - self._began)
-            self._patience = max(left, _LEAST_PATIENCE * self._patience)
+            self._patience = _patience_left(self._patience, time.monotonic() - self._began)
             self._is_answered = True
             self._changed.notify_all()
 
@@ -551,12 +550,17 @@ class LowerTierLink:
             self._open.remove(prefetch)
             prefetch.agree(outcome)
 
-    def find(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether a lower tier has it; waits for a store, as long as for any."""
+    def find(self, keys: Sequence[EntryKey], *, waited_seconds: float = 0.0) -> list[bool]:
+        """Say of each key whether a lower tier has it; waits for a store, as long as for any.
+
+        Args:
+            keys: Of the entries.
+            waited_seconds: As in ``bring``.
+        """
         has = self._has_many(keys)
         unknown = [key for key, found in zip(keys, has, strict=True) if not found]
         if unknown and self.store is not None and self.store.silence() < self._patience:
-            question = self._new_prefetch(None, 0, None)
+            question = self._new_prefetch(None, 0, None, waited_seconds)
             question.go_on = partial(question.begin, 0, 0, 0)
             question.begin_asking()
             if self.store.ask(unknown, lambda _: question.answer()):
@@ -572,6 +576,7 @@ class LowerTierLink:
         request_id: Hashable,
         skip_tokens: int,
         timeout_seconds: float | None,
+        waited_seconds: float = 0.0,
     ) -> Prefetch:
         """Begin to bring entries, whether that is quicker than computing or not, and learn from it.
 
@@ -581,8 +586,10 @@ class LowerTierLink:
             request_id: Of the request.
             skip_tokens: What it can skip then.
             timeout_seconds: When it is to be given up; None: never.
+            waited_seconds: What the request has waited for lower tiers before; its patience with
+                a store is less by that.
         """
-        prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds)
+        prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
         with self._taking_back():
             planner = self._bring(prefetch, wanted, kept, skip_tokens)
         self._under_way[wanted[-1].key.digest] = prefetch, planner
@@ -631,7 +638,11 @@ class LowerTierLink:
         return None if any(are_in_tier) else self._store_planner
 
     def _new_prefetch(
-        self, request_id: Hashable, skip_tokens: int, timeout_seconds: float | None
+        self,
+        request_id: Hashable,
+        skip_tokens: int,
+        timeout_seconds: float | None,
+        waited_seconds: float = 0.0,
     ) -> Prefetch:
         silence = None if self.store is None else self.store.silence
         return Prefetch(
@@ -641,7 +652,7 @@ class LowerTierLink:
             0,
             timeout_seconds,
             silence=silence,
-            patience_seconds=self._patience,
+            patience_seconds=_patience_left(self._patience, waited_seconds),
             needs_agreement=self._agreement is not None,
         )
 
@@ -835,6 +846,11 @@ class LowerTierLink:
             host.end_later(lease, refusal)
 
         return end
+
+
+def _patience_left(patience_seconds: float, waited_seconds: float) -> float:
+    """Return how long a request that has waited already still waits for a store that is silent."""
+    return max(patience_seconds - waited_seconds, _LEAST_PATIENCE * patience_seconds)
 
 
 def _nothing(_: Refusal | None) -> None:

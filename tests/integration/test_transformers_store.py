@@ -10,7 +10,7 @@ from transformers_rig import make_cache, make_model, plain
 from mamba_cache.context import prefetch
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
 from mamba_cache.tiers import remote
 
 FAMILY = "granite 4"
@@ -22,7 +22,7 @@ def clock(monkeypatch):
     """The clock of stores, which stands still; loads are waited for as long as they take."""
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
     clock = ManualClock()
-    for module in (remote, prefetch):
+    for module in (remote, prefetch, prefix_tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -102,6 +102,54 @@ def test_a_store_that_fails_or_is_silent_is_not_waited_for(clock) -> None:
     store.inject("exists_many", Trouble.FAIL)
     with open_cache(store, model) as third:
         assert ask(third, prompts()[:2]) == (answers, 0)
+
+
+def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next() -> None:
+    """A dead holder takes its time for each of them, and there may be many."""
+    store, model = FaultyStore(MemoryStore()), make_model(FAMILY)
+    with open_cache(store, model) as first:
+        answers, _ = ask(first, prompts()[:1])
+    longer = [torch.tensor([[*answers[0], 7, 8, 9]])]  # states at the prompt's and answer's ends
+    expected = [plain(model, ids).sequences[0].tolist() for ids in longer]
+    with open_cache(store, model) as second:
+        store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
+        assert ask(second, longer) == (expected, 0)
+        assert second.stats().declined_loads == 1
+    with open_cache(store, model) as third:
+        found, skipped = ask(third, longer)
+        assert found == expected
+        assert skipped >= 0.9 * len(answers[0])
+
+
+def test_a_call_has_its_patience_once(clock) -> None:
+    """Slow answers to what a store has leave less of it for what they are about."""
+    store, model = FaultyStore(MemoryStore()), make_model(FAMILY)
+    with open_cache(store, model) as first:
+        answers, _ = ask(first, prompts()[:1])
+    exists = store.exists_many
+
+    def slow(names):
+        clock.now += 0.008
+        return exists(names)
+
+    store.exists_many = slow
+    store.inject("get_many_into", Trouble.HANG)
+    with open_cache(store, model) as second:
+        link = second._store.tiers._link
+        bring, patience = link.bring, []
+
+        def look(*arguments, **settings):
+            prefetch = bring(*arguments, **settings)
+            patience.append(prefetch._patience)
+            clock.now += 1.0
+            return prefetch
+
+        link.bring = look
+        found = ask(second, prompts()[:1])
+        store.heal()
+        assert second._store.tiers._remote.flush(PATIENCE)
+    assert found == (answers, 0)
+    assert patience == [pytest.approx(0.01)]  # of 30 ms, three answers took 24: a third is left
 
 
 def test_disk_and_store_together(tmp_path) -> None:

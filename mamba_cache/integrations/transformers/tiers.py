@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from importlib import metadata
@@ -151,6 +152,7 @@ class PrefixTiers:
         self._late: Prefetch | None = None
         self._num_declined = 0
         self._has_declined = False
+        self._waited_seconds = 0.0
         self._disk: DiskTier | None = None
         self._link: LowerTierLink | None = None
         self._remote: RemoteTier | None = None
@@ -309,6 +311,7 @@ class PrefixTiers:
         if self._link is not None:
             self._link.poll()
         self._is_told, self._salt, self._has_declined = is_told, cache_salt, False
+        self._waited_seconds = 0.0
         if self._key is None:
             return
         num_tokens = len(tokens)
@@ -361,9 +364,16 @@ class PrefixTiers:
         ends: Sequence[int],
     ) -> list[int]:
         """Return after how many tokens of a prompt entries end that lower tiers have."""
-        assert self._link is not None, "the caller has looked"
         keys = [self._facts(kind, chain, tokens, end).key for end in ends]
-        return [end for end, found in zip(ends, self._link.find(keys), strict=True) if found]
+        return [end for end, found in zip(ends, self._find(keys), strict=True) if found]
+
+    def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether a lower tier has it."""
+        assert self._link is not None, "the caller has looked"
+        began = time.monotonic()
+        found = self._link.find(keys, waited_seconds=self._waited_seconds)
+        self._waited_seconds += time.monotonic() - began
+        return found
 
     def _bring_up_to(
         self,
@@ -501,7 +511,7 @@ class PrefixTiers:
             return True
         if self._link is None or self._has_declined:
             return False
-        if not all(self._link.find([facts.key for facts in below])):
+        if not all(self._find([facts.key for facts in below])):
             return False
         limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
         limit = min(limits, default=None)
@@ -509,15 +519,23 @@ class PrefixTiers:
             self._decline()
             return False
         kept = [facts for facts in wanted if self._is_in_host(facts)]
+        began = time.monotonic()
         prefetch = self._link.bring(
-            below, kept, request_id=None, skip_tokens=end, timeout_seconds=limit
+            below,
+            kept,
+            request_id=None,
+            skip_tokens=end,
+            timeout_seconds=limit,
+            waited_seconds=self._waited_seconds,
         )
         state = prefetch.wait()
+        self._waited_seconds += time.monotonic() - began
         self._host.poll()
         self._link.poll()
         if state is PrefetchState.TIMED_OUT:
             self._late = prefetch
-            self._decline()
+        if state is PrefetchState.TIMED_OUT or prefetch.has_failed:
+            self._decline()  # a tier that is dead fails for each boundary, one after the other
         return state is PrefetchState.READY
 
     def _decline(self) -> None:
