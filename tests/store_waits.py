@@ -282,6 +282,18 @@ def real_time(is_it, *, threads=None):
             os.sched_setscheduler(thread.native_id, kind, os.sched_param(priority))
 
 
+@contextlib.contextmanager
+def unthrottled():
+    """Let the real-time class have all of a processor: Linux halts it for 50 ms of each second."""
+    share = Path("/proc/sys/kernel/sched_rt_runtime_us")
+    before = share.read_text()
+    share.write_text("-1")
+    try:
+        yield
+    finally:
+        share.write_text(before)
+
+
 class Trials:
     """One fault, time and again."""
 
@@ -464,6 +476,20 @@ def report(results, arguments, is_plain):
     }
 
 
+def measure_all(options):
+    results = []
+    for name in FAULTS:
+        if options.only and not any(word in name for word in options.only):
+            continue
+        is_here = find_valkey() if name.startswith("Valkey") else find_mooncake_master()
+        if is_here is None:
+            print(f"{name}: not installed", file=sys.stderr)
+            continue
+        results.append(measure(name, options.count, options.seconds, options.seed))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="times of each fault")
@@ -479,16 +505,8 @@ def main():
     Trials.is_plain = options.plain
     if not options.plain:
         os.nice(-20)
-    results = []
-    for name in FAULTS:
-        if options.only and not any(word in name for word in options.only):
-            continue
-        is_here = find_valkey() if name.startswith("Valkey") else find_mooncake_master()
-        if is_here is None:
-            print(f"{name}: not installed", file=sys.stderr)
-            continue
-        results.append(measure(name, options.count, options.seconds, options.seed))
-        print(json.dumps(results[-1]), flush=True)
+    with contextlib.nullcontext() if options.plain else unthrottled():
+        results = measure_all(options)
     if options.json:
         options.json.write_text(json.dumps(report(results, sys.argv[1:], options.plain), indent=2))
     return any(each["of_these_undisturbed_ms"]["max"] >= LIMIT_MS for each in results)
