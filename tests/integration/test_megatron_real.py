@@ -405,6 +405,18 @@ def test_a_reset_forgets_the_restores_that_waited(core, serve, generator):
     server.step()
 
 
+def test_a_reset_that_keeps_the_cache_leaves_nothing_recorded(core, serve, generator):
+    """The cache is kept from 0.19 on; before, slots are reset themselves."""
+    server = serve()
+    server.add(random_tokens(generator, 3 * BLOCK))
+    slots = server.slots
+    assert slots._intermediate_counts_cpu.any()
+    server.context.reset(**({} if is_before(core, (0, 19)) else {"preserve_prefix_cache": True}))
+    assert not slots._intermediate_counts_cpu.any()
+    assert slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
+    assert slots.get_intermediate_cpu_data() == (None, None)
+
+
 def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator):
     server = serve()
     prompt = random_tokens(generator, 3 * BLOCK + 5)

@@ -83,7 +83,11 @@ def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Forgets the restores of requests that are gone after a reset, as their blocks are."""
+    """Forgets the restores and checkpoints of requests that are gone after a reset.
+
+    A reset that keeps the cache does not reset the slots, and where states were to be saved of
+    such requests would take room in the scratch from others.
+    """
 
     @functools.wraps(theirs)
     def method(self: Any) -> None:
@@ -91,6 +95,7 @@ def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         if isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
             self._pending_mamba_restores.clear()
             self._pending_mamba_zeros.clear()
+            self.mamba_slot_allocator._tables.reset()
 
     return method
 
