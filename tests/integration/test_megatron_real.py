@@ -250,6 +250,20 @@ def test_a_prompt_in_pieces(serve, generator, rest):
     server.step()
 
 
+def test_a_later_piece_skips_nothing_that_is_cached_of_it(serve, generator):
+    """Megatron skips by keys and values there, and computes the rest on the state before them."""
+    server = serve(chunked=True)
+    prompt = random_tokens(generator, 3 * BLOCK + 5)
+    server.add(prompt)
+    server.step()
+    server.finish(0)
+    assert server.add(prompt[: 2 * BLOCK] + random_tokens(generator, 40), chunk=BLOCK) == 0
+    server.step()
+    server.finish()
+    assert server.go_on() == 0
+    server.step()
+
+
 def test_states_of_evicted_kv_blocks_go(serve, generator):
     server = serve(num_blocks=9)
     first = random_tokens(generator, 3 * BLOCK + 5)

@@ -27,7 +27,8 @@ def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[...
 
     Megatron Core 0.18 and 0.19 never prefill a single token, and take one block less of a prompt
     that would leave one, whether that block has a state or not; where it has none, they prefill
-    the rest on a state of zeros.
+    the rest on a state of zeros. And where a prompt goes on with another chunk, they skip what keys
+    and values are cached of it, though no state is restored then and the live one stands before it.
     """
 
     @functools.wraps(theirs)
@@ -35,9 +36,10 @@ def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[...
         match = theirs(self, req, prefill_chunk_length, *args, **kwargs)
         slots = getattr(self, "mamba_slot_allocator", None)
         blocks, from_pool, allocated, required, skip_tokens, _ = match
-        if not isinstance(slots, MambaSlotAllocator) or req.finished_chunk_token_count:
+        if not isinstance(slots, MambaSlotAllocator):
             return match
-        num_skipped = skip_tokens // self.block_size_tokens
+        is_first = not req.finished_chunk_token_count
+        num_skipped = skip_tokens // self.block_size_tokens if is_first else 0
         while num_skipped and not slots.has_state(blocks[num_skipped - 1]):
             num_skipped -= 1
         skip_tokens = num_skipped * self.block_size_tokens
