@@ -16,6 +16,7 @@ __all__ = [
     "as_ints",
     "as_items",
     "check_choice",
+    "check_hashable",
     "check_int",
     "check_kind",
     "check_names",
@@ -107,6 +108,22 @@ def check_names(name: str, values: Any) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InvalidArgumentError(f"{name} must be different names, got {values!r}")
     return tuple(names)
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Check that ``value`` can be a key. Whether a tuple can depends on what is in it.
+
+    Args:
+        name: What the caller calls the argument.
+        value: The argument.
+
+    Raises:
+        InvalidArgumentError: It cannot.
+    """
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name} must be hashable, got {value!r}") from None
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

@@ -378,7 +378,7 @@ class CacheConfig:
         names = check_names("quantized_tensors", self.quantized_tensors)
         object.__setattr__(self, "quantized_tensors", names)
         check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
-        check_int("slot_rounding_seed", self.slot_rounding_seed, minimum=0, maximum=2**31 - 1)
+        self._check_count("slot_rounding_seed", minimum=0)
         check_choice("hash_algorithm", self.hash_algorithm, ("xxh3_128", "sha256"))
         if self.hash_secret is not None and not isinstance(self.hash_secret, bytes):
             raise InvalidArgumentError(
@@ -393,5 +393,9 @@ class CacheConfig:
                 "verify_hits needs slots that keep states as they are: with slot_quantization="
                 f"{self.slot_quantization!r} a hit differs from a miss by design"
             )
-        if not isinstance(self.log_requests, bool):
-            raise InvalidArgumentError(f"log_requests must be a bool, got {self.log_requests!r}")
+        for name in (
+            "enable_prefix_caching", "save_decode_states", "publish_decoded_blocks",
+            "restore_on_side_stream", "log_requests",
+        ):  # fmt: skip
+            if not isinstance(given := getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name} must be a bool, got {given!r}")

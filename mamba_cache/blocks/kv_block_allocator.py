@@ -9,7 +9,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_items, check_choice, check_int
+from mamba_cache._checks import (
+    INT32_MAX,
+    INT64_MAX,
+    as_ids,
+    as_items,
+    check_choice,
+    check_hashable,
+    check_int,
+)
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache._observers import call_all, check_observer
@@ -218,7 +226,8 @@ class KVBlockAllocator:
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
-        block_ids = self._take(num_blocks, _check_owner(owner))
+        check_hashable("an owner", owner)
+        block_ids = self._take(num_blocks, owner)
         self._clock += 1
         taken = np.array(block_ids, np.intp)
         self._ref_counts[taken] = 1
@@ -627,7 +636,8 @@ class KVBlockAllocator:
                     f"tokens must be equally many in each block, got {len(tokens)} of them for "
                     f"{len(block_ids)} blocks"
                 )
-        return _Registration(block_ids, hash_ids, given, parents, tokens, _check_owner(owner))
+        check_hashable("an owner", owner)
+        return _Registration(block_ids, hash_ids, given, parents, tokens, owner)
 
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
@@ -882,12 +892,6 @@ class KVBlockAllocator:
         self.check_invariants()
         if self._unsent:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
-
-
-def _check_owner(owner: Hashable) -> Hashable:
-    if not isinstance(owner, Hashable):
-        raise InvalidArgumentError(f"an owner must be hashable, got {owner!r}")
-    return owner
 
 
 def _values_at(view: memoryview, array: npt.NDArray[Any], ids: list[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mamba_cache._checks import check_int
@@ -144,7 +143,9 @@ class Admitter:
         depth, rest = divmod(position, self._config.block_size_tokens)
         last = active.num_tokens - self._config.min_computed_tokens
         is_farther = rest and match.skip_tokens < position <= last
-        if self._copier is None or not is_farther or match.kv_matched_blocks < depth:
+        # Multimodal keys belong to whole blocks, so that parts of these have no hashes.
+        has_part = is_farther and not active.request.multimodal_keys
+        if self._copier is None or not has_part or match.kv_matched_blocks < depth:
             return False
         part = active.part_hash(position)
         assert part is not None, "it is inside a block"
@@ -273,7 +274,7 @@ class Admitter:
         active: ActiveRequest,
         chunk_tokens: int | None,
         token_room: int,
-        checkpoint_positions: Sequence[int],
+        checkpoint_positions: tuple[int, ...],
     ) -> None:
         """Plan the next chunk of a request that is between two.
 
@@ -294,7 +295,7 @@ class Admitter:
             active.row, start + num_tokens, active.request_id, active.request.cache_salt
         )
         try:
-            active.checkpoint_positions += tuple(checkpoint_positions)
+            active.checkpoint_positions += checkpoint_positions
             chunk = active.chunk_from(start, num_tokens)
             active.chunk = self._checkpoints.plan(active, chunk)
         except BaseException:

@@ -482,7 +482,8 @@ class DynamicInferenceContext:
             checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
             resume_at: A position inside a block at which somebody has saved a state, beside the
                 tokens of that block up to it, registered under ``BlockHashChain.part_hash``. If
-                they are still cached, the request resumes there; if not, as without.
+                they are still cached, the request resumes there; if not, as without. That of a
+                request with multimodal keys is not looked at.
 
         Raises:
             InvalidArgumentError: The request is malformed or was prepared by another context, its
@@ -508,7 +509,7 @@ class DynamicInferenceContext:
         )
         active.want_checkpoints(checkpoint_positions)
         if resume_at is not None:
-            check_int("resume_at", resume_at, minimum=0)
+            resume_at = check_int("resume_at", resume_at, minimum=0)
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room(), resume_at)
         self.request_table.add(active)
         if self.trace_log is not None:
@@ -570,10 +571,8 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
-        check_positions(checkpoint_positions)
-        self._admitter.schedule(
-            active, chunk_tokens, self.request_table.token_room(), checkpoint_positions
-        )
+        positions = check_positions(checkpoint_positions)
+        self._admitter.schedule(active, chunk_tokens, self.request_table.token_room(), positions)
         return active.current_chunk.num_tokens
 
     @exclusive
@@ -584,6 +583,9 @@ class DynamicInferenceContext:
 
         Live states of new requests are restored or cleared on the current stream, in one launch,
         and the metadata is copied to the device. Nothing waits for the device.
+
+        If it breaks off when the step is half begun, as where a slot policy of the embedder's
+        raises or chooses what it may not, the step's requests are preempted.
 
         Args:
             decode_ids: Which of the decoding requests take part. Default: all.
@@ -1289,8 +1291,7 @@ class DynamicInferenceContext:
         is_needed[rows_in_use] = True
         if cursors is not None:
             is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
-        for tensor in self.live_states.tensors.values():
-            tensor[:, ~is_needed.flatten()] = 0
+        self.live_states.zero_((~is_needed.flatten()).nonzero()[:, 0].tolist())
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""

@@ -66,7 +66,7 @@ class RequestLog:
         request = active.request
         tier = tier or ("host" if admission.loads_state else "gpu")
         refused, active.was_refused = active.was_refused, False
-        keys = request.cache_salt, request.lora_id, tuple(request.multimodal_keys)
+        keys = request.cache_salt, request.lora_id, request.multimodal_keys
         first = active.tokens(0, min(self._size, active.num_tokens))
         reason = "entry_refused" if refused and admission.miss_reason is not None else None
         self.log(active.request_id, admission, tier, first, active.hashes, keys=keys, reason=reason)

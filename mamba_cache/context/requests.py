@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mamba_cache._checks import check_int
+from mamba_cache._checks import as_items, check_hashable, check_int
 from mamba_cache.blocks import (
     MAX_TOKEN_ID,
     BlockHashChain,
@@ -61,7 +61,7 @@ class Request:
         cache_salt: Requests of different salts never share anything.
         lora_id: Likewise for adapters.
         multimodal_keys: Pairs (token position, content key) of items that placeholder tokens stand
-            for; two prompts match only where the keys agree.
+            for; two prompts match only where the keys agree. Any collection; a tuple is kept.
         checkpoint_positions: Positions at which others are expected to branch off, such as the end
             of a system prompt, in tokens. A state is saved at the block boundary at or before
             each, in the prompt or in the answer, beside those that the placement chooses.
@@ -72,8 +72,8 @@ class Request:
             its hashes are made of, so that it has no salt, adapter or multimodal keys.
 
     Raises:
-        InvalidArgumentError: ``checkpoint_positions``, ``will_continue``, ``source`` or
-            ``tells_tokens`` is of a wrong kind.
+        InvalidArgumentError: ``multimodal_keys``, ``checkpoint_positions``, ``will_continue``,
+            ``source`` or ``tells_tokens`` is of a wrong kind.
     """
 
     request_id: Hashable
@@ -87,6 +87,11 @@ class Request:
     tells_tokens: bool | None = None
 
     def __post_init__(self) -> None:
+        # A prompt may be hashed more than once, and what is read once would have no keys then.
+        if type(self.multimodal_keys) is not tuple or self.multimodal_keys:
+            given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
+            keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
+            object.__setattr__(self, "multimodal_keys", keys)
         positions = check_positions(self.checkpoint_positions)
         object.__setattr__(self, "checkpoint_positions", positions)
         check_hint(self.will_continue, self.source)
@@ -168,9 +173,8 @@ class RequestPreparer:
 
     def _chain_of(self, request: Request) -> BlockHashChain:
         """Return a chain of no tokens under a request's keys."""
-        has_keys = type(request.multimodal_keys) is not tuple or request.multimodal_keys
         # unnoticed: a shortcut, the longer way gives the same
-        if request.cache_salt is None and request.lora_id is None and not has_keys:
+        if request.cache_salt is None and request.lora_id is None and not request.multimodal_keys:
             return self._plain_chain.copy()
         return BlockHashChain(
             self._config.block_size_tokens,
@@ -544,7 +548,7 @@ class ActiveRequest:
         if request.tells_tokens is not None:
             return request.tells_tokens
         keys = request.cache_salt, request.lora_id
-        return keys == (None, None) and not len(request.multimodal_keys)
+        return keys == (None, None) and not request.multimodal_keys
 
     @property
     def samples(self) -> bool:
@@ -667,8 +671,7 @@ def check_hint(will_continue: Any, source: Any) -> None:
             hashed.
     """
     _check_optional_bool("will_continue", will_continue)
-    if not isinstance(source, Hashable):
-        raise InvalidArgumentError(f"source must be hashable, got {source!r}")
+    check_hashable("source", source)
 
 
 def _check_optional_bool(name: str, value: Any) -> None:

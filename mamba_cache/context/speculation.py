@@ -315,6 +315,8 @@ def _in_order(
         array = np.asarray(drafts)
     except ValueError as error:  # lists of several lengths
         raise InvalidArgumentError(f"{_wanted_drafts(group, width)}, got {drafts!r}") from error
+    if not array.size and isinstance(drafts, (list, tuple)):
+        array = np.zeros((len(drafts), 0), dtype=np.int64)  # of nothing numpy makes floats
     shape = array.shape
     if (
         len(shape) != 2

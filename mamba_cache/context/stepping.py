@@ -299,8 +299,8 @@ class StepRunner:
             tokens: [n, k] their tokens.
             counts: [n] how many of them each takes; None: one.
             checkpoints: Where the step may have saved states, by place in the group.
-            stays: Whether a checkpoint that was not reached is also one of the step in flight, if
-                its request is in that.
+            stays: Whether a checkpoint that was not reached stays where the step in flight may save
+                a state there as well.
         """
         rows = group.rows
         if counts is None:
@@ -322,7 +322,7 @@ class StepRunner:
             if checkpoint is not active.checkpoint:
                 checkpoint = None  # of slots that were reset since, and replaced
             if checkpoint is not None and not start < checkpoint.position <= end:
-                if not (stays and active in self.requests):
+                if not (stays and checkpoint in self._planned.values()):
                     self._checkpoints.cancel_decode(active)
                 checkpoint = None
             self._publish_decoded(active, checkpoint)

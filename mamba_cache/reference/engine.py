@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mamba_cache._checks import check_int, check_number
+from mamba_cache._checks import check_hashable, check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, exclusive, guarded
 from mamba_cache.config import CacheConfig
@@ -29,7 +29,7 @@ from mamba_cache.reference.drafting import Drafter, NgramDrafter
 from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
-from mamba_cache.reference.scheduler import Scheduler, check_hashable
+from mamba_cache.reference.scheduler import Scheduler
 from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -227,7 +227,7 @@ class Engine:
             raise InvalidArgumentError(
                 f"at temperature 0 all answers are the same: n must be 1, got {n}"
             )
-        check_hashable(request_id)
+        check_hashable("a request id", request_id)
         if request_id is None:
             request_id = next(i for i in self._ids if not self._is_in_use(i))
         request = Request(
@@ -414,7 +414,7 @@ class Engine:
             UnknownRequestError: There is no such request, or it is finished.
             InvalidArgumentError: The id is not hashable.
         """
-        check_hashable(request_id)
+        check_hashable("a request id", request_id)
         if request_id in self._ended_untold():
             events = [event for event in self._news.events if event.request_id != request_id]
             self._news = _News(events, self._news.told)

@@ -15,7 +15,6 @@ from mamba_cache.context import DynamicInferenceContext, RequestStatus, Step
 from mamba_cache.errors import (
     BlockCapacityError,
     CapacityError,
-    InvalidArgumentError,
     StepOrderError,
     UnknownRequestError,
 )
@@ -24,7 +23,6 @@ from mamba_cache.reference.requests import EngineRequest
 __all__ = [
     "Scheduler",
     "branch_positions",
-    "check_hashable",
     "common_blocks",
     "is_worth_waiting",
 ]
@@ -353,18 +351,6 @@ class Scheduler:
 
 _Queue = dict[Hashable, EngineRequest]
 """Requests that are not admitted, in the order in which they came."""
-
-
-def check_hashable(request_id: object) -> None:
-    """Check that a request's id can be a key.
-
-    Raises:
-        InvalidArgumentError: It cannot.
-    """
-    try:
-        hash(request_id)  # whether a tuple has a hash depends on what is in it
-    except TypeError:
-        raise InvalidArgumentError(f"a request id must be hashable, got {request_id!r}") from None
 
 
 def common_blocks(request: EngineRequest, other: EngineRequest) -> int:

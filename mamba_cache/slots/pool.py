@@ -345,8 +345,9 @@ class SlotPool:
             proposals: What the state of each is, for a policy that knows prompts: it may refuse
                 some, which are counted in ``refused_states_total``. None, or with another policy:
                 none is refused.
-            owner: Whose states they are, such as a salt. Who has ``max_owned`` slots gets free
-                ones, or evicts their own.
+            owner: Whose states they are, such as a salt. Who would have more than ``max_owned``
+                slots gets free ones, or evicts their own; or as many as they lack of it, for the
+                last blocks, if those are more.
 
         Returns:
             For each block its reserved slot, or None: it has a slot or a reservation already, or
@@ -365,6 +366,9 @@ class SlotPool:
         new = [b for b, slot in own.items() if slot < 0 and b not in self._awaited]
         if not new:
             return [None] * len(ids)
+        within_share = self._within_share(owner, new, ids)
+        self.skipped_checkpoints_total += len(new) - len(within_share)
+        new = within_share
         policy = self._prefix_policy if proposals is not None else None
         protected = [*ids, *self._others_blocks(owner, len(new))]
         if policy is None:
@@ -407,7 +411,7 @@ class SlotPool:
             self.skipped_checkpoints_total += len(blocks) - len(admitted)
         else:
             self.refused_states_total += len(blocks) - len(admitted)
-        return admitted, victims
+        return admitted, self._as_victims(victims)
 
     @guarded(nests=True)
     def commit_reserved(
@@ -617,6 +621,19 @@ class SlotPool:
             self._guard.is_changing = True
             self._awaited.difference_update(copy.block_ids)
             self._push(self._copies.end(copy))
+
+    def _within_share(self, owner: Hashable, new: list[int], ids: list[int]) -> list[int]:
+        """Return the last of some new blocks, if that is how an owner gets more slots.
+
+        For all of them no slot of others may be evicted, and for as many as the share leaves some.
+        """
+        if self.max_owned is None:
+            return new
+        left = self.max_owned - sum(name == owner for name in self._owner_of.values())
+        if len(new) <= left or left <= self.free_count:
+            return new
+        num_own = len(self._evictable([*ids, *self._others_blocks(owner, len(new))]))
+        return new[-left:] if left > self.free_count + num_own else new
 
     def _others_blocks(self, owner: Hashable, num_new: int) -> list[int]:
         """Return the blocks whose slots an owner may not evict for some new ones."""
@@ -949,7 +966,11 @@ class SlotPool:
         slots = self._evictable(protected)
         if candidates is not None:
             slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
-        return self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
+        return self._as_victims(self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks))
+
+    def _as_victims(self, chosen: Iterable[Any]) -> list[int]:
+        """Read what a policy chose, which may be a caller's own and return an array."""
+        return as_ints(f"the slots that {type(self.policy).__name__} chose", chosen)
 
     def _evictable(self, protected: Sequence[int]) -> npt.NDArray[np.intp]:
         """Return the slots that are cached, not pinned, and of no protected block, ascending."""

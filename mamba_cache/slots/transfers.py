@@ -71,6 +71,7 @@ class StateTransfers:
         layer = check_int("layer_idx", layer, minimum=0, maximum=len(self._slots[0]) - 1)
         for wanted, state in zip(self._layer_states, states, strict=True):
             _check_fits(state, wanted)
+        states = [state.detach() for state in states]  # slots are no part of a graph of autograd
         if self._quantization is not None:
             conv, ssm = states  # which alone are stored so
             states = (conv, *quantize_states(ssm, self._quantization))

@@ -159,7 +159,8 @@ def _limit(
     computed = [expected for _, expected in pairs]
     noise = max(_differ(*pair)[0].max().item() for pair in zip(again, computed, strict=True))
     # However the model computes, norms and scans are in float32 here and there.
-    epsilon = max(torch.finfo(computed[0].dtype).eps, torch.finfo(torch.float32).eps)
+    kept = computed[0].dtype if computed[0].is_floating_point() else torch.float32
+    epsilon = max(torch.finfo(kept).eps, torch.finfo(torch.float32).eps)
     return tolerance + _MARGIN * (noise + epsilon)
 
 

@@ -49,7 +49,7 @@ class SlotQuantization:
 
     def __post_init__(self) -> None:
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
-        check_int("seed", self.seed, minimum=0, maximum=INT32_MAX)
+        object.__setattr__(self, "seed", check_int("seed", self.seed, minimum=0, maximum=INT32_MAX))
         object.__setattr__(self, "tensors", check_names("tensors", self.tensors))
 
     @property

@@ -250,6 +250,20 @@ def test_a_prompt_in_pieces(serve, generator, rest):
     server.step()
 
 
+def test_a_later_piece_skips_nothing_that_is_cached_of_it(serve, generator):
+    """Megatron skips by keys and values there, and computes the rest on the state before them."""
+    server = serve(chunked=True)
+    prompt = random_tokens(generator, 3 * BLOCK + 5)
+    server.add(prompt)
+    server.step()
+    server.finish(0)
+    assert server.add(prompt[: 2 * BLOCK] + random_tokens(generator, 40), chunk=BLOCK) == 0
+    server.step()
+    server.finish()
+    assert server.go_on() == 0
+    server.step()
+
+
 def test_states_of_evicted_kv_blocks_go(serve, generator):
     server = serve(num_blocks=9)
     first = random_tokens(generator, 3 * BLOCK + 5)
@@ -403,6 +417,18 @@ def test_a_reset_forgets_the_restores_that_waited(core, serve, generator):
     server.running.clear()
     server.add(random_tokens(generator, 2 * BLOCK))
     server.step()
+
+
+def test_a_reset_that_keeps_the_cache_leaves_nothing_recorded(core, serve, generator):
+    """The cache is kept from 0.19 on; before, slots are reset themselves."""
+    server = serve()
+    server.add(random_tokens(generator, 3 * BLOCK))
+    slots = server.slots
+    assert slots._intermediate_counts_cpu.any()
+    server.context.reset(**({} if is_before(core, (0, 19)) else {"preserve_prefix_cache": True}))
+    assert not slots._intermediate_counts_cpu.any()
+    assert slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
+    assert slots.get_intermediate_cpu_data() == (None, None)
 
 
 def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator):

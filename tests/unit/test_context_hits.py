@@ -290,9 +290,9 @@ def test_reset_forgets_the_cache():
 @pytest.mark.parametrize("keys", [None, 0, "cat", [(0,)], ((0, None),)])
 def test_multimodal_keys_that_are_none_are_refused(keys):
     """Not taken for a prompt without pictures, which would match others'."""
-    request = Request(request_id="a", prompt_tokens=PROMPT, multimodal_keys=keys)
+    context = make_context()
     with pytest.raises(InvalidArgumentError):
-        make_context().prepare(request)
+        context.prepare(Request(request_id="a", prompt_tokens=PROMPT, multimodal_keys=keys))
 
 
 @pytest.mark.parametrize(

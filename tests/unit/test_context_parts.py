@@ -1,5 +1,6 @@
 """Requests that resume inside a block, where somebody has saved a state beside its tokens."""
 
+import numpy as np
 import pytest
 import torch
 from context_rig import (
@@ -207,3 +208,14 @@ def test_a_hit_inside_a_block_whose_part_is_gone_is_passed_over():
     context.kv_block_allocator.deregister_blocks([block])
     assert context.take_verification() is None
     assert context.verification_stats().skipped == {SkippedVerification.GONE: 1}
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_position_of_any_kind_of_int_becomes_a_plain_one(kind):
+    """A tensor became the tokens that were skipped, and went into all that was counted of them."""
+    context = make_context()
+    save_part(context)
+    request = Request(request_id="only", prompt_tokens=PROMPT)
+    admission = context.add_request(request, resume_at=kind(PART))
+    assert (admission.skip_tokens, type(admission.skip_tokens)) == (PART, int)
+    assert type(admission.state_matched_blocks) is int

@@ -328,6 +328,23 @@ def test_an_unreached_checkpoint_is_given_back(context):
     assert saved_prefix_lengths(context, [1, 2, 3, 4, 5, 6, 9, 4]) == []
 
 
+def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_it(context):
+    """Its slot stayed reserved, by a checkpoint of no step, until the request came there."""
+    prefill(context, "a", prompt=PROMPT[:4])
+    compute(context, drafts=torch.full((4, DRAFTS), -1))
+    context.commit_step(on_device([1]))
+    compute(context)  # by what is known then it may end the block
+    context.collect_step()
+    context.commit_step(on_device([1]))
+    assert context.stats().reserved_slots == 1
+    compute(context)  # by now it is known that this one may not
+    context.collect_step()
+    assert context.stats().reserved_slots == 0
+    context.commit_step(on_device([1]))
+    context.collect_step()
+    context.check_invariants()
+
+
 def test_slots_are_reset_while_a_step_is_uncollected(context):
     """The state that it saved is gone with the reset; the next step's is its own."""
     prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])

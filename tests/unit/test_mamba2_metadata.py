@@ -84,7 +84,7 @@ def test_the_tensors_of_a_batch_may_be_longer():
 
 
 @given(
-    st.lists(st.integers(0, 60), max_size=4),
+    st.lists(st.integers(1, 60), max_size=4),
     st.lists(st.tuples(st.integers(0, 40), st.integers(2, 30)), max_size=4),
     st.integers(0, 2**32 - 1),
 )
@@ -219,3 +219,29 @@ def test_a_thousand_long_sequences_take_no_more_steps_than_two_short_ones():
 
     # Few sequences are cut one by one, in which they take more.
     assert 0 < build(64, 300) == build(1024, 32_768) <= build(2, 300)
+
+
+def test_a_first_token_is_no_decode(rng):
+    """vLLM 32118: a decode reads its state, which was that of the block's last request."""
+    batch = make_batch([9, 0, 9, 0], [1, 1, 1, 5], rng)
+    metadata = make_builder().build(0, batch)
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 3)
+    assert metadata.has_initial_states_p.tolist() == [False, True, False]
+    assert metadata.cu_chunk_seqlen_p.tolist() == [0, 1, 2, 7]
+
+
+def test_rows_of_padding_are_no_prefills(rng):
+    batch = make_batch([9, 9, 0, 0], [1, 1, 0, 0], rng)
+    assert make_builder().build(0, batch).num_prefills == 0
+    batch.is_prefilling = torch.tensor([False, False, True, True])  # of who was there before
+    assert make_builder().build(0, batch).num_prefills == 0
+
+
+def test_the_end_of_a_prompt_is_no_set_of_drafts(rng):
+    """Of 3 tokens the state after the first was read next, as if drafts had been refused."""
+    batch = make_batch([9, 9, 9, 0], [3, 1, 3, 1], rng)
+    batch.is_prefilling = torch.tensor([False, True, True, True])
+    metadata = make_builder(num_drafts=2).build(0, batch)
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
+    batch.is_prefilling[:] = False  # a batch of nothing, as a capture of graphs computes
+    assert make_builder(num_drafts=2).build(0, batch).num_decodes == 4

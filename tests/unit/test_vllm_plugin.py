@@ -2,14 +2,16 @@
 
 import re
 from importlib.metadata import EntryPoint
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from sources import ROOT
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, UnsupportedVersionError
 from mamba_cache.integrations import vllm
-from mamba_cache.integrations.vllm import plugin
+from mamba_cache.integrations.vllm import align_on_host, plugin
+from mamba_cache.integrations.vllm.plugin_checks import _Batch, copy_differences
 
 
 @pytest.fixture
@@ -107,3 +109,16 @@ def test_a_resident_state_that_was_made_before_keeps_vllms_own():
     plugin._preprocess(theirs)(state, "batch", "tables", "config", "computed")
     plugin._postprocess(theirs)(state, "mapping", 3)
     assert called == [(state, "batch", "tables", "config", "computed"), (state, "mapping", 3, None)]
+
+
+def test_a_batch_is_compared_on_the_host_whatever_the_default_device():
+    """Its states lay where an engine makes its tensors, and were copied by host addresses."""
+    home = ModuleType("home")
+    own = {name: getattr(vllm, name) for name in vllm.__all__}
+    home.__dict__.update(vars(align_on_host) | own)
+    home.UniformTypeKVCacheSpecs = SimpleNamespace
+    home.is_conv_state_dim_first = lambda: False
+    with torch.device("meta"):
+        states = [state for layer in _Batch(home).layers.values() for state in layer.kv_cache]
+        assert {state.device.type for state in states} == {"cpu"}
+        assert copy_differences(home) == []

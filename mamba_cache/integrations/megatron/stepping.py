@@ -27,7 +27,8 @@ def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[...
 
     Megatron Core 0.18 and 0.19 never prefill a single token, and take one block less of a prompt
     that would leave one, whether that block has a state or not; where it has none, they prefill
-    the rest on a state of zeros.
+    the rest on a state of zeros. And where a prompt goes on with another chunk, they skip what keys
+    and values are cached of it, though no state is restored then and the live one stands before it.
     """
 
     @functools.wraps(theirs)
@@ -35,9 +36,10 @@ def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[...
         match = theirs(self, req, prefill_chunk_length, *args, **kwargs)
         slots = getattr(self, "mamba_slot_allocator", None)
         blocks, from_pool, allocated, required, skip_tokens, _ = match
-        if not isinstance(slots, MambaSlotAllocator) or req.finished_chunk_token_count:
+        if not isinstance(slots, MambaSlotAllocator):
             return match
-        num_skipped = skip_tokens // self.block_size_tokens
+        is_first = not req.finished_chunk_token_count
+        num_skipped = skip_tokens // self.block_size_tokens if is_first else 0
         while num_skipped and not slots.has_state(blocks[num_skipped - 1]):
             num_skipped -= 1
         skip_tokens = num_skipped * self.block_size_tokens
@@ -83,7 +85,11 @@ def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Forgets the restores of requests that are gone after a reset, as their blocks are."""
+    """Forgets the restores and checkpoints of requests that are gone after a reset.
+
+    A reset that keeps the cache does not reset the slots, and where states were to be saved of
+    such requests would take room in the scratch from others.
+    """
 
     @functools.wraps(theirs)
     def method(self: Any) -> None:
@@ -91,6 +97,7 @@ def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         if isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
             self._pending_mamba_restores.clear()
             self._pending_mamba_zeros.clear()
+            self.mamba_slot_allocator._tables.reset()
 
     return method
 

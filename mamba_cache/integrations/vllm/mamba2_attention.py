@@ -34,7 +34,9 @@ class CommonAttentionMetadata(Protocol):
     seq_lens: torch.Tensor
     """[num_reqs] int on the device: tokens of each request after the batch."""
     block_table_tensor: torch.Tensor
-    """[num_reqs, columns] int32 on the device: physical state blocks."""
+    """[num_reqs, columns] int32 on the device: physical state blocks. An engine that verifies
+    drafts has ``is_prefilling`` as well, [num_reqs] bool on the CPU: whether a request's prompt was
+    not computed to its end before the batch."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class Mamba2AttentionMetadata:
     the prefills alone, and None if there are none.
 
     Attributes:
-        num_prefills: Requests from the first with more tokens than a decode and its drafts.
+        num_prefills: Requests from the first that is no decode: it has more tokens than a decode
+            and its drafts, or there is no state before it, or several tokens of its prompt.
         num_prefill_tokens: Their tokens.
         num_decodes: The requests before them.
         num_decode_tokens: Their tokens.
@@ -143,7 +146,7 @@ class Mamba2AttentionMetadataBuilder:
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         computed = _computed_on_host(batch)
-        num_decodes = self._num_decodes(np.diff(starts))
+        num_decodes = self._num_decodes(batch, computed, np.diff(starts))
         num_prefills = batch.num_reqs - num_decodes
         num_decode_tokens = int(starts[num_decodes])
         last, first, read = self._columns(computed, np.diff(starts))
@@ -237,9 +240,21 @@ class Mamba2AttentionMetadataBuilder:
         indices = table.gather(1, running[:, None] + drafts)
         return indices if spec.num_speculative_blocks else indices[:, 0]
 
-    def _num_decodes(self, lengths: np.ndarray[Any, np.dtype[Any]]) -> int:
-        """Return how many requests come before the first with more tokens than a decode has."""
-        prefills = np.flatnonzero(lengths > 1 + self.kv_cache_spec.num_speculative_blocks)
+    def _num_decodes(
+        self,
+        batch: CommonAttentionMetadata,
+        computed: np.ndarray[Any, np.dtype[Any]],
+        lengths: np.ndarray[Any, np.dtype[Any]],
+    ) -> int:
+        """Return how many requests come before the first that is no decode."""
+        # A decode reads its state, so a first token would go on from what another request left.
+        are_prompts = computed == 0
+        is_prefilling = getattr(batch, "is_prefilling", None)
+        if is_prefilling is not None:
+            # As drafts, tokens of a prompt would leave the state after the first of them.
+            are_prompts = is_prefilling[: len(computed)].numpy() & (are_prompts | (lengths > 1))
+        is_long = lengths > 1 + self.kv_cache_spec.num_speculative_blocks
+        prefills = np.flatnonzero(is_long | (are_prompts & (lengths > 0)))
         return int(prefills[0]) if len(prefills) else len(lengths)
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:

@@ -185,7 +185,7 @@ class _Batch:
             ]
         )
         self.layers = {
-            name: SimpleNamespace(kv_cache=[torch.zeros(40, *shape) for shape in shapes])
+            name: SimpleNamespace(kv_cache=[torch.zeros(40, *s, device="cpu") for s in shapes])
             for name in ("layer.0", "layer.2", "layer.3")
         }
         self.funcs = {kinds: (home.get_conv_copy_spec, home.get_temporal_copy_spec)}

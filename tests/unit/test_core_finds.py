@@ -1,0 +1,246 @@
+"""What a hostile search of context, slots, blocks and states found: the calls that broke them."""
+
+import numpy as np
+import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    VOCAB,
+    add,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    saved_prefix_lengths,
+)
+
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, SlotPlan, SlotPool
+from mamba_cache.states import (
+    KVCacheSpec,
+    PrefixContent,
+    SlotQuantization,
+    StateSpec,
+    compare_prefixes,
+)
+
+PROMPT = [1 + (5 * i) % (VOCAB - 1) for i in range(3 * BLOCK + 3)]
+KEYS = [
+    lambda: zip([0], ["cat"], strict=True), lambda: iter([(0, "cat")]), {0: "cat"}.items,
+    lambda: [[0, "cat"]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
+    """Hashed a second time it had none, and was found by the same text without an image."""
+    context = make_context()
+    request = Request(request_id="image", prompt_tokens=PROMPT, multimodal_keys=keys())
+    context.match(request)
+    context.add_request(request)
+    run_step(context)
+    context.finish("image")
+    assert context.match(Request(request_id=0, prompt_tokens=PROMPT)).kv_matched_blocks == 0
+    again = Request(request_id=0, prompt_tokens=PROMPT, multimodal_keys=[(0, "cat")])
+    assert context.match(again).skip_tokens == 3 * BLOCK
+
+
+def test_keys_in_lists_are_logged():
+    """Such as JSON has; the log could not hash them, and the commit poisoned the context."""
+    context = make_context(make_config(log_requests=True))
+    request = Request(request_id=1, prompt_tokens=PROMPT, multimodal_keys=[[0, "cat"], [9, b"x"]])
+    context.add_request(request)
+    run_step(context)
+    assert request.multimodal_keys == ((0, "cat"), (9, b"x"))
+    context.check_invariants()
+
+
+def test_a_prompt_with_multimodal_keys_resumes_at_no_part_of_a_block():
+    """It was refused, where something before the part was cached and not where it was not."""
+    context = make_context()
+    request = Request(request_id=1, prompt_tokens=PROMPT, multimodal_keys=[(0, "cat")])
+    assert context.add_request(request, resume_at=3).skip_tokens == 0
+
+
+@pytest.mark.parametrize("name", [([],), [], {}])
+def test_who_owns_blocks_can_be_a_key_throughout(name):
+    """A tuple says that it is hashable whatever is in it, and the pool was poisoned half-way."""
+    blocks = KVBlockAllocator(10, max_owned=3)
+    taken = blocks.allocate_memory_blocks(2)
+    for call in (
+        lambda: blocks.register_kv_block_hashes(taken, [5, 6], owner=name),
+        lambda: blocks.allocate_memory_blocks(1, owner=name),
+    ):
+        with pytest.raises(InvalidArgumentError, match="an owner must be hashable"):
+            call()
+    assert blocks.num_used_blocks == 2
+    blocks.check_invariants()
+
+
+def test_who_sends_hints_can_be_a_key_throughout():
+    with pytest.raises(InvalidArgumentError, match="source must be hashable"):
+        Request(request_id=1, prompt_tokens=PROMPT, source=([],))
+
+
+@pytest.mark.parametrize("given", [iter, torch.tensor, np.array])
+def test_positions_of_a_later_chunk_may_be_of_any_kind(given):
+    """Of what can be read once nothing was left after the check, and no state was saved."""
+    context = make_context()
+    add(context, 1, PROMPT, chunk_tokens=4)
+    run_step(context)
+    context.schedule_prefill(1, checkpoint_positions=given([BLOCK, BLOCK + 3]))
+    run_step(context)
+    assert saved_prefix_lengths(context, PROMPT) == [1, 3]
+    context.check_invariants()
+
+
+def test_nobody_may_have_a_draft():
+    """Of empty lists numpy makes floats, which were refused."""
+    context = make_context(make_config(num_speculative_tokens=2))
+    add(context, 1, PROMPT)
+    context.begin_step(drafts=[])
+    context.abort_step()
+    context.resume_request(1)
+    run_step(context)
+    step = context.begin_step(drafts=[[]])
+    assert step.requests[0].num_tokens == 1
+    context.abort_step()
+    context.resume_request(1)
+    run_step(context)
+    for wrong in ([], [[], []]):
+        with pytest.raises(InvalidArgumentError, match="in the order of the requests"):
+            context.begin_step(drafts=wrong)
+
+
+class ArrayPolicy(LruSlotPolicy):
+    """Returns what numpy gives it."""
+
+    def choose(self, num_slots, slots, blocks, kv_blocks):
+        order = np.argsort(np.asarray(kv_blocks.block_timestamps)[blocks], kind="stable")
+        return slots[order[:num_slots]]
+
+
+class AdaptiveArrayPolicy(AdaptiveSlotPolicy):
+    """The same for a policy that knows prompts."""
+
+    def admit(self, proposals, num_free, slots):
+        accepted, victims = super().admit(proposals, num_free, slots)
+        return SlotPlan(np.array(accepted), np.array(victims, dtype=np.int64))
+
+
+@pytest.mark.parametrize("policy", [ArrayPolicy, AdaptiveArrayPolicy])
+def test_a_policy_may_choose_in_an_array(policy):
+    """Whether it had chosen anything was asked of the array, which has no truth of its own."""
+    context = make_context(make_config(max_slots=2), slot_policy=policy())
+    for first in range(4):
+        prompt = [first, *PROMPT]
+        generate(context, prompt, 1, checkpoint_positions=[BLOCK, 3 * BLOCK])
+    assert context.stats().evicted_slots >= 2
+    context.check_invariants()
+
+
+class NoPolicy(LruSlotPolicy):
+    """Forgets to return what it chose."""
+
+    def choose(self, num_slots, slots, blocks, kv_blocks):
+        super().choose(num_slots, slots, blocks, kv_blocks)
+
+
+def test_a_policy_that_chooses_nothing_is_named():
+    slots = SlotPool(1, KVBlockAllocator(4), policy=NoPolicy())
+    slots.allocate_slots_batch([0])
+    with pytest.raises(InvalidArgumentError, match=r"NoPolicy chose must be ints .* got None"):
+        slots.allocate_slots_batch([1])
+    assert slots.get_slot(0) == 0
+
+
+@pytest.mark.parametrize("policy", [LruSlotPolicy, AdaptiveSlotPolicy])
+def test_who_asks_for_more_than_the_share_gets_the_share(policy):
+    """Of others' slots it got none, though it had none: each of its prompts asked for three."""
+    config = make_config(max_slots=8, max_salt_share=0.25)
+    context = make_context(config, slot_policy=policy())
+    for first in range(8):
+        prompt = [first, *PROMPT[: BLOCK + 1]]
+        generate(context, prompt, 1, cache_salt=f"{first}", checkpoint_positions=[BLOCK])
+    assert context.stats().free_slots == 0
+    asked = [BLOCK, 2 * BLOCK, 3 * BLOCK]
+    generate(context, PROMPT, 1, cache_salt="new", checkpoint_positions=asked)
+    own = Request(request_id=0, prompt_tokens=PROMPT, cache_salt="new")
+    assert context.match(own).skip_tokens == 3 * BLOCK
+    assert context.stats().evicted_slots == 2
+    assert context.stats().skipped_checkpoints == 1
+    context.check_invariants()
+
+
+def test_slots_are_no_part_of_a_graph_of_autograd():
+    """A state that needs a gradient made one of all slots, which no later write could leave."""
+    context = make_context()
+    slots = context.slot_allocator
+    [block] = context.kv_block_allocator.allocate_memory_blocks(1)
+    slots.allocate_slots_batch([block])
+    both = slots.conv_states, slots.ssm_states
+    conv, ssm = (torch.ones_like(t[0, 0]).requires_grad_() for t in both)
+    slots.store_from_tensors(block, 0, ssm * 2, conv * 2)
+    assert not slots.ssm_states.requires_grad
+    assert not slots.conv_states.requires_grad
+    assert bool((slots.ssm_states[0, slots.get_slot(block)] == 2).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_states_and_keys_in_8_bits_can_be_scrubbed(dtype):
+    """PyTorch clears no float8 by a mask."""
+    config = CacheConfig(
+        block_size_tokens=BLOCK, ssm_chunk_size=4, max_requests=2, max_tokens=64,
+        max_sequence_length=64, num_kv_blocks=8, max_slots=4, num_speculative_tokens=1,
+    )  # fmt: skip
+    spec = StateSpec.mamba(1, (2, 2), (2, 2), dtype, dtype)
+    context = DynamicInferenceContext(config, spec, KVCacheSpec(1, 1, 2, dtype))
+    add(context, 1, PROMPT)
+    context.begin_step()
+    for tensor in (*context.live_states.tensors.values(), context.kv_cache):
+        tensor.view(torch.uint8).fill_(3)
+    with pytest.warns(match="not handed over"):
+        context.commit_step([1])
+    context.scrub()
+    row = context.request_table.find(1).row * config.live_rows_per_request
+    for tensor in context.live_states.tensors.values():
+        held = tensor.view(torch.uint8).flatten(2)[0].any(1).nonzero()[:, 0]
+        assert held.tolist() == [row]
+    context.finish(1)
+    context.scrub()
+    assert not any(t.view(torch.uint8).any() for t in context.live_states.tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_prefixes_of_any_dtype_are_compared(dtype):
+    """Integers have no epsilon, and a hit that differed could not be reported."""
+
+    def prefix(value):
+        kv = torch.zeros(1, 2, BLOCK, 1, 2)
+        kv[0, 1, 3] = value
+        return PrefixContent({"ssm": torch.ones(1, 2, 2).to(dtype)}, kv.to(dtype))
+
+    again = lambda: prefix(2)  # noqa: E731 - what the comparison calls
+    assert compare_prefixes(prefix(2), prefix(2), again, block_size_tokens=BLOCK) == []
+    [difference] = compare_prefixes(prefix(8), prefix(2), again, block_size_tokens=BLOCK)
+    assert (difference.block, difference.name, difference.largest) == (0, "values", 6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["enable_prefix_caching", "save_decode_states", "publish_decoded_blocks", "log_requests"],
+)
+def test_settings_that_say_yes_or_no_are_bools(name):
+    """What a file or the environment says as "false" turned it on."""
+    for given in ("false", 0, None):
+        with pytest.raises(InvalidArgumentError, match=f"{name} must be a bool, got {given!r}"):
+            make_config(**{name: given})
+
+
+def test_seeds_of_any_kind_of_int_become_plain_ones():
+    config = make_config(slot_quantization="int8", slot_rounding_seed=np.int64(5))
+    assert type(config.slot_rounding_seed) is int
+    assert type(SlotQuantization("stochastic", np.int64(5)).hash_seed) is int
