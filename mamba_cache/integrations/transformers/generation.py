@@ -198,7 +198,8 @@ class Generation:
             return forward(**kwargs)
         while True:
             try:
-                return self._compute(forward, kwargs, prompts)
+                with self._runner.within(forward):
+                    return self._compute(forward, kwargs, prompts)
             except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
                 if _is_batch(prompts) or not self._retries(error):
                     raise
@@ -230,7 +231,8 @@ class Generation:
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
-        self._logits = output.logits[:, -1].clone()
+        if self._runner.keeps_logits:
+            self._logits = output.logits[:, -1].clone()
         return output
 
     @contextmanager
