@@ -250,6 +250,7 @@ class PrefixCache:
             self._store.watch = PromptWatch(self._store, verify_hits=verify_hits, logs=log_requests)
         self._is_closed = False
         self._home = self._runner.placement()
+        self._vocabulary = self._runner.vocabulary
         self._runner.fingerprint.begin()
         if host_cache_gb is not None:
             self._store.tiers = PrefixTiers(
@@ -398,6 +399,7 @@ class PrefixCache:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
                 served, or the model cannot.
             SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
+            BlockCapacityError: Every KV block is pinned.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
@@ -765,6 +767,7 @@ class PrefixCache:
         """Free the model of what a call put there that broke off."""
         remove_hooks(self._store)
         self._prefiller.put_back()
+        self._runner.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled.
@@ -789,6 +792,11 @@ class PrefixCache:
             raise ModelChangedError(
                 f"the model was on {self._home[0]} in {self._home[1]} when the cache was made and "
                 f"is on {device} in {dtype} now: make a new cache"
+            )
+        if self._runner.vocabulary != self._vocabulary:
+            raise ModelChangedError(
+                f"the model had {self._vocabulary} embeddings when the cache was made and has "
+                f"{self._runner.vocabulary} now: make a new cache"
             )
 
     def _read_prompts(
