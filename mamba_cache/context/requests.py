@@ -667,8 +667,10 @@ def check_hint(will_continue: Any, source: Any) -> None:
             hashed.
     """
     _check_optional_bool("will_continue", will_continue)
-    if not isinstance(source, Hashable):
-        raise InvalidArgumentError(f"source must be hashable, got {source!r}")
+    try:
+        hash(source)
+    except TypeError as error:  # a tuple of lists says that it is hashable, and is not
+        raise InvalidArgumentError(f"source must be hashable, got {source!r}") from error
 
 
 def _check_optional_bool(name: str, value: Any) -> None:

@@ -1,8 +1,15 @@
 """Legal calls that are seldom made, and mistakes that are: each is answered, or costs nothing."""
 
+import asyncio
 import gc
+import threading
 import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import wraps
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -11,6 +18,8 @@ import torch
 from batch_rig import answers, batch, subject, tokens
 from transformers import (
     BatchEncoding,
+    ContinuousBatchingConfig,
+    GenerationConfig,
     SynthIDTextWatermarkingConfig,
 )
 from transformers_rig import (
@@ -33,6 +42,10 @@ from mamba_cache.errors import (
     ModelChangedError,
 )
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
+from mamba_cache.integrations.transformers.capture import _find_scans
+from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
+from mamba_cache.integrations.transformers.replacement import replaced
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -256,6 +269,104 @@ def test_a_reset_keeps_no_disk_tier_of_before(model, tmp_path):
         assert before() is None
 
 
+@dataclass(slots=True)
+class Scaling:
+    """How much a layer says, kept as in much code of today."""
+
+    factor: float
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(getattr(self.scaling, "factor", self.scaling))
+
+
+def scaled(scaling):
+    """A model whose logits are scaled by something that its head keeps."""
+    model = make_model("nemotron_h")
+    model.get_output_embeddings().__class__ = Scaled
+    model.get_output_embeddings().scaling = scaling
+    return model
+
+
+def test_an_object_with_slots_is_read(prompt):
+    """What is in it was not: a prefix of the model before was served."""
+    scaling = Scaling(1.0)
+    model = scaled(scaling)
+    cache = make_cache(model)
+    cached(cache, prompt)
+    scaling.factor = -2.0
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    scaling.factor = 1.0
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 1
+
+
+class Steering:
+    """A hook that adds to what a layer says."""
+
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def __call__(self, _, __, output):
+        return output + sum(self.vectors)
+
+
+def steered(factor):
+    model = make_model("nemotron_h")
+    head = model.get_output_embeddings()
+    head.register_forward_hook(Steering([torch.linspace(-1, 1, VOCABULARY) * factor]))
+    return model
+
+
+def portable_key(model):
+    """What names its settings, as a process of its own would."""
+    fingerprint = ModelFingerprint(model)
+    fingerprint.begin()
+    return fingerprint.portable_key()
+
+
+@pytest.mark.parametrize(
+    ("make", "has_name"),
+    [
+        (lambda factor: scaled(np.float32(factor)), True),
+        (lambda factor: scaled(Scaling(factor)), True),
+        (lambda factor: scaled(Decimal(factor)), False),
+        (steered, False),
+    ],
+    ids=["a number of NumPy", "an object with slots", "a decimal", "a hook's list"],
+)
+def test_what_differs_has_no_name_in_common_with_other_processes(make, has_name):
+    """It counted by the order in which it was met."""
+    keys = [portable_key(make(factor)) for factor in (1.0, -2.0, 1.0)]
+    assert [key is not None for key in keys] == [has_name] * 3
+    assert not has_name or keys[0] == keys[2] != keys[1]
+
+
+def test_another_process_does_not_find_what_another_number_made(prompt, tmp_path, monkeypatch):
+    """Both numbers were the first of their kind that was met."""
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    for factor in (1.0, -2.0):
+        model = scaled(np.float32(factor))
+        with make_cache(model, **settings) as cache:
+            assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+def test_a_secret_that_nobody_wrote_is_made_anew(model, tmp_path):
+    """Who made the file and died had everybody after it do without a secret."""
+    (tmp_path / "secret").touch()
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    made = []
+    for _ in range(2):
+        with make_cache(model, **settings) as cache:
+            made.append(cache._store.tiers.hash_secret)
+    assert len(made[0]) == 32
+    assert made[0] == made[1]
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.glob("secret*")] == ["secret"]
+
+
 # What a call costs.
 
 
@@ -284,6 +395,59 @@ def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
 # Mistakes.
 
 
+def test_a_configuration_may_come_second_as_for_the_model(model, cache, prompt):
+    config = GenerationConfig(**GREEDY)
+    assert_same(model.generate(prompt, config), cache.generate(prompt, config))
+
+
+def batching(**options):
+    return {"continuous_batching_config": ContinuousBatchingConfig(**options)}
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        (
+            "generate", {"stopping_criteria": print},
+            "stopping_criteria must be a collection of criteria, got <built-in",
+        ),
+        ("generate", {"source": ([],)}, r"source must be hashable, got \(\["),
+        (
+            "generate_batch", {"continuous_batching_config": {"max_batch_tokens": 8}},
+            "config must be a transformers.ContinuousBatchingConfig, got dict",
+        ),
+        (
+            "generate_batch", batching(max_batch_tokens=-1),
+            "max_batch_tokens must be an int >= 1, got -1",
+        ),
+        (
+            "generate_batch", batching(max_requests_per_batch=0),
+            "max_requests_per_batch must be an int >= 1, got 0",
+        ),
+        (
+            "generate_batch", {"max_new_tokens": None, "max_length": 3},
+            "max_length must be more than the prompt's 3 tokens, got 3: set max_new_tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_other_mistakes_are_named(cache, call, options, message):
+    """They were a TypeError, were passed over, or failed an assertion about memory."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        getattr(cache, call)([[3, 4, 5]], **{"max_new_tokens": 2, **options})
+
+
+def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
+    """It was said to do something else for several requests, or raised RuntimeError midway."""
+    cache = nemotron.cache()
+    for _ in range(2):
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            pytest.raises(InvalidArgumentError, match=r"under autocast: .*; generate can"),
+        ):
+            batch(cache, [[5, 6]])
+        assert answers(batch(cache, [[5, 6]])) == [nemotron.answer([5, 6], 6)]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -306,3 +470,97 @@ def test_what_is_no_prompt_is_said_to_be_none(cache, call, message):
     """Batches and pins were told what prefill takes."""
     with pytest.raises(InvalidArgumentError, match=message):
         call(cache)
+
+
+# Requests that come one by one.
+
+
+class Runner:
+    """Runs what has come to a manager, when it is told to, as a cache does."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.may_run = threading.Event()
+
+    def run_batches(self, manager):
+        self.may_run.wait()
+        self.cache.run_batches(manager)
+
+    def reset(self):
+        self.cache.reset()
+
+
+@pytest.mark.parametrize("are_streaming", [(False, False), (True, True), (True, False)])
+def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streaming):
+    """A service hands its own x-request-id on with each of its calls; both waited for ever."""
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    config = nemotron.config(max_new_tokens=5)
+    runner = Runner(nemotron.cache())
+    manager = BatchManager(runner, lambda _: ArrivalDetails(config), nemotron.model)
+
+    async def ask(prompt, is_streaming):
+        over = asyncio.get_running_loop().create_future()
+
+        def hear(output):
+            if output.is_finished() and not over.done():
+                over.set_result(output.generated_tokens)
+
+        if is_streaming:
+            name = manager.add_request(prompt, "one name", streaming=True)
+            manager.register_result_handler(name, hear)
+        else:
+            manager.register_result_handler("one name", hear)
+            manager.add_request(prompt, "one name")
+        return await over
+
+    async def ask_all():
+        asked = [
+            asyncio.ensure_future(ask(*each)) for each in zip(prompts, are_streaming, strict=True)
+        ]
+        await asyncio.sleep(0)
+        runner.may_run.set()
+        return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    manager.start()
+    try:
+        found = asyncio.run(ask_all())
+    finally:
+        manager.stop()
+    assert found == [nemotron.answer(prompt, 5) for prompt in prompts]
+    assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+
+
+# Two caches of one model, in two threads.
+
+
+def standing_in(function):
+    @wraps(function)
+    def stand_in(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator):
+    """A batch that had a listener was called off: the model was said to be another one."""
+    model, prompt = nemotron.model, tokens(generator, 2 * BLOCK + 3)
+    replacements = [
+        (model, "forward", standing_in),
+        (model.config, "_attn_implementation_internal", lambda _: "mamba_cache_paged"),
+        (*next(iter(_find_scans(model))), standing_in),
+    ]
+    cache = nemotron.cache()
+    with ExitStack() as other_thread:
+
+        def hear(*_):
+            for each in replacements[:]:
+                other_thread.enter_context(replaced(cache.stats, *each))
+                replacements.remove(each)
+
+        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert not replacements
+        key = cache._runner.fingerprint.key
+        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert cache._runner.fingerprint.key == key
+    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+    assert cache.stats().hits == 2

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_number
+from mamba_cache._checks import as_items, check_choice, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import SlotPolicyName
@@ -276,6 +276,7 @@ class PrefixCache:
     def generate(
         self,
         inputs: Any = None,
+        generation_config: Any = None,
         *,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[Any] | None = None,
@@ -288,6 +289,7 @@ class PrefixCache:
         Args:
             inputs: Token ids, also accepted as ``input_ids``: a tensor [rows, length], padded on
                 the left, or a list of prompts of any lengths, each a list of ints.
+            generation_config: As for ``model.generate``. Default: the model's.
             cache_salt: Prompts of different salts never share anything.
             checkpoints: Lengths in tokens of beginnings of the prompt that others will share: a
                 system prompt, worked examples (``message_ends`` finds them). Their states are kept
@@ -311,6 +313,8 @@ class PrefixCache:
         """
         self._check_ready()
         hint = PromptHint(will_continue, source)
+        if generation_config is not None:
+            options["generation_config"] = generation_config
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
@@ -318,7 +322,8 @@ class PrefixCache:
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
         with self._watch(served, cache_salt, hint, named) as generation:
-            criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
+            own = options.get("stopping_criteria") or ()
+            criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
             arguments = {
                 **served.arguments,
                 "attention_mask": mask,
@@ -482,6 +487,11 @@ class PrefixCache:
             InvalidArgumentError: The model cannot be served in batches.
             UnresumableModelError: The model computes something else for several requests at once.
         """
+        if torch.is_autocast_enabled(self._home[0].type):
+            raise InvalidArgumentError(
+                "generate_batch cannot be called under autocast: the context keeps keys and values "
+                "in the model's own dtype; generate can"
+            )
         if self._batcher is not None:
             return self._batcher
         if self._fault is not None:

@@ -720,11 +720,13 @@ def _secret_in(path: Path) -> bytes:
     """Return the key of the block hashes that all processes on this path have in common."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path / _SECRET_FILE
-    try:
-        with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+    if (
+        not file.exists() or not file.stat().st_size
+    ):  # whoever made it may have died before it wrote
+        own = path / f"{_SECRET_FILE}.{secrets.token_hex(8)}"
+        with open(own, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
             out.write(secrets.token_bytes(32))
-    except FileExistsError:
-        pass
+        own.replace(file)
     return file.read_bytes()
 
 

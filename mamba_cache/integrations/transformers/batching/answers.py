@@ -114,6 +114,11 @@ class AnswerSettingsReader:
         max_new_tokens = config.max_new_tokens
         if max_new_tokens is None:
             max_new_tokens = config.max_length - (prompt_tokens if has_length else 0)
+            if max_new_tokens < 1:
+                raise InvalidArgumentError(
+                    f"max_length must be more than the prompt's {prompt_tokens} tokens, got "
+                    f"{config.max_length}: set max_new_tokens instead"
+                )
         check_int("max_new_tokens", max_new_tokens, minimum=1)
         if config.max_time is not None:
             raise InvalidArgumentError(

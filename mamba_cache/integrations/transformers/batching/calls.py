@@ -178,7 +178,20 @@ class BatchCall:
 
 
 def configure(batcher: Batcher, batching_config: Any) -> None:
-    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None."""
+    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None.
+
+    Raises:
+        InvalidArgumentError: It is neither, or a number in it is less than 1.
+    """
+    if batching_config is not None and not hasattr(batching_config, "max_batch_tokens"):
+        raise InvalidArgumentError(
+            "continuous_batching_config must be a transformers.ContinuousBatchingConfig, got "
+            f"{type(batching_config).__name__}"
+        )
+    for name in ("max_batch_tokens", "max_requests_per_batch"):
+        number = getattr(batching_config, name, None)
+        if number is not None:
+            check_int(name, number, minimum=1)
     batcher.configure(
         chunk_tokens=getattr(batching_config, "max_batch_tokens", None),
         max_requests=getattr(batching_config, "max_requests_per_batch", None),
