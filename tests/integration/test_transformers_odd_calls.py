@@ -7,7 +7,7 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from transformers import (
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
 )
+from transformers.generation import utils as generation_utils
 from transformers_rig import (
     BLOCK,
     GREEDY,
@@ -564,3 +565,47 @@ def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator
         assert cache._runner.fingerprint.key == key
     assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
     assert cache.stats().hits == 2
+
+
+# Where the host does not wait for each token, as on MPS, one more is computed and taken back.
+
+
+class NoEvent:
+    """Says that what is enqueued is done, as it is on the CPU."""
+
+    def __init__(self, **_):
+        """Takes what an event takes."""
+
+    def record(self):
+        """Does nothing."""
+
+    synchronize = record
+
+
+@pytest.mark.skipif(
+    not hasattr(generation_utils, "DeferredStopCheck"), reason="needs a transformers that has it"
+)
+@pytest.mark.parametrize("returns_dict", [True, False])
+@pytest.mark.parametrize("family", ["lfm2", "inkling", "granite 4"])
+def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generator, monkeypatch):
+    """The answer was lost in a RuntimeError, for the model's cache was a token shorter."""
+    model = make_model(family)
+    cache, prompt = make_cache(model), text(generator, 2 * BLOCK + 3)
+    answer = plain(model, prompt).sequences[0, prompt.shape[1] :].tolist()
+    kind = generation_utils.DeferredStopCheck
+    monkeypatch.setattr(torch, "Event", NoEvent)
+    monkeypatch.setattr(kind, "is_supported", staticmethod(partial(_as_on_mps, kind.is_supported)))
+    options = {"eos_token_id": answer[-1], "return_dict_in_generate": returns_dict}
+    expected = plain(model, prompt, **options)
+    actual = cached(cache, prompt, **options)
+    if returns_dict:
+        expected, actual = expected.sequences, actual.sequences
+    assert torch.equal(actual, expected)
+    monkeypatch.undo()
+    longer = torch.cat([actual, text(generator, 3)], dim=1)
+    assert_same(plain(model, longer), cached(cache, longer))
+    assert cache.stats().skipped_tokens == actual.shape[1] - 1
+
+
+def _as_on_mps(is_supported, _, *args, **kwargs):
+    return is_supported(torch.device("mps"), *args, **kwargs)

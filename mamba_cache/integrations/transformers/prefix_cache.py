@@ -334,7 +334,7 @@ class PrefixCache:
                 arguments["streamer"] = generation.streamed(options["streamer"])
             output = self._runner.model.generate(ids, **arguments)
             self._runner.fingerprint.confirm()
-            generation.publish()
+            generation.publish(output)
         if generation.is_bypassed:
             warnings.warn(
                 "nothing was reused or cached: without attention_mask, generate hides the pad "
