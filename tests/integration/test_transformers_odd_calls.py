@@ -609,3 +609,68 @@ def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generat
 
 def _as_on_mps(is_supported, _, *args, **kwargs):
     return is_supported(torch.device("mps"), *args, **kwargs)
+
+
+# A request that cannot be answered, among others.
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"repetition_penalty": -1.0}, "refuses the configuration: `penalty` has to be"),
+        ({"eos_token_id": "end"}, "refuses the configuration: "),
+        ({"sequence_bias": {(10**6,): 3.0}}, "the following tokens were being biased"),
+    ],
+    ids=["frequency_penalty", "eos_token_id", "logit_bias"],
+)
+def test_what_one_client_asks_for_fails_no_other(nemotron, generator, options, error):
+    """One bad number in a body ended the requests of all others as well."""
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    odd = GenerationConfig(max_new_tokens=5)
+    for name, value in options.items():
+        setattr(odd, name, value)
+    configs = {9: nemotron.config(max_new_tokens=20), 12: odd}
+    runner = Runner(nemotron.cache())
+    manager = BatchManager(runner, lambda ids: ArrivalDetails(configs[len(ids)]), nemotron.model)
+
+    async def ask(prompt):
+        over = asyncio.get_running_loop().create_future()
+        name = str(len(prompt))
+        manager.register_result_handler(name, over.set_result)
+        manager.add_request(prompt, name)
+        return await over
+
+    async def ask_all():
+        asked = [asyncio.ensure_future(ask(prompt)) for prompt in prompts]
+        await asyncio.sleep(0)
+        runner.may_run.set()
+        return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    manager.start()
+    try:
+        good, bad = asyncio.run(ask_all())
+    finally:
+        manager.stop()
+    assert (good.error, good.generated_tokens) == (None, nemotron.answer(prompts[0], 20))
+    assert error in bad.error
+    assert not bad.generated_tokens
+    runner.cache.check_invariants()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(
+    nemotron, generator, is_known
+):
+    """All were lost in a ValueError. A prompt that is cached whole has its token chosen apart."""
+    cache = nemotron.cache()
+    prompts = [tokens(generator, n) for n in (2 * BLOCK, 9, 2 * BLOCK + 3)]
+    if is_known:
+        cache.generate([prompts[1]], **NEW)
+    odd = nemotron.config(max_new_tokens=5, sequence_bias=[[[10**6], 3.0]])
+    plain_one = nemotron.config(max_new_tokens=5)
+    first, second, third = batch(cache, prompts, generation_config=[plain_one, odd, plain_one])
+    assert answers([first, third]) == [nemotron.answer(p, 5) for p in prompts[::2]]
+    assert (second.generated_tokens, first.error, third.error) == ([], None, None)
+    assert "tokens were being biased" in second.error
+    [again] = batch(cache, [prompts[1]], generation_config=plain_one)
+    assert again.generated_tokens == nemotron.answer(prompts[1], 5)

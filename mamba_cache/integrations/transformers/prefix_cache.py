@@ -398,7 +398,7 @@ class PrefixCache:
         Returns:
             What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the
             order of the prompts, further answers before the first one. An answer that stops because
-            no sequence may be longer has its ``error`` set.
+            no sequence may be longer, or that a processor refuses, has its ``error`` set.
 
         Raises:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import check_int
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import read_answer_config
 
@@ -104,7 +104,14 @@ class AnswerSettingsReader:
         if joined is None:
             joined = read_answer_config(self._model, config, self._options)
             self._joined.append((config, joined))
-        settings, is_for_any = self._read(joined, prompt_tokens)
+        try:
+            settings, is_for_any = self._read(joined, prompt_tokens)
+        except MambaCacheError:
+            raise
+        except Exception as error:  # what the library itself refuses, in whatever way
+            raise InvalidArgumentError(
+                f"transformers refuses the configuration: {error}"
+            ) from error
         self._known.append((config, None if is_for_any else prompt_tokens, settings))
         return settings
 

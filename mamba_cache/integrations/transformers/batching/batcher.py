@@ -618,6 +618,8 @@ class Batcher:
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Makes a token part of an answer; says whether it is the last one."""
         answer, settings = request.answer, request.settings
+        if request.error is not None:
+            return True
         answer.append(token)
         request.timestamps.append(time.perf_counter())
         if request.tell is not None:

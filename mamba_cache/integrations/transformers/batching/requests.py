@@ -114,7 +114,12 @@ class BatchRequest:
             tokens = [*self.prompt, *self.answer]
             if not self.answer:  # a fork that found no room draws its first token once more
                 self.processors = self.settings.make_processors(self.prompt)
-        return Draw(self.settings, self.seed, len(self.answer), tokens, self.processors)
+        number = len(self.answer)
+        return Draw(self.settings, self.seed, number, tokens, self.processors, self.refuse)
+
+    def refuse(self, error: Exception) -> None:
+        """Note why it cannot go on."""
+        self.error = str(error) or repr(error)
 
 
 def common_blocks(request: BatchRequest, other: BatchRequest) -> int:

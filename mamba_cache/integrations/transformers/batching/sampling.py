@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Draw:
         number: Tokens of the answer before it.
         tokens: Prompt and answer so far, where the library's processors are given them.
         processors: These; None: there are none.
+        refuse: Called with what they raise, for which no token of this answer is chosen.
     """
 
     settings: AnswerSettings
@@ -35,6 +36,7 @@ class Draw:
     number: int
     tokens: Sequence[int] = ()
     processors: Any = None
+    refuse: Callable[[Exception], None] | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +98,12 @@ class Sampler:
                 one = draws[index]
                 assert one is not None
                 ids = torch.tensor([one.tokens], device=self._device)
-                scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
+                try:
+                    scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
+                except Exception as error:  # whatever they raise is no matter of the others
+                    if one.refuse is None:
+                        raise
+                    one.refuse(error)
         limits = self._limits_of(draws)
         greedy = scores.argmax(-1)
         if all(one is None or one.settings.is_greedy for one in draws):
