@@ -164,9 +164,19 @@ class Generation:
         self._streamer = _EarlyStreamer(streamer)
         return self._streamer
 
-    def publish(self) -> None:
-        """Make the answers findable, once ``generate`` has returned."""
-        if self._ids is None or not self._keeps_answers or len(self._columns) < 2:
+    def publish(self, output: Any) -> None:
+        """Make the answers findable, once ``generate`` has returned.
+
+        Args:
+            output: What it returned.
+        """
+        if self._ids is None or not self._keeps_answers:
+            return
+        # Where the host does not wait for each token, on MPS, the last one may have been taken back.
+        kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
+        del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
+        self._ids = self._ids[:, :kept]
+        if len(self._columns) < 2:
             return  # the last token of an answer has not gone through the model
         if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
             return
@@ -198,7 +208,8 @@ class Generation:
             return forward(**kwargs)
         while True:
             try:
-                return self._compute(forward, kwargs, prompts)
+                with self._runner.within(forward):
+                    return self._compute(forward, kwargs, prompts)
             except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
                 if _is_batch(prompts) or not self._retries(error):
                     raise
@@ -230,7 +241,8 @@ class Generation:
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
-        self._logits = output.logits[:, -1].clone()
+        if self._runner.keeps_logits:
+            self._logits = output.logits[:, -1].clone()
         return output
 
     @contextmanager

@@ -340,6 +340,12 @@ def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
             f"attention_mask, got {others} too: prefixes are found by token ids, which do not tell "
             "what else the model sees"
         )
+    kept = arguments.get("logits_to_keep")
+    if kept is not None and not isinstance(kept, int):
+        raise InvalidArgumentError(
+            f"logits_to_keep must be an int with a prefix cache, got {type(kept).__name__}: what "
+            "positions it names depends on how much of the prompt is computed"
+        )
 
 
 def _check_cache(config: Any) -> None:

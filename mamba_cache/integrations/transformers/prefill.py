@@ -261,7 +261,7 @@ class Prefiller:
             self._runner.fingerprint.confirm()
             is_end = segment.end in segment.checkpoints or segment is prefill.segments[-1]
             memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
-            memory.logits = logits[:, -1]
+            memory.logits = logits[:, -1] if self._runner.keeps_logits else None
             prefill.record.publish(memory, segment.end, captured=captured, is_end=is_end)
 
     @contextmanager

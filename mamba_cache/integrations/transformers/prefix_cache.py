@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_number
+from mamba_cache._checks import as_items, check_choice, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import SlotPolicyName
@@ -250,6 +250,7 @@ class PrefixCache:
             self._store.watch = PromptWatch(self._store, verify_hits=verify_hits, logs=log_requests)
         self._is_closed = False
         self._home = self._runner.placement()
+        self._vocabulary = self._runner.vocabulary
         self._runner.fingerprint.begin()
         if host_cache_gb is not None:
             self._store.tiers = PrefixTiers(
@@ -275,6 +276,7 @@ class PrefixCache:
     def generate(
         self,
         inputs: Any = None,
+        generation_config: Any = None,
         *,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[Any] | None = None,
@@ -287,6 +289,7 @@ class PrefixCache:
         Args:
             inputs: Token ids, also accepted as ``input_ids``: a tensor [rows, length], padded on
                 the left, or a list of prompts of any lengths, each a list of ints.
+            generation_config: As for ``model.generate``. Default: the model's.
             cache_salt: Prompts of different salts never share anything.
             checkpoints: Lengths in tokens of beginnings of the prompt that others will share: a
                 system prompt, worked examples (``message_ends`` finds them). Their states are kept
@@ -310,6 +313,8 @@ class PrefixCache:
         """
         self._check_ready()
         hint = PromptHint(will_continue, source)
+        if generation_config is not None:
+            options["generation_config"] = generation_config
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
@@ -317,7 +322,8 @@ class PrefixCache:
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
         with self._watch(served, cache_salt, hint, named) as generation:
-            criteria = [*(options.get("stopping_criteria") or ()), generation.watch]
+            own = options.get("stopping_criteria") or ()
+            criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
             arguments = {
                 **served.arguments,
                 "attention_mask": mask,
@@ -328,7 +334,7 @@ class PrefixCache:
                 arguments["streamer"] = generation.streamed(options["streamer"])
             output = self._runner.model.generate(ids, **arguments)
             self._runner.fingerprint.confirm()
-            generation.publish()
+            generation.publish(output)
         if generation.is_bypassed:
             warnings.warn(
                 "nothing was reused or cached: without attention_mask, generate hides the pad "
@@ -392,12 +398,13 @@ class PrefixCache:
         Returns:
             What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the
             order of the prompts, further answers before the first one. An answer that stops because
-            no sequence may be longer has its ``error`` set.
+            no sequence may be longer, or that a processor refuses, has its ``error`` set.
 
         Raises:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
                 served, or the model cannot.
             SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
+            BlockCapacityError: Every KV block is pinned.
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
@@ -480,6 +487,11 @@ class PrefixCache:
             InvalidArgumentError: The model cannot be served in batches.
             UnresumableModelError: The model computes something else for several requests at once.
         """
+        if torch.is_autocast_enabled(self._home[0].type):
+            raise InvalidArgumentError(
+                "generate_batch cannot be called under autocast: the context keeps keys and values "
+                "in the model's own dtype; generate can"
+            )
         if self._batcher is not None:
             return self._batcher
         if self._fault is not None:
@@ -765,6 +777,7 @@ class PrefixCache:
         """Free the model of what a call put there that broke off."""
         remove_hooks(self._store)
         self._prefiller.put_back()
+        self._runner.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled.
@@ -789,6 +802,11 @@ class PrefixCache:
             raise ModelChangedError(
                 f"the model was on {self._home[0]} in {self._home[1]} when the cache was made and "
                 f"is on {device} in {dtype} now: make a new cache"
+            )
+        if self._runner.vocabulary != self._vocabulary:
+            raise ModelChangedError(
+                f"the model had {self._vocabulary} embeddings when the cache was made and has "
+                f"{self._runner.vocabulary} now: make a new cache"
             )
 
     def _read_prompts(

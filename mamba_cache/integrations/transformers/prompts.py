@@ -10,11 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._checks import as_ints
+from mamba_cache._checks import as_ints, as_items
 from mamba_cache.context.requests import check_hint
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["Prompt", "PromptHint", "check_prompts", "pad_prompts", "read_prompt", "split_rows"]
+__all__ = [
+    "Prompt",
+    "PromptHint",
+    "check_prompts",
+    "pad_prompts",
+    "read_prompt",
+    "read_prompts",
+    "split_rows",
+]
 
 _ID_DTYPES = (torch.int64, torch.int32)
 
@@ -129,13 +137,7 @@ def pad_prompts(
         )
     if not len(prompts):
         raise InvalidArgumentError("give at least one prompt, got an empty list")
-    if not any(_is_list(prompt) for prompt in prompts):
-        is_flat = all(isinstance(prompt, int) for prompt in prompts)
-        raise InvalidArgumentError(
-            f"prompts must be a list of prompts, each a list of token ids, got a list of "
-            f"{type(prompts[0]).__name__}"
-            + (": for one prompt write [[1, 2, 3]], not [1, 2, 3]" if is_flat else "")
-        )
+    _check_nested(prompts)
     rows = [
         _token_ids(prompt, vocabulary, f"prompt {number}") for number, prompt in enumerate(prompts)
     ]
@@ -148,12 +150,32 @@ def pad_prompts(
     return ids.to(device), mask.to(device)
 
 
-def read_prompt(input_ids: Any, vocabulary: int) -> npt.NDArray[np.int32]:
+def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
+    """Return the token ids of each of some prompts, of which there may be none.
+
+    Args:
+        prompts: A collection of what ``read_prompt`` takes.
+        vocabulary: Token ids are less than this.
+
+    Raises:
+        InvalidArgumentError: It is none, or one of them is no such prompt.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)):
+        raise InvalidArgumentError(
+            f"inputs must be prompts, each a list of token ids, got {_described(prompts)}"
+        )
+    given = as_items("inputs", prompts, "prompts, each a list of token ids")
+    _check_nested(given)
+    return [read_prompt(one, vocabulary, f"prompt {number}") for number, one in enumerate(given)]
+
+
+def read_prompt(input_ids: Any, vocabulary: int, name: str = "the prompt") -> npt.NDArray[np.int32]:
     """Return one prompt's token ids.
 
     Args:
         input_ids: A tensor [1, length] or [length], or a list of ints.
         vocabulary: Token ids are less than this.
+        name: What it is called in messages.
 
     Raises:
         InvalidArgumentError: It is none of these, or more than one prompt, or empty, or it holds
@@ -168,14 +190,14 @@ def read_prompt(input_ids: Any, vocabulary: int) -> npt.NDArray[np.int32]:
         prompts = input_ids if nested else [input_ids]
     else:
         raise InvalidArgumentError(
-            f"prefill takes a tensor of token ids [length] or [1, length], or a list of ints, got "
+            f"{name} must be a tensor of token ids [length] or [1, length], or a list of ints, got "
             f"{_described(input_ids)}"
         )
     if len(prompts) > 1:
-        raise InvalidArgumentError(f"prefill takes one prompt, got {len(prompts)} rows")
+        raise InvalidArgumentError(f"{name} must be one prompt, got {len(prompts)} rows")
     if isinstance(prompts, np.ndarray):
         return np.asarray(prompts[0], dtype=np.int32)
-    return np.array(_token_ids(prompts[0], vocabulary, "the prompt"), dtype=np.int32)
+    return np.array(_token_ids(prompts[0], vocabulary, name), dtype=np.int32)
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
@@ -198,6 +220,16 @@ def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     if not (num_seen.all() and (padding + num_seen == sees.shape[1]).all()):
         return None
     return [_prompt(row, before) for row, before in zip(ids, padding.tolist(), strict=True)]
+
+
+def _check_nested(prompts: Sequence[Any]) -> None:
+    if len(prompts) and not any(_is_list(prompt) for prompt in prompts):
+        is_flat = all(isinstance(prompt, int) for prompt in prompts)
+        raise InvalidArgumentError(
+            f"prompts must be a list of prompts, each a list of token ids, got a list of "
+            f"{_described(prompts[0])}"
+            + (": for one prompt write [[1, 2, 3]], not [1, 2, 3]" if is_flat else "")
+        )
 
 
 def _token_ids(prompt: Any, vocabulary: int, name: str) -> list[int]:
@@ -227,4 +259,6 @@ def _is_list(value: Any) -> bool:
 
 def _described(value: Any) -> str:
     kind = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"{kind}: give its input_ids"
     return f"{kind}: tokenize it" if isinstance(value, (str, bytes)) else kind

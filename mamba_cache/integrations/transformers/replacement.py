@@ -9,7 +9,10 @@ from typing import Any
 
 from mamba_cache._guard import CallGuard, guarded
 
-__all__ = ["put_back", "replaced"]
+__all__ = ["ABSENT", "original", "put_back", "replaced"]
+
+ABSENT = object()
+"""What ``original`` returns of an attribute that is only there to replace that of a class."""
 
 
 @dataclass(slots=True)
@@ -18,6 +21,7 @@ class _Replacement:
 
     Attributes:
         owner: Whose it is.
+        name: What it is called.
         original: What was there.
         is_own: It was an attribute of the object itself, not of its class.
         substitute: What stands in its place.
@@ -25,6 +29,7 @@ class _Replacement:
     """
 
     owner: Any
+    name: str
     original: Any
     is_own: bool
     substitute: Any
@@ -52,7 +57,7 @@ class _Replacements:
         if key not in self._now:
             original = getattr(owner, name)
             is_own = name in vars(owner)
-            self._now[key] = _Replacement(owner, original, is_own, replace(original))
+            self._now[key] = _Replacement(owner, name, original, is_own, replace(original))
         now = self._now[key]
         now.users[id(user)] = user
         if getattr(owner, name) is not now.substitute:
@@ -72,6 +77,14 @@ class _Replacements:
         elif key[1] in vars(now.owner):
             delattr(now.owner, key[1])  # uncovers what the class has
         del self._now[key]
+
+    def original(self, namespace: Any, name: str) -> Any:
+        """Return what an attribute would be if nobody had replaced it."""
+        if self._now:  # another thread may be about to replace something else
+            for now in list(self._now.values()):
+                if now.name == name and vars(now.owner) is namespace:
+                    return now.original if now.is_own else ABSENT
+        return namespace[name]
 
     def put_back(self, user: object) -> None:
         """Release whatever ``user`` still has replaced."""
@@ -101,6 +114,19 @@ def replaced(user: object, owner: Any, name: str, replace: Callable[[Any], Any])
         yield
     finally:
         _replacements.release((id(owner), name), user)
+
+
+def original(namespace: Any, name: str) -> Any:
+    """Return what an attribute would be if no call had replaced it.
+
+    Args:
+        namespace: Where the attributes of an object lie, such as ``vars(owner)``.
+        name: The attribute's.
+
+    Returns:
+        It; ``ABSENT`` if it is there only to stand before that of the class.
+    """
+    return _replacements.original(namespace, name)
 
 
 def put_back(user: object) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.modules import module as torch_modules
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
@@ -65,6 +67,7 @@ class ModelRunner:
         self.fingerprint = ModelFingerprint(model, weights_check)
         self._empty_cache: EmptyCache | None = None
         self._config_of_empty: dict[str, Any] = {}
+        self._forward_within: Callable[..., Any] | None = None
 
     @property
     def config(self) -> Any:
@@ -128,6 +131,11 @@ class ModelRunner:
         cache = self.new_cache()
         self.forward([0, 1, 2], cache, 0)
         self.forward([3], cache, 3)
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits may be given out again: hooks on the model itself move them each time."""
+        return not (self.model._forward_hooks or torch_modules._global_forward_hooks)
 
     def learn(self, cache: Any) -> tuple[LayerParts, ...]:
         """Finds out what each layer of a filled cache keeps.
@@ -206,8 +214,26 @@ class ModelRunner:
         """Whether ``model.compile()`` was called."""
         return getattr(self.model, "_compiled_call_impl", None) is not None
 
+    @contextmanager
+    def within(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Compute with ``forward`` alone while the body runs, which the model's call is in.
+
+        The hooks of that call have seen the prompt already, and will see what it returns.
+        """
+        self._forward_within = forward
+        try:
+            yield
+        finally:
+            self._forward_within = None
+
+    def leave(self) -> None:
+        """Do what the end of ``within`` does, for a call that broke off."""
+        self._forward_within = None
+
     @property
     def _call(self) -> Any:
+        if self._forward_within is not None:
+            return self._forward_within
         # Parts of prompts have any length, and each new one would be compiled for itself.
         return self.model._call_impl if self.is_compiled else self.model
 

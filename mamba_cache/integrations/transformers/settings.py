@@ -16,9 +16,18 @@ import numpy as np
 import torch
 from torch.nn.modules import module as torch_modules
 
+from mamba_cache.integrations.transformers.replacement import ABSENT, original
+
 __all__ = ["ModelSettings", "global_settings", "is_same"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, range)
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, Enum,
+    range,
+)  # fmt: skip
+_CODE = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
 _BOOKKEEPING = frozenset(
     {
         *vars(torch.nn.Module()).keys() - {"training"},
@@ -47,7 +56,8 @@ class ModelSettings:
     other Python objects. A function counts by its code and by what it closes over: plain values by
     their value, tensors by which one it is and PyTorch's count of writes, all else by which one it
     is. The same holds for the attributes of an object that is called as a hook. So what a hook
-    reads from a list that it closes over is not seen.
+    reads from a list that it closes over is not seen. What a call of a cache has replaced for its
+    length counts as what was there before.
 
     Args:
         model: A module.
@@ -87,10 +97,11 @@ class ModelSettings:
         """Names all settings so that another process names equal ones alike.
 
         There a function counts by what its code does, for two processes may number different ones
-        alike. None if something closes over tensors, which no name tells.
+        alike. None if something closes over tensors, or counts by which object it is: no name tells
+        what is in it.
         """
         assert self._reading is not None
-        if self._reading.has_captured_tensors:
+        if not self._reading.is_portable:
             return None
         digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
         for code in self._reading.codes:
@@ -148,6 +159,23 @@ def _itself(thing: object) -> object:
     return thing
 
 
+class _Slots:
+    """The attributes of an object that has slots for them, as those of others lie in a dict."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._thing, name)
+
+
+def _names_of_slots(thing: object) -> list[str]:
+    """Return the names of an object's slots, in a stable order."""
+    slots = (kind.__dict__.get("__slots__", ()) for kind in type(thing).__mro__)
+    names = {name for one in slots for name in ((one,) if isinstance(one, str) else one)}
+    return sorted(name for name in names if not name.startswith("__"))
+
+
 class _Reading:
     """One walk through a model, and what tells cheaply whether another would find the same."""
 
@@ -170,6 +198,7 @@ class _Reading:
         self._cells: list[Any] = []
         self._cell_values: list[object] = []
         self._counted: list[torch.Tensor] = []
+        self._unread: list[object] = []
         self.codes: list[types.CodeType] = []
         self._versions: list[int] = []
         self.digest = ""
@@ -184,9 +213,9 @@ class _Reading:
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     @property
-    def has_captured_tensors(self) -> bool:
-        """Whether a hook or a function closes over a tensor."""
-        return bool(self._counted)
+    def is_portable(self) -> bool:
+        """Whether all that counts by which object it is is code, or was read elsewhere."""
+        return not self._counted and all(id(thing) in self._paths for thing in self._unread)
 
     def is_current(self) -> bool:
         """Compare what was read, all of it in loops that Python runs in C."""
@@ -267,7 +296,9 @@ class _Reading:
                 self._read_member(f"{path}.{name}", members, name, depth=0)
 
     def _read_member(self, path: str, owner: Any, name: Any, depth: int) -> None:
-        value = owner[name]
+        value = original(owner, name)
+        if value is ABSENT:
+            return
         if not isinstance(value, _PLAIN) and path not in self._left_out:
             self._refer(owner, name, value)
         self._read(path, value, depth + 1)
@@ -288,7 +319,7 @@ class _Reading:
             self._counted.append(value)
             self.values[path] = f"tensor {self._identities.number(value)} {_version(value)}"
         elif depth >= _DEEPEST:
-            self.values[path] = self._name(value)
+            self._count_as_one(path, value)
         elif isinstance(value, partial):
             self.values[path] = "partial"
             parts: dict[Any, Any] = {"func": value.func, **value.keywords}
@@ -302,15 +333,31 @@ class _Reading:
         elif isinstance(value, types.FunctionType):
             self._read_function(path, value, depth)
         elif isinstance(value, torch.nn.Module) or self._is_opaque(value):
-            self.values[path] = self._name(value)
+            self._count_as_one(path, value)
         else:
             self.values[path] = f"object {self._name(type(value))}"
-            attributes = vars(value)
-            self._watch_attributes(path, attributes)
-            for name in sorted(attributes):
-                if not isinstance(attributes[name], _PLAIN):
-                    self._refer(attributes, name, attributes[name])
-                self._read_captured(f"{path}.{name}", attributes[name], _DEEPEST)
+            for owner, name in self._attributes(path, value):
+                if not isinstance(owner[name], _PLAIN):
+                    self._refer(owner, name, owner[name])
+                self._read_captured(f"{path}.{name}", owner[name], _DEEPEST)
+
+    def _count_as_one(self, path: str, value: object) -> None:
+        """Take a value for what it is by which object it is: what is in it is not read."""
+        self.values[path] = self._name(value)
+        if not isinstance(value, _CODE) and not type(value).__module__.startswith(_OPAQUE):
+            self._unread.append(value)
+
+    def _attributes(self, path: str, value: object) -> list[tuple[Any, str]]:
+        """Return where the attributes of an object are found, and their names; watch them."""
+        attributes = getattr(value, "__dict__", {})
+        self._watch_attributes(path, attributes)
+        slots = _Slots(value)
+        found = [(attributes, name) for name in sorted(attributes)]
+        for name in _names_of_slots(value):
+            if hasattr(value, name) and f"{path}.{name}" not in self._left_out:
+                self._refer(slots, name, slots[name])
+                found.append((slots, name))
+        return found
 
     def _read_function(self, path: str, function: types.FunctionType, depth: int) -> None:
         code = function.__code__
@@ -349,17 +396,16 @@ class _Reading:
         if isinstance(value, (partial, types.MethodType, types.FunctionType)):
             self._read_captured(path, value, depth)
         elif self._is_opaque(value) or depth >= _DEEPEST:
-            self.values[path] = f"{self._name(type(value))} {self._identities.number(value)}"
+            del self._paths[id(value)]
+            self._count_as_one(path, value)
         else:
             self.values[path] = f"object {self._name(type(value))}"
-            attributes = vars(value)
-            self._watch_attributes(path, attributes)
-            for name in sorted(attributes):
-                self._read_member(f"{path}.{name}", attributes, name, depth + 1)
+            for owner, name in self._attributes(path, value):
+                self._read_member(f"{path}.{name}", owner, name, depth + 1)
 
     def _is_opaque(self, value: Any) -> bool:
-        kinds = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-        if isinstance(value, kinds) or not isinstance(getattr(value, "__dict__", None), dict):
+        has_attributes = isinstance(getattr(value, "__dict__", None), dict)
+        if isinstance(value, _CODE) or not (has_attributes or _names_of_slots(value)):
             return True
         return type(value).__module__.startswith(_OPAQUE)
 
@@ -390,7 +436,7 @@ class _Reading:
         namespace = vars(owner)
         names = [name for name in namespace if not name.startswith("__") or name == "__call__"]
         for name in sorted(names):
-            value = namespace[name]
+            value = original(namespace, name)
             if f"{path}.{name}" in self._left_out or name.startswith("_abc"):
                 continue
             if name.endswith("_cached_value"):  # transformers remembers what it learned of a class

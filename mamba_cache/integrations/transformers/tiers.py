@@ -7,7 +7,8 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,11 +21,16 @@ from mamba_cache._checks import check_number
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PrefetchState
-from mamba_cache.errors import BlockCapacityError, BudgetError, InvalidArgumentError
+from mamba_cache.errors import (
+    BlockCapacityError,
+    BudgetError,
+    InvalidArgumentError,
+    MambaCacheError,
+)
 from mamba_cache.integrations.transformers.costs import CostModel
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.integrations.transformers.store import PrefixHit, PrefixStore
 from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
@@ -192,11 +198,11 @@ class PrefixTiers:
     def _begin(self) -> None:
         """Take the weights as they are now, and open the disk tier for them."""
         weights = self._runner.fingerprint.weights_digest()
-        is_known = weights is not None
+        self._knows_weights = weights is not None
         name = weights or f"unknown {secrets.token_hex(16)}"
         self._identity = _identity(self._store, self._runner, name, self.hash_secret)
         self._disk = self._link = None
-        if (self._path is None and self._remote is None) or not is_known:
+        if (self._path is None and self._remote is None) or weights is None:
             return
         if self._path is not None:
             self._disk = DiskTier(
@@ -226,6 +232,8 @@ class PrefixTiers:
             lora_id: What stands for them in this one: the fingerprint's key.
         """
         fingerprint: ModelFingerprint = self._runner.fingerprint
+        if not self._knows_weights:  # they could not be read at the reset: in training mode
+            self._begin()
         if lora_id not in self._keys:
             self._keys[lora_id] = fingerprint.portable_key()
         self._key = self._keys[lora_id]
@@ -316,11 +324,15 @@ class PrefixTiers:
             return
         num_tokens = len(tokens)
         last = num_tokens if with_logits else num_tokens - min_computed
-        lengths = self._lengths | self._lengths_in_store(chain, tokens, last)
-        for end in sorted((n for n in lengths if n <= last), reverse=True):
-            hit = self._store.match(
-                chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits
-            )
+        match = partial(
+            self._store.match,
+            chain,
+            tokens,
+            min_computed_tokens=min_computed,
+            with_logits=with_logits,
+        )
+        for end in self._ends_below(chain, tokens, last, match):
+            hit = match()
             if end <= hit.match.skip_tokens:
                 return
             if end > num_tokens - min_computed and end < num_tokens:
@@ -332,29 +344,66 @@ class PrefixTiers:
             if is_usable and (end <= num_tokens - min_computed or self._last_has_logits):
                 return
 
-    def _lengths_in_store(
-        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], last: int
-    ) -> set[int]:
-        """Ask the store at which lengths it has states of a prompt.
+    def _ends_below(
+        self,
+        chain: BlockHashChain,
+        tokens: npt.NDArray[np.int32],
+        last: int,
+        match: Callable[[], PrefixHit],
+    ) -> list[int]:
+        """Return where states of a prompt end that lie below and may be used, the last one first.
 
-        A state that ends inside a block is looked for in the last block of the prefix that the
-        store has, and in the one before: at each token, for nobody else knows where it ends. Of
-        models without attention the store has no blocks, and the prompt's end is looked at.
+        Of thousands of lengths at which some prompt's state ended, those are looked at that lie in
+        blocks whose keys and values are there. What a store has is not known: it is asked for all
+        ends of blocks, and for those inside a block in the last one of the prefix that it has, and
+        in the one before; of models without attention in the prompt's last tokens.
         """
-        if self._link is None or self._remote is None or not self._remote.is_healthy:
-            return set()
         size = self._store.layout.block_size_tokens
-        ends = range(size, last + 1, size)
-        blocks = self._found(EntryKind.KV, chain, tokens, ends) if self._has_kv else []
-        states = self._found(EntryKind.STATE, chain, tokens, ends)
-        depth = next((n for n, end in enumerate(ends) if end not in blocks), len(ends))
-        first, limit = (depth - 1) * size + 1, min((depth + 1) * size, last + 1)
+        ends = {end for end in self._lengths if end <= last}
+        asks = self._link is not None and self._remote is not None and self._remote.is_healthy
+        if not ends and not asks:
+            return []
+        found = match().match
+        depth = self._depth_below(
+            chain, tokens, found.kv_matched_blocks, last // size if asks else max(ends) // size
+        )
+        if asks:
+            ends.update(range(size, depth * size + 1, size))
+            if not self._has_kv:
+                ends.update(range(max(1, last + 1 - _SEARCHED_TOKENS), last + 1))
+            elif depth:
+                ends.update(range((depth - 1) * size + 1, min((depth + 1) * size, last + 1)))
+        usable = [end for end in ends if found.skip_tokens < end < (depth + 1) * size]
+        unknown = [
+            end
+            for end in usable
+            if not self._host.has(EntryKind.STATE, _digest(chain, tokens, end, size))
+        ]
+        lower = set(self._found(EntryKind.STATE, chain, tokens, unknown))
+        return sorted({*usable} - ({*unknown} - lower), reverse=True)
+
+    def _depth_below(
+        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], matched: int, most: int
+    ) -> int:
+        """Count the leading blocks of a prompt that are here or below, up to ``most`` of them.
+
+        Args:
+            chain: The prompt, hashed.
+            tokens: Its tokens.
+            matched: How many are here.
+            most: How many are looked for.
+        """
         if not self._has_kv:
-            first, limit = max(1, last + 1 - _SEARCHED_TOKENS), last + 1
-        elif not depth:
-            return set()
-        inside = [end for end in range(first, limit) if end % size]
-        return {*states, *self._found(EntryKind.STATE, chain, tokens, inside)}
+            return most
+        size, hashes = self._store.layout.block_size_tokens, chain.hashes
+        missing = [
+            size * (index + 1)
+            for index in range(matched, most)
+            if not self._host.has(EntryKind.KV, hashes.digest(index))
+        ]
+        lower = self._found(EntryKind.KV, chain, tokens, missing)
+        gap = next((end for end in missing if end not in lower), None)
+        return most if gap is None else gap // size - 1
 
     def _found(
         self,
@@ -364,6 +413,8 @@ class PrefixTiers:
         ends: Sequence[int],
     ) -> list[int]:
         """Return after how many tokens of a prompt entries end that lower tiers have."""
+        if self._link is None or not ends:
+            return []
         keys = [self._facts(kind, chain, tokens, end).key for end in ends]
         return [end for end, found in zip(ends, self._find(keys), strict=True) if found]
 
@@ -578,16 +629,29 @@ class PrefixTiers:
         return [tier for tier in (self._disk, self._remote) if tier is not None]
 
     def let_go(self) -> None:
-        """Give back all that a call held which broke off: the host tier begins anew."""
+        """Give back all that a call held which broke off.
+
+        The host tier begins anew if the call was reading or writing rows of it.
+        """
+        self._end_transfers()
+        try:
+            self._host.poll()
+            is_idle = not any(self._host.leases.values())
+        except MambaCacheError:  # a change of its bookkeeping broke off
+            is_idle = False
+        if not is_idle:
+            self._host.reset()
+
+    def _end_transfers(self) -> None:
         self._offers = []
         self._copies.wait()
         if self._link is not None:
             self._link.reset()
-        self._host.reset()
 
     def reset(self) -> None:
         """Forget what host memory holds. What is on the disk stays, and is found again."""
-        self.let_go()
+        self._end_transfers()
+        self._host.reset()
         self._keys.clear()
 
     def take_weights(self) -> None:
@@ -595,8 +659,8 @@ class PrefixTiers:
         for tier in self._below:
             tier.flush()
         if self._disk is not None:
-            self._disk.close()
-        self.let_go()
+            self._closes()  # and forgets it, which would live as long as this otherwise
+        self.reset()
         self._lengths.clear()
         self._begin()
 
@@ -621,16 +685,14 @@ class PrefixTiers:
         self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
     ) -> EntryFacts:
         """Derive what the entry that ends after ``end`` tokens must be."""
-        depth, rest = divmod(end, self._store.layout.block_size_tokens)
-        size = rest or self._store.layout.block_size_tokens
-        own = tokens[end - size : end]
-        index = depth if rest else depth - 1
-        digest = chain.part_hash(depth, own).digest(0) if rest else chain.hashes.digest(depth - 1)
+        block_size = self._store.layout.block_size_tokens
+        index = (end - 1) // block_size
+        own = tokens[index * block_size : end]
         key = EntryKey(
             self._identity.digest,
             tenant_digest(self.hash_secret, None),  # the salt is in the digest
             kind,
-            digest,
+            _digest(chain, tokens, end, block_size),
             self._identity.rank,
         )
         row_bytes = self._layouts[kind].row_bytes
@@ -646,6 +708,16 @@ class PrefixTiers:
             return is_same and slots.generations.item(offer.place) == offer.generation
         found = BlockHashes([offer.facts.key.digest])
         return self._store.kv_blocks.find_block(found[0], found.digest(0)) == offer.block
+
+
+def _digest(
+    chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int, block_size: int
+) -> bytes:
+    """Return what names the first ``end`` tokens of a prompt."""
+    depth, rest = divmod(end, block_size)
+    if not rest:
+        return chain.hashes.digest(depth - 1)
+    return chain.part_hash(depth, tokens[end - rest : end]).digest(0)
 
 
 def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:
@@ -667,11 +739,13 @@ def _secret_in(path: Path) -> bytes:
     """Return the key of the block hashes that all processes on this path have in common."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path / _SECRET_FILE
-    try:
-        with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+    if (
+        not file.exists() or not file.stat().st_size
+    ):  # whoever made it may have died before it wrote
+        own = path / f"{_SECRET_FILE}.{secrets.token_hex(8)}"
+        with open(own, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
             out.write(secrets.token_bytes(32))
-    except FileExistsError:
-        pass
+        own.replace(file)
     return file.read_bytes()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from mamba_cache._checks import check_int
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import read_answer_config
 
@@ -38,9 +39,9 @@ class AnswerSettings:
         top_k: Of how many of the likeliest tokens one is drawn; 0: of all.
         top_p: What the tokens of which one is drawn make up together.
         min_p: What a token must have of the likeliest one's probability.
-        processors: The library's processors, called for each token of the request by itself: those
-            that are not among the four above, and these with them, in the library's order. None:
-            there are no others.
+        make_processors: Makes, for the tokens of a prompt, the library's processors, which are
+            called for each token of one answer by itself: those that are not among the four above,
+            and these with them, in the library's order. None: there are no others.
         stops: The library's criterion that looks for stop strings; None: there are none.
     """
 
@@ -52,7 +53,7 @@ class AnswerSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    processors: Any = None
+    make_processors: Callable[[Sequence[int]], Any] | None = None
     stops: Any = None
     _longest_stop: int = field(default=0)
 
@@ -103,7 +104,14 @@ class AnswerSettingsReader:
         if joined is None:
             joined = read_answer_config(self._model, config, self._options)
             self._joined.append((config, joined))
-        settings, is_for_any = self._read(joined, prompt_tokens)
+        try:
+            settings, is_for_any = self._read(joined, prompt_tokens)
+        except MambaCacheError:
+            raise
+        except Exception as error:  # what the library itself refuses, in whatever way
+            raise InvalidArgumentError(
+                f"transformers refuses the configuration: {error}"
+            ) from error
         self._known.append((config, None if is_for_any else prompt_tokens, settings))
         return settings
 
@@ -113,6 +121,11 @@ class AnswerSettingsReader:
         max_new_tokens = config.max_new_tokens
         if max_new_tokens is None:
             max_new_tokens = config.max_length - (prompt_tokens if has_length else 0)
+            if max_new_tokens < 1:
+                raise InvalidArgumentError(
+                    f"max_length must be more than the prompt's {prompt_tokens} tokens, got "
+                    f"{config.max_length}: set max_new_tokens instead"
+                )
         check_int("max_new_tokens", max_new_tokens, minimum=1)
         if config.max_time is not None:
             raise InvalidArgumentError(
@@ -122,12 +135,8 @@ class AnswerSettingsReader:
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
         self._model._prepare_special_tokens(config, False, device=self._model.device, batch_size=1)
-        processors = self._model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=prompt_tokens,
-            device=str(self._model.device),
-            model_kwargs={},
-        )
+        some_ids = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=self._model.device)
+        processors = _processors(self._model, config, some_ids)
         eos = config._eos_token_tensor
         settings = AnswerSettings(
             max_new_tokens=max_new_tokens,
@@ -141,7 +150,8 @@ class AnswerSettingsReader:
             for processor, name in zip(processors, names, strict=True):
                 setattr(settings, _WARPERS[name], getattr(processor, _WARPERS[name]))
         else:
-            settings.processors = processors
+            # Some keep what they have seen of an answer, and some read the prompt.
+            settings.make_processors = partial(_processors_for, self._model, config)
         if config.stop_strings:
             self._read_stops(settings, config)
         return settings, is_plain and not has_length
@@ -154,6 +164,21 @@ class AnswerSettingsReader:
         )
         settings.stops = criteria
         settings._longest_stop = int(criteria.maximum_token_len)
+
+
+def _processors_for(model: Any, config: Any, prompt: Sequence[int]) -> Any:
+    """Make the library's processors for one answer to a prompt."""
+    return _processors(model, config, torch.tensor([prompt], device=model.device))
+
+
+def _processors(model: Any, config: Any, prompt: torch.Tensor) -> Any:
+    return model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=prompt.shape[1],
+        encoder_input_ids=prompt,
+        device=str(model.device),
+        model_kwargs={},
+    )
 
 
 def _has_default_length(model: Any, config: Any) -> bool:

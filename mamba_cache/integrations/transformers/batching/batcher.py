@@ -332,7 +332,7 @@ class Batcher:
         first.children = made[1:]
         self._num_requests += len(made)
         self._num_unfinished += len(made)
-        self._has_listeners |= tell is not None or settings.processors is not None
+        self._has_listeners |= tell is not None or settings.make_processors is not None
         if self._store.trace_log is not None:
             self._store.trace_log.add(
                 prepared.hashes,
@@ -472,7 +472,7 @@ class Batcher:
         for row, request in zip(rows.tolist(), requests, strict=True):
             by_row[row] = request
         is_simple = all(
-            one.settings.is_greedy and one.settings.processors is None for one in requests
+            one.settings.is_greedy and one.settings.make_processors is None for one in requests
         )
         return _Decoding(ids, requests, by_row, size, is_simple)
 
@@ -618,6 +618,8 @@ class Batcher:
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Makes a token part of an answer; says whether it is the last one."""
         answer, settings = request.answer, request.settings
+        if request.error is not None:
+            return True
         answer.append(token)
         request.timestamps.append(time.perf_counter())
         if request.tell is not None:

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache.errors import InvalidArgumentError, UnresumableModelError, UnsupportedVersionError
+from mamba_cache.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    UnresumableModelError,
+    UnsupportedVersionError,
+)
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.prompts import PromptHint, read_prompt
+from mamba_cache.integrations.transformers.prompts import PromptHint, read_prompts
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
 __all__ = ["BatchCall", "answer_output", "check_batcher", "configure", "failed_output"]
@@ -65,8 +70,7 @@ class BatchCall:
         source: Hashable,
         options: Mapping[str, Any],
     ) -> None:
-        given = as_items("inputs", inputs, "prompts, each a list of token ids")
-        self.prompts = [read_prompt(one, runner.vocabulary) for one in given]
+        self.prompts = read_prompts(inputs, runner.vocabulary)
         count = len(self.prompts)
         configs = _one_each("generation_config", generation_config, count)
         reader = AnswerSettingsReader(runner.model, tokenizer, options)
@@ -96,6 +100,11 @@ class BatchCall:
         """
         if streamer is None or callable(streamer):
             return [None] * count
+        if hasattr(streamer, "put"):  # some of these are endless when one asks what is in them
+            raise InvalidArgumentError(
+                "streamer must be a function, or streamers, one for each prompt: "
+                "streamer=[streamer]"
+            )
         streamers = as_items("streamer", streamer, "streamers, one for each prompt")
         if len(streamers) != count:
             raise InvalidArgumentError(
@@ -169,7 +178,20 @@ class BatchCall:
 
 
 def configure(batcher: Batcher, batching_config: Any) -> None:
-    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None."""
+    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None.
+
+    Raises:
+        InvalidArgumentError: It is neither, or a number in it is less than 1.
+    """
+    if batching_config is not None and not hasattr(batching_config, "max_batch_tokens"):
+        raise InvalidArgumentError(
+            "continuous_batching_config must be a transformers.ContinuousBatchingConfig, got "
+            f"{type(batching_config).__name__}"
+        )
+    for name in ("max_batch_tokens", "max_requests_per_batch"):
+        number = getattr(batching_config, name, None)
+        if number is not None:
+            check_int(name, number, minimum=1)
     batcher.configure(
         chunk_tokens=getattr(batching_config, "max_batch_tokens", None),
         max_requests=getattr(batching_config, "max_requests_per_batch", None),
@@ -187,6 +209,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
 
     Raises:
         UnresumableModelError: They differ by more than rounding.
+        CapacityError: There is no room for a single one.
     """
     size = batcher.context.block_size_tokens
     generator = torch.Generator().manual_seed(2)
@@ -194,6 +217,12 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
     count = min(batcher.context.max_requests, 3)
     longest = min(longest, batcher.context.config.max_tokens // count)
     lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
+    blocks = batcher.context.kv_block_allocator
+    room = blocks.num_free_blocks + blocks.num_cached_blocks
+    for fewer in (lengths, lengths[:2], lengths[1:], lengths[-1:]):
+        lengths = fewer or lengths
+        if sum(length // size + 1 for length in lengths) <= room:  # with the token that is decoded
+            break
     prompts = [
         torch.randint(runner.vocabulary, (length + 1,), generator=generator, device="cpu").tolist()
         for length in lengths
@@ -201,7 +230,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
     name = type(runner.model).__name__
     try:
         logits = batcher.try_out(prompts)
-    except InvalidArgumentError:
+    except (InvalidArgumentError, CapacityError):
         raise
     except Exception as error:
         raise UnresumableModelError(

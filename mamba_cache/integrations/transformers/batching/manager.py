@@ -138,15 +138,17 @@ class BatchManager:
             streaming: Deliver an output with each token, not one at the end.
 
         Returns:
-            The name.
+            The name; another one if a request of this name runs, for clients may choose it.
         """
         tokens = list(input_ids)
         arrival = _Arrival(request_id, tokens, self._describe(tokens), streaming)
         with self._lock:
             arrival.deliver = self._listeners.pop(request_id, None)
-            self._arrivals[request_id] = arrival
+            while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
+                arrival.request_id += "'"
+            self._arrivals[arrival.request_id] = arrival
         self._wake.set()
-        return request_id
+        return arrival.request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Say who hears of a request, before it is added or after; in the running event loop.
@@ -163,7 +165,7 @@ class BatchManager:
 
         with self._lock:
             arrival, untold = self._arrivals.get(request_id), self._untold.pop(request_id, [])
-            if arrival is not None:
+            if arrival is not None and arrival.deliver is None:
                 arrival.deliver = deliver
             elif not untold:
                 self._listeners[request_id] = deliver

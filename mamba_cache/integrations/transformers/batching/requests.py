@@ -44,6 +44,7 @@ class BatchRequest:
         started_time: When it was first admitted; -1 before.
         finished_time: When it ended; -1 before.
         num_prompt_tokens: Tokens of its prompt.
+        processors: The library's processors of its answer; None: it has none.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class BatchRequest:
     started_time: float = -1.0
     finished_time: float = -1.0
     num_prompt_tokens: int = field(init=False)
+    processors: Any = field(init=False, default=None)
     _prompt: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,8 +109,17 @@ class BatchRequest:
 
     def draw(self) -> Draw:
         """Returns how its next token is chosen."""
-        tokens = [*self.prompt, *self.answer] if self.settings.processors is not None else ()
-        return Draw(self.settings, self.seed, len(self.answer), tokens)
+        tokens: list[int] = []
+        if self.settings.make_processors is not None:
+            tokens = [*self.prompt, *self.answer]
+            if not self.answer:  # a fork that found no room draws its first token once more
+                self.processors = self.settings.make_processors(self.prompt)
+        number = len(self.answer)
+        return Draw(self.settings, self.seed, number, tokens, self.processors, self.refuse)
+
+    def refuse(self, error: Exception) -> None:
+        """Note why it cannot go on."""
+        self.error = str(error) or repr(error)
 
 
 def common_blocks(request: BatchRequest, other: BatchRequest) -> int:

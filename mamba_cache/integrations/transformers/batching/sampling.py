@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,16 @@ class Draw:
         seed: Of its draws.
         number: Tokens of the answer before it.
         tokens: Prompt and answer so far, where the library's processors are given them.
+        processors: These; None: there are none.
+        refuse: Called with what they raise, for which no token of this answer is chosen.
     """
 
     settings: AnswerSettings
     seed: int
     number: int
     tokens: Sequence[int] = ()
+    processors: Any = None
+    refuse: Callable[[Exception], None] | None = None
 
 
 @dataclass(slots=True)
@@ -87,14 +91,19 @@ class Sampler:
         if all(one is None or _is_simple(one.settings) for one in draws):
             return logits.argmax(-1)
         scores = logits.float()
-        special = [i for i, one in enumerate(draws) if one and one.settings.processors is not None]
+        special = [i for i, one in enumerate(draws) if one and one.processors is not None]
         if special:
             scores = scores.clone()
             for index in special:
                 one = draws[index]
                 assert one is not None
                 ids = torch.tensor([one.tokens], device=self._device)
-                scores[index : index + 1] = one.settings.processors(ids, scores[index : index + 1])
+                try:
+                    scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
+                except Exception as error:  # whatever they raise is no matter of the others
+                    if one.refuse is None:
+                        raise
+                    one.refuse(error)
         limits = self._limits_of(draws)
         greedy = scores.argmax(-1)
         if all(one is None or one.settings.is_greedy for one in draws):
@@ -114,7 +123,7 @@ class Sampler:
             if all(a is b for a, b in zip(known.settings, settings, strict=True)):
                 return known
         # Those of the library's processors are applied by now.
-        rows = [one if one and one.processors is None else None for one in settings]
+        rows = [one if one and one.make_processors is None else None for one in settings]
         drawn = [row for one, row in zip(settings, rows, strict=True) if one and not one.is_greedy]
         most = 0
         if any(row is not None and _is_limited(row) for row in drawn):
@@ -144,7 +153,7 @@ class Sampler:
 
 
 def _is_simple(settings: AnswerSettings) -> bool:
-    return settings.is_greedy and settings.processors is None
+    return settings.is_greedy and settings.make_processors is None
 
 
 def _is_limited(settings: AnswerSettings) -> bool:

@@ -1,0 +1,676 @@
+"""Legal calls that are seldom made, and mistakes that are: each is answered, or costs nothing."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial, wraps
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from batch_rig import answers, batch, subject, tokens
+from transformers import (
+    BatchEncoding,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import utils as generation_utils
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    VOCABULARY,
+    assert_same,
+    budgets,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    text,
+)
+
+from mamba_cache.errors import (
+    BlockCapacityError,
+    InvalidArgumentError,
+    MissingStateError,
+    ModelChangedError,
+)
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
+from mamba_cache.integrations.transformers.capture import _find_scans
+from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
+from mamba_cache.integrations.transformers.replacement import replaced
+
+NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture
+def nemotron():
+    return subject("nemotron_h")
+
+
+@pytest.fixture
+def model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+# What a refused call costs.
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        (lambda cache, ids: cache.generate("text"), InvalidArgumentError),
+        (lambda cache, ids: cache.generate(ids, max_length=3), ValueError),
+        (lambda cache, ids: cache.generate_batch([[10**6]]), InvalidArgumentError),
+        (lambda cache, ids: cache.pin(ids[:, 1:]), MissingStateError),
+        (lambda cache, ids: cache.unpin("pin"), InvalidArgumentError),
+    ],
+    ids=["no ids", "too short", "no id of the vocabulary", "nothing to pin", "no pin"],
+)
+def test_a_refused_call_leaves_host_memory_as_it_is(model, prompt, refused, error):
+    """It was emptied: by a typing error, and by a prompt that was not there to be pinned."""
+    cache = make_cache(model, host_cache_gb=0.01)
+    cached(cache, prompt)
+    held = cache.tier_stats()[0].entries
+    assert held["state"] > 0
+    with pytest.raises(error):
+        refused(cache, prompt)
+    assert cache.tier_stats()[0].entries == held
+    cache.check_invariants()
+
+
+def test_what_is_no_single_streamer_of_a_batch_is_refused_at_once(cache):
+    """A streamer that is an iterator of text was iterated over, and nobody would ever end that."""
+
+    class Endless:
+        def put(self, _):
+            """Takes a token."""
+
+        end = None
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise AssertionError("it waits for text")
+
+    with pytest.raises(InvalidArgumentError, match=r"one for each prompt: streamer=\[streamer\]"):
+        cache.generate_batch([[5, 6]], streamer=Endless())
+
+
+# Hooks on the model itself, which see each of its calls.
+
+
+def _sharpened(_, __, output):
+    output.logits = output.logits * -0.5 + torch.linspace(-3, 3, output.logits.shape[-1])
+    return output
+
+
+@pytest.mark.parametrize("first", ["generate", "prefill", "generate_batch"])
+def test_a_hook_on_the_model_itself_moves_logits_once(model, prompt, first):
+    """Kept logits had gone through it once, twice or not at all, by who kept and who used them."""
+    model.register_forward_hook(_sharpened)
+    cache, ids = make_cache(model), prompt[0].tolist()
+    expected = plain(model, prompt)
+    if first == "prefill":
+        cache.prefill(prompt)
+    elif first == "generate":
+        assert_same(expected, cached(cache, prompt))
+    for _ in range(2):
+        [found] = answers(batch(cache, [ids], **NEW))
+        assert found == expected.sequences[0, len(ids) :].tolist()
+        assert_same(expected, cached(cache, prompt))
+    assert cache.stats().hits > 0
+
+
+def test_a_hook_on_the_model_itself_reads_each_part_of_a_prompt_once(model, prompt):
+    """Parts before the last one went through it twice."""
+
+    def other_ids(_, args, kwargs):
+        return args, {**kwargs, "input_ids": (kwargs["input_ids"] * 2 + 1) % VOCABULARY}
+
+    model.register_forward_pre_hook(other_ids, with_kwargs=True)
+    cache = make_cache(model, segment_tokens=BLOCK)
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 1
+
+
+# Processors that keep something of the answer that they see.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.7},
+        {"encoder_repetition_penalty": 3.0},
+        {"encoder_no_repeat_ngram_size": 1},
+    ],
+    ids=str,
+)
+def test_processors_of_one_request_see_no_other(nemotron, generator, options):
+    """Guidance ran all answers of a batch through one state; some were not given the prompt."""
+    prompts = [tokens(generator, n) for n in (9, 12, 12)]
+    expected = [
+        nemotron.model.generate(torch.tensor([p]), **NEW, **options)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    cache = nemotron.cache()
+    for _ in range(2):
+        assert answers(batch(cache, prompts, **NEW, **options)) == expected
+
+
+def test_each_answer_to_a_prompt_has_a_watermark_of_its_own(nemotron, generator):
+    """As it would have alone."""
+    prompt = tokens(generator, 11)
+    config = SynthIDTextWatermarkingConfig(keys=[3, 4, 5, 6], ngram_len=3)
+    options = {"watermarking_config": config, "do_sample": True, "max_new_tokens": 8}
+    options |= {"eos_token_id": None, "seeds": 7}
+    alone = answers(batch(nemotron.cache(), [prompt], **options))
+    both = answers(batch(nemotron.cache(), [prompt], num_return_sequences=3, **options))
+    assert both[-1] == alone[0]
+
+
+# Little room.
+
+
+@pytest.mark.parametrize(("slots", "blocks"), [(1, 1), (1, 2), (1, 3), (2, 4)])
+def test_a_batch_in_few_blocks(nemotron, slots, blocks):
+    """A model was said to do something else in a batch, where there was no room to try it."""
+    room = budgets(nemotron.cache(), slots=slots, blocks=blocks)
+    for rows in (1, 4):
+        cache = nemotron.cache(**room, max_batch_size=rows)
+        assert (
+            answers(batch(cache, [[5, 6, 7]] * 2, max_new_tokens=3))
+            == [nemotron.answer([5, 6, 7], 3)] * 2
+        )
+
+
+def test_a_batch_where_all_blocks_are_pinned(model, prompt):
+    """Likewise."""
+    room = budgets(make_cache(model), slots=4, blocks=4)
+    cache = make_cache(model, **room, max_pinned_share=1.0)
+    cache.prefill(prompt[:, : 4 * BLOCK])
+    pin = cache.pin(prompt[:, : 4 * BLOCK])
+    with pytest.raises(BlockCapacityError):
+        cache.generate_batch([[5, 6, 7]], **NEW)
+    cache.unpin(pin)
+    assert batch(cache, [[5, 6, 7]], **NEW)
+
+
+# The model changes.
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_model_of_another_vocabulary_needs_another_cache(model, cache, prompt, is_used):
+    """Its logits fitted in no slot: each call raised RuntimeError, after a reset as well."""
+    if is_used:
+        cached(cache, prompt)
+    model.resize_token_embeddings(VOCABULARY + 31)
+    calls = (
+        lambda: cache.generate(prompt, **GREEDY),
+        lambda: cache.generate_batch(prompt, **NEW),
+        lambda: cache.prefill(prompt),
+        cache.reset,
+    )
+    for call in calls:
+        with pytest.raises(ModelChangedError, match=r"97 embeddings .* 128 now: make"):
+            call()
+    other = make_cache(model)
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(other, prompt))
+
+
+def test_the_disk_is_used_again_after_a_reset_in_training_mode(
+    model, prompt, tmp_path, monkeypatch
+):
+    """The weights cannot be read then; they were not in the next call either, and no disk was."""
+    # The package's clock jumps in tests; the disk is waited for all the same.
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    with make_cache(model, **settings) as cache:
+        cached(cache, prompt)
+        model.train()
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(1.5)
+        cache.reset()
+        model.eval()
+        cached(cache, prompt)
+        assert [tier.name for tier in cache.tier_stats()] == ["host", "disk"]
+    with make_cache(model, **settings) as cache:
+        assert_same(plain(model, prompt), cached(cache, prompt))
+        assert cache.stats().hits == 1
+
+
+def test_a_reset_keeps_no_disk_tier_of_before(model, tmp_path):
+    """Each one lived as long as the cache, with all that it knew of the disk."""
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    with make_cache(model, **settings) as cache:
+        before = weakref.ref(cache._store.tiers._disk)
+        cache.reset()
+        gc.collect()
+        assert before() is None
+
+
+@dataclass(slots=True)
+class Scaling:
+    """How much a layer says, kept as in much code of today."""
+
+    factor: float
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(getattr(self.scaling, "factor", self.scaling))
+
+
+def scaled(scaling):
+    """A model whose logits are scaled by something that its head keeps."""
+    model = make_model("nemotron_h")
+    model.get_output_embeddings().__class__ = Scaled
+    model.get_output_embeddings().scaling = scaling
+    return model
+
+
+def test_an_object_with_slots_is_read(prompt):
+    """What is in it was not: a prefix of the model before was served."""
+    scaling = Scaling(1.0)
+    model = scaled(scaling)
+    cache = make_cache(model)
+    cached(cache, prompt)
+    scaling.factor = -2.0
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    scaling.factor = 1.0
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 1
+
+
+class Steering:
+    """A hook that adds to what a layer says."""
+
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def __call__(self, _, __, output):
+        return output + sum(self.vectors)
+
+
+def steered(factor):
+    model = make_model("nemotron_h")
+    head = model.get_output_embeddings()
+    head.register_forward_hook(Steering([torch.linspace(-1, 1, VOCABULARY) * factor]))
+    return model
+
+
+def portable_key(model):
+    """What names its settings, as a process of its own would."""
+    fingerprint = ModelFingerprint(model)
+    fingerprint.begin()
+    return fingerprint.portable_key()
+
+
+@pytest.mark.parametrize(
+    ("make", "has_name"),
+    [
+        (lambda factor: scaled(np.float32(factor)), True),
+        (lambda factor: scaled(Scaling(factor)), True),
+        (lambda factor: scaled(Decimal(factor)), False),
+        (steered, False),
+    ],
+    ids=["a number of NumPy", "an object with slots", "a decimal", "a hook's list"],
+)
+def test_what_differs_has_no_name_in_common_with_other_processes(make, has_name):
+    """It counted by the order in which it was met."""
+    keys = [portable_key(make(factor)) for factor in (1.0, -2.0, 1.0)]
+    assert [key is not None for key in keys] == [has_name] * 3
+    assert not has_name or keys[0] == keys[2] != keys[1]
+
+
+def test_another_process_does_not_find_what_another_number_made(prompt, tmp_path, monkeypatch):
+    """Both numbers were the first of their kind that was met."""
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    for factor in (1.0, -2.0):
+        model = scaled(np.float32(factor))
+        with make_cache(model, **settings) as cache:
+            assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+def test_a_secret_that_nobody_wrote_is_made_anew(model, tmp_path):
+    """Who made the file and died had everybody after it do without a secret."""
+    (tmp_path / "secret").touch()
+    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    made = []
+    for _ in range(2):
+        with make_cache(model, **settings) as cache:
+            made.append(cache._store.tiers.hash_secret)
+    assert len(made[0]) == 32
+    assert made[0] == made[1]
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.glob("secret*")] == ["secret"]
+
+
+# What a call costs.
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "mamba2"])
+def test_a_miss_does_not_try_every_length_that_lies_below(family, generator, monkeypatch):
+    """It matched the prompt, and named all of its blocks, once for each."""
+    cache = make_cache(make_model(family), host_cache_gb=0.05)
+    tiers, size = cache._store.tiers, 40 * BLOCK
+    tiers._lengths.update(range(1, size + 1))
+    tried, bring = [], tiers._bring_up_to
+    monkeypatch.setattr(tiers, "_bring_up_to", lambda *a: tried.append(a[2]) or bring(*a))
+    matches, match = [], cache._store.match
+    monkeypatch.setattr(cache._store, "match", lambda *a, **k: matches.append(1) or match(*a, **k))
+    cached(cache, text(generator, size))
+    assert (tried, len(matches) <= 2) == ([], True)
+
+
+def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
+    """Those of another token were kept as those that follow the prompt, and given out later."""
+    options = {"logits_to_keep": torch.tensor([0]), "max_new_tokens": 1}
+    with pytest.raises(InvalidArgumentError, match="logits_to_keep must be an int"):
+        cache.generate(prompt, **options)
+    cached(cache, prompt, logits_to_keep=2)
+
+
+# Mistakes.
+
+
+def test_a_configuration_may_come_second_as_for_the_model(model, cache, prompt):
+    config = GenerationConfig(**GREEDY)
+    assert_same(model.generate(prompt, config), cache.generate(prompt, config))
+
+
+def batching(**options):
+    return {"continuous_batching_config": ContinuousBatchingConfig(**options)}
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        (
+            "generate", {"stopping_criteria": print},
+            "stopping_criteria must be a collection of criteria, got <built-in",
+        ),
+        ("generate", {"source": ([],)}, r"source must be hashable, got \(\["),
+        (
+            "generate_batch", {"continuous_batching_config": {"max_batch_tokens": 8}},
+            "config must be a transformers.ContinuousBatchingConfig, got dict",
+        ),
+        (
+            "generate_batch", batching(max_batch_tokens=-1),
+            "max_batch_tokens must be an int >= 1, got -1",
+        ),
+        (
+            "generate_batch", batching(max_requests_per_batch=0),
+            "max_requests_per_batch must be an int >= 1, got 0",
+        ),
+        (
+            "generate_batch", {"max_new_tokens": None, "max_length": 3},
+            "max_length must be more than the prompt's 3 tokens, got 3: set max_new_tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_other_mistakes_are_named(cache, call, options, message):
+    """They were a TypeError, were passed over, or failed an assertion about memory."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        getattr(cache, call)([[3, 4, 5]], **{"max_new_tokens": 2, **options})
+
+
+def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
+    """It was said to do something else for several requests, or raised RuntimeError midway."""
+    cache = nemotron.cache()
+    for _ in range(2):
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            pytest.raises(InvalidArgumentError, match=r"under autocast: .*; generate can"),
+        ):
+            batch(cache, [[5, 6]])
+        assert answers(batch(cache, [[5, 6]])) == [nemotron.answer([5, 6], 6)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c: c.generate_batch([3, 4]),
+            r"a list of int: for one prompt write \[\[1, 2, 3\]\]",
+        ),
+        (lambda c: c.generate_batch("text"), "inputs must be prompts, .* got str: tokenize it"),
+        (lambda c: c.generate_batch(["a", "b"]), "a list of str: tokenize it"),
+        (lambda c: c.generate_batch([[3], 4]), "prompt 1 must be a tensor .* got int"),
+        (
+            lambda c: c.generate_batch(BatchEncoding({"input_ids": [[3]]})),
+            "got BatchEncoding: give its input_ids",
+        ),
+        (lambda c: c.prefill(BatchEncoding({"input_ids": [[3]]})), "give its input_ids"),
+        (lambda c: c.pin("text"), "the prompt must be a tensor .* got str: tokenize it"),
+    ],
+)
+def test_what_is_no_prompt_is_said_to_be_none(cache, call, message):
+    """Batches and pins were told what prefill takes."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        call(cache)
+
+
+# Requests that come one by one.
+
+
+class Runner:
+    """Runs what has come to a manager, when it is told to, as a cache does."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.may_run = threading.Event()
+
+    def run_batches(self, manager):
+        self.may_run.wait()
+        self.cache.run_batches(manager)
+
+    def reset(self):
+        self.cache.reset()
+
+
+@pytest.mark.parametrize("are_streaming", [(False, False), (True, True), (True, False)])
+def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streaming):
+    """A service hands its own x-request-id on with each of its calls; both waited for ever."""
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    config = nemotron.config(max_new_tokens=5)
+    runner = Runner(nemotron.cache())
+    manager = BatchManager(runner, lambda _: ArrivalDetails(config), nemotron.model)
+
+    async def ask(prompt, is_streaming):
+        over = asyncio.get_running_loop().create_future()
+
+        def hear(output):
+            if output.is_finished() and not over.done():
+                over.set_result(output.generated_tokens)
+
+        if is_streaming:
+            name = manager.add_request(prompt, "one name", streaming=True)
+            manager.register_result_handler(name, hear)
+        else:
+            manager.register_result_handler("one name", hear)
+            manager.add_request(prompt, "one name")
+        return await over
+
+    async def ask_all():
+        asked = [
+            asyncio.ensure_future(ask(*each)) for each in zip(prompts, are_streaming, strict=True)
+        ]
+        await asyncio.sleep(0)
+        runner.may_run.set()
+        return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    manager.start()
+    try:
+        found = asyncio.run(ask_all())
+    finally:
+        manager.stop()
+    assert found == [nemotron.answer(prompt, 5) for prompt in prompts]
+    assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+
+
+# Two caches of one model, in two threads.
+
+
+def standing_in(function):
+    @wraps(function)
+    def stand_in(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator):
+    """A batch that had a listener was called off: the model was said to be another one."""
+    model, prompt = nemotron.model, tokens(generator, 2 * BLOCK + 3)
+    replacements = [
+        (model, "forward", standing_in),
+        (model.config, "_attn_implementation_internal", lambda _: "mamba_cache_paged"),
+        (*next(iter(_find_scans(model))), standing_in),
+    ]
+    cache = nemotron.cache()
+    with ExitStack() as other_thread:
+
+        def hear(*_):
+            for each in replacements[:]:
+                other_thread.enter_context(replaced(cache.stats, *each))
+                replacements.remove(each)
+
+        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert not replacements
+        key = cache._runner.fingerprint.key
+        assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
+        assert cache._runner.fingerprint.key == key
+    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
+    assert cache.stats().hits == 2
+
+
+# Where the host does not wait for each token, as on MPS, one more is computed and taken back.
+
+
+class NoEvent:
+    """Says that what is enqueued is done, as it is on the CPU."""
+
+    def __init__(self, **_):
+        """Takes what an event takes."""
+
+    def record(self):
+        """Does nothing."""
+
+    synchronize = record
+
+
+@pytest.mark.skipif(
+    not hasattr(generation_utils, "DeferredStopCheck"), reason="needs a transformers that has it"
+)
+@pytest.mark.parametrize("returns_dict", [True, False])
+@pytest.mark.parametrize("family", ["lfm2", "inkling", "granite 4"])
+def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generator, monkeypatch):
+    """The answer was lost in a RuntimeError, for the model's cache was a token shorter."""
+    model = make_model(family)
+    cache, prompt = make_cache(model), text(generator, 2 * BLOCK + 3)
+    answer = plain(model, prompt).sequences[0, prompt.shape[1] :].tolist()
+    kind = generation_utils.DeferredStopCheck
+    monkeypatch.setattr(torch, "Event", NoEvent)
+    monkeypatch.setattr(kind, "is_supported", staticmethod(partial(_as_on_mps, kind.is_supported)))
+    options = {"eos_token_id": answer[-1], "return_dict_in_generate": returns_dict}
+    expected = plain(model, prompt, **options)
+    actual = cached(cache, prompt, **options)
+    if returns_dict:
+        expected, actual = expected.sequences, actual.sequences
+    assert torch.equal(actual, expected)
+    monkeypatch.undo()
+    longer = torch.cat([actual, text(generator, 3)], dim=1)
+    assert_same(plain(model, longer), cached(cache, longer))
+    assert cache.stats().skipped_tokens == actual.shape[1] - 1
+
+
+def _as_on_mps(is_supported, _, *args, **kwargs):
+    return is_supported(torch.device("mps"), *args, **kwargs)
+
+
+# A request that cannot be answered, among others.
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"repetition_penalty": -1.0}, "refuses the configuration: `penalty` has to be"),
+        ({"eos_token_id": "end"}, "refuses the configuration: "),
+        ({"sequence_bias": {(10**6,): 3.0}}, "the following tokens were being biased"),
+    ],
+    ids=["frequency_penalty", "eos_token_id", "logit_bias"],
+)
+def test_what_one_client_asks_for_fails_no_other(nemotron, generator, options, error):
+    """One bad number in a body ended the requests of all others as well."""
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    odd = GenerationConfig(max_new_tokens=5)
+    for name, value in options.items():
+        setattr(odd, name, value)
+    configs = {9: nemotron.config(max_new_tokens=20), 12: odd}
+    runner = Runner(nemotron.cache())
+    manager = BatchManager(runner, lambda ids: ArrivalDetails(configs[len(ids)]), nemotron.model)
+
+    async def ask(prompt):
+        over = asyncio.get_running_loop().create_future()
+        name = str(len(prompt))
+        manager.register_result_handler(name, over.set_result)
+        manager.add_request(prompt, name)
+        return await over
+
+    async def ask_all():
+        asked = [asyncio.ensure_future(ask(prompt)) for prompt in prompts]
+        await asyncio.sleep(0)
+        runner.may_run.set()
+        return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    manager.start()
+    try:
+        good, bad = asyncio.run(ask_all())
+    finally:
+        manager.stop()
+    assert (good.error, good.generated_tokens) == (None, nemotron.answer(prompts[0], 20))
+    assert error in bad.error
+    assert not bad.generated_tokens
+    runner.cache.check_invariants()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(
+    nemotron, generator, is_known
+):
+    """All were lost in a ValueError. A prompt that is cached whole has its token chosen apart."""
+    cache = nemotron.cache()
+    prompts = [tokens(generator, n) for n in (2 * BLOCK, 9, 2 * BLOCK + 3)]
+    if is_known:
+        cache.generate([prompts[1]], **NEW)
+    odd = nemotron.config(max_new_tokens=5, sequence_bias=[[[10**6], 3.0]])
+    plain_one = nemotron.config(max_new_tokens=5)
+    first, second, third = batch(cache, prompts, generation_config=[plain_one, odd, plain_one])
+    assert answers([first, third]) == [nemotron.answer(p, 5) for p in prompts[::2]]
+    assert (second.generated_tokens, first.error, third.error) == ([], None, None)
+    assert "tokens were being biased" in second.error
+    [again] = batch(cache, [prompts[1]], generation_config=plain_one)
+    assert again.generated_tokens == nemotron.answer(prompts[1], 5)
