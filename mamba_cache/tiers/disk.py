@@ -257,16 +257,18 @@ class DiskTier:
     def remove(self, key: EntryKey) -> None:
         """Make an entry unfindable that is known to be wrong, for later processes too.
 
-        It waits until that is written, so it must not be called from ``done``.
+        What is under way of it comes to nothing. It waits until the entry is erased, also of a disk
+        that is left alone, so it must not be called from ``done``.
         """
         # Not an Event: one whose ``wait`` is interrupted may keep the thread that sets it for ever.
         under_way = threading.Lock()
         under_way.acquire()
-        if self._name_of(key) is None or not self.is_healthy:
+        if self._name_of(key) is None or self._jobs.is_forked:
             return
         with self._lock:
             if self._jobs.is_closing:
                 return
+            self._jobs.revoke(key)
             self._jobs.add(self._removals, _Removal(lambda _: under_way.release(), key))
         under_way.acquire()
 
@@ -387,9 +389,16 @@ class DiskTier:
         is_synced = all(self._try(self._files[kind].slab.sync) for kind in kinds)
         with self._lock:
             self._jobs.write_seconds += time.perf_counter() - started
+            wrong = [each for each in written if each[0].is_revoked]
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
-                (rows.complete if is_synced else rows.cancel)(lease)
+                if not put.is_revoked:
+                    (rows.complete if is_synced else rows.cancel)(lease)
+        for put, lease in wrong:
+            file = self._files[put.facts.key.kind]
+            self._try(partial(file.slab.erase_header, lease.row))  # before the row is free
+            with self._lock:
+                file.rows.cancel(lease)
         refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, "io_error")
         for put, _ in written:
             self._jobs.end(put, refusal, reason)
