@@ -6,6 +6,7 @@ store says is not believed: ``exists`` confirms what was put, sizes and digests 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -208,7 +209,8 @@ class RemoteTier:
         self._failures = 0
         self._probes_at: float | None = None
         self._heard_at = self._reads_since = 0.0
-        self._watches_calls = self._probe_is_due = False
+        self._probe_is_due = False
+        self._looks_at = math.inf  # when who watches wakes by itself
         self._workers: set[_Worker] = set()
         self._hung: set[_Worker] = set()
         self._watcher = threading.Thread(target=self._watch, name="mamba-cache-store-watch")
@@ -511,7 +513,7 @@ class RemoteTier:
             worker.deadline = now + seconds
             is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
             worker.reads_since = now if is_read else None
-            if not self._watches_calls:
+            if worker.deadline < self._looks_at:
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
         try:
@@ -567,8 +569,8 @@ class RemoteTier:
                 if not jobs and not dropped:
                     moments = [each.deadline for each in self._workers if each.deadline is not None]
                     moments += [] if self._probes_at is None else [self._probes_at]
-                    self._watches_calls = bool(moments)
-                    self._call_began.wait(min(moments) - now if moments else None)
+                    self._looks_at = min(moments, default=math.inf)
+                    self._call_began.wait(self._looks_at - now if moments else None)
             self._jobs.end_all(jobs, Refusal.TIMEOUT, "timed_out")
             self._jobs.end_all(dropped, Refusal.IO_ERROR, "unhealthy")
         self._end_threads()
@@ -589,8 +591,12 @@ class RemoteTier:
                 self.store.unregister(worker.memory.data)
         if self._owns_store:
             closing = threading.Thread(target=self.store.close, daemon=True)
-            closing.start()
-            closing.join(self._call_seconds)
+            try:
+                closing.start()
+            except RuntimeError:  # an interpreter that ends starts no thread any more
+                self.store.close()
+            else:
+                closing.join(self._call_seconds)
 
     def _answer(self, worker: _Worker, ask: _Ask) -> None:
         """Ask the store what it has."""
@@ -644,11 +650,12 @@ class RemoteTier:
             ):
                 if load not in worker.jobs:
                     continue
-                refusal = self._refusal(answer, buffer, digest)
+                # What was copied is verified: a store may still write to the buffer.
+                _copy(part, buffer)
+                refusal = self._refusal(answer, part, digest)
                 if refusal is not None:
                     self._refuse(worker, load, refusal, has_manifest=True)
                     continue
-                _copy(part, buffer)
                 left[load] -= 1
                 if not left[load]:
                     self._know(load.expected.key, is_there=True)
