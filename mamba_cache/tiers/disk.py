@@ -431,8 +431,8 @@ class DiskTier:
             if not self._make_room(count * file.slab.row_bytes):
                 return False
             file.slab.grow(count)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except (OSError, InvalidArgumentError) as error:  # or somebody has deleted the path
+            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
                 self._count_failure()
             return False
         with self._lock:
@@ -446,7 +446,8 @@ class DiskTier:
             Whether it does.
 
         Raises:
-            OSError: A folder cannot be read or deleted.
+            InvalidArgumentError: There is no such path any more.
+            OSError: A folder cannot be read.
         """
         others = [each for each in folders(self._path) if each.path != self.folder]
         spare = self._capacity - self._disk_bytes() - num_bytes
@@ -457,7 +458,7 @@ class DiskTier:
             if not other.is_in_use:
                 try:
                     remove_folder(other)
-                except TierInUseError:  # since it was looked at
+                except (TierInUseError, OSError):  # since it was looked at, or it is another user's
                     continue
                 taken -= other.num_bytes
         return taken <= spare
