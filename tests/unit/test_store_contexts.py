@@ -29,6 +29,7 @@ from mamba_cache.tiers import (
     tenant_digest,
 )
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.slab import SlabFile
 
 IDENTITY = ModelIdentity(name="model", weights="w")
 PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
@@ -510,6 +511,28 @@ def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> No
     context.close()
 
 
+def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
+    store, clock, tmp_path, monkeypatch
+) -> None:
+    """What one request is owed by a store does not make another one, all on disk, too late."""
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    filled(MemoryStore(), **on_disk)
+    context = make(store, **on_disk)
+    opened, read = threading.Event(), SlabFile.read
+    monkeypatch.setattr(SlabFile, "read", lambda *each: opened.wait(PATIENCE) and read(*each))
+    prefetch = ask(context)
+    store.inject("exists_many", Trouble.HANG)
+    asked = ask(context, OTHER)
+    wait_until(lambda: store.injected["exists_many", Trouble.HANG])
+    clock.now += 1
+    assert asked.state is PrefetchState.TIMED_OUT
+    assert prefetch.state is PrefetchState.PENDING
+    opened.set()
+    assert prefetch.wait() is PrefetchState.READY
+    store.heal()
+    context.close()
+
+
 def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     """By default an entry is written when it is used for the second time."""
     store = MemoryStore()
@@ -592,7 +615,12 @@ def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
-    del prefetch
+    # Who waits still, in this thread or another one, is told.
+    waiting = threading.Thread(target=prefetch.wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
 
 
 def test_a_context_without_tiers_has_nothing_to_poll() -> None:
