@@ -752,6 +752,7 @@ class LowerTierLink:
         keys = [asked.key_of(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
+        most_blocks = self._host.num_rows(EntryKind.KV)  # that are there at once
         size = {kind: self._host.row_bytes(kind) for kind in EntryKind}
         # Of staying where the request is, and of each boundary after that.
         takes = [math.inf] * (usable - first + 1)
@@ -760,7 +761,7 @@ class LowerTierLink:
         for index in range(min(first, on_gpu), usable if entries else 0):
             if self._has_kv and index >= on_gpu:
                 place = where[EntryKind.KV, index]
-                if place is _Place.NOWHERE:
+                if place is _Place.NOWHERE or index - on_gpu >= most_blocks:
                     break
                 of_blocks[place] += size[EntryKind.KV]
             place = _Place.NOWHERE if index < first else where[EntryKind.STATE, index]

@@ -361,10 +361,20 @@ def test_what_is_wrong_and_has_just_come_up_is_not_matched(context, tier, kind) 
 def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
     small = make(tmp_path, tier=tier, num_host_blocks=3, num_host_states=1)
     prefetch = ask(small)
-    assert prefetch.refusals == (Refusal.ABORTED,) * 4
+    tier.end_loads()
+    assert prefetch.state is PrefetchState.READY
+    assert match(small).skip_tokens == prefetch.skip_tokens == 24
+    # Rows that others have for now: what is left is of no use to this request.
+    small.reset()
+    some = next(iter(tier.stored.values()))[0]
+    other = replace(some, key=replace(some.key, kind=EntryKind.KV, digest=b"x" * 16))
+    lease = small.host_tier.reserve(other)
+    prefetch = ask(small)
+    assert prefetch.refusals == (Refusal.ABORTED,)
     tier.end_loads()
     assert prefetch.state is PrefetchState.INCOMPLETE
     assert match(small).skip_tokens == 0
+    small.host_tier.cancel(lease)
     assert_same_run(generate(small, PROMPT, 3), PROMPT)
     small.check_invariants()
 

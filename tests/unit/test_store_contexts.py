@@ -511,6 +511,17 @@ def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> No
     context.close()
 
 
+@pytest.mark.parametrize(("num_rows", "skip_tokens"), [(0, 0), (2, 16)])
+def test_no_more_is_brought_than_there_are_rows_for(store, num_rows, skip_tokens) -> None:
+    """What comes before the first block that finds none would be of no use."""
+    context = make(store, num_host_blocks=num_rows)
+    prefetch = ask(context)
+    assert prefetch.wait() is (PrefetchState.READY if num_rows else PrefetchState.NOTHING)
+    assert (prefetch.skip_tokens, prefetch.num_arrived) == (skip_tokens, num_rows and num_rows + 1)
+    assert generate(context, PROMPT, 2)[2].skip_tokens == skip_tokens
+    context.close()
+
+
 def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     store, clock, tmp_path, monkeypatch
 ) -> None:
