@@ -93,10 +93,14 @@ class FolderLock:
         except (OSError, TierInUseError):
             os.close(self._fd)
             raise
-        self._closes = finalize(self, _let_go, self._fd, os.getpid())
+        self._pid = os.getpid()
+        self._closes = finalize(self, os.close, self._fd)
 
     def release(self) -> None:
         """Let others have it, if they could not."""
+        if self._closes.alive and os.getpid() == self._pid:
+            # Processes that were forked since have the file open, too, and would keep it locked.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._closes()
 
 
@@ -229,14 +233,6 @@ def _is_held(fd: int, *, after: float = 0) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _let_go(fd: int, pid: int) -> None:
-    """Close a lock's file, and unlock it if this process holds it, and not the one it came from."""
-    if os.getpid() == pid:
-        # Processes that were forked since have the file open, too, and would keep it locked.
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
 
 
 def _is_same_file(fd: int, path: Path) -> bool:

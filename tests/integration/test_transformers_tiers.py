@@ -234,6 +234,19 @@ def test_a_full_cache_takes_what_there_is_room_for(tmp_path, model, expected) ->
         assert ask(tiny, prompts())[0] == expected
 
 
+def test_no_more_is_brought_than_there_are_rows_for(tmp_path, model, expected) -> None:
+    """A part of a prefix in host memory is of no use, and would be brought at each call."""
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts()[1:2])
+        sizes = {kind: each.row_bytes for kind, each in first._store.tiers._layouts.items()}
+    budget = 2 * max(5 * sizes[EntryKind.KV], sizes[EntryKind.STATE])
+    small = {"host_cache_gb": budget / 2**30, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    with make_cache(model, **small) as second:
+        assert second.tier_stats()[0].rows["kv"] == 5 < LENGTHS[1] // BLOCK
+        assert ask(second, prompts()[1:2])[0] == expected[1:2]
+        assert second.tier_stats()[1].restored == 0
+
+
 def test_a_call_that_breaks_off_leaves_the_tiers_usable(
     tmp_path, model, expected, monkeypatch
 ) -> None:

@@ -503,6 +503,8 @@ class PrefixTiers:
             return True
         if self._link is None or self._has_declined:
             return False
+        if len(wanted) - 1 > self._host.num_rows(EntryKind.KV):  # one is a state
+            return False
         if not all(self._link.find([facts.key for facts in below])):
             return False
         limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
