@@ -3,7 +3,6 @@
 import math
 import threading
 
-
 import pytest
 from disk_rig import Answer, buffer_for, facts_of, load, open_tier, payload_of, put
 from remote_rig import Bench, wait_until
