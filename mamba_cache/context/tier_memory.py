@@ -145,9 +145,15 @@ def make_tiering(
     lower = None
     if config.disk_cache_path is not None or config.store is not None:
         store = _open_store(config, identity)
+        try:
+            disk = None if config.disk_cache_path is None else _open_disk(config, identity, host)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
         lower = LowerTierLink(
             host,
-            None if config.disk_cache_path is None else _open_disk(config, identity, host),
+            disk,
             block_size_tokens=config.block_size_tokens,
             min_computed_tokens=config.min_computed_tokens,
             has_kv=has_kv,

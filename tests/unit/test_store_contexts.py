@@ -13,7 +13,7 @@ from context_rig import MODEL, assert_same_run, generate, make_config, make_cont
 from remote_rig import PATIENCE, wait_until
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
 
-from mamba_cache import InvalidArgumentError, Request
+from mamba_cache import InvalidArgumentError, Request, TierInUseError
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
@@ -597,6 +597,17 @@ def test_a_store_by_its_url_is_opened_and_closed() -> None:
     assert len(store._blobs) > 14
     context.close()
     assert store._is_closed
+
+
+def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> None:
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
+    first = make(MemoryStore(), **on_disk)
+    before = threading.active_count()
+    for store in ("memory://", MemoryStore(), None):
+        with pytest.raises(TierInUseError):
+            make(store, **on_disk)
+    assert threading.active_count() == before
+    first.close()
 
 
 def test_settings_are_checked() -> None:
