@@ -135,14 +135,14 @@ def _tls(options: dict[str, str]) -> ssl.SSLContext:
 
 def _number(options: dict[str, str], name: str, default: str) -> float:
     text = options.get(name, default)
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise InvalidArgumentError(f"the store's {name} must be a number, got {text!r}")
+    if not re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) or not float(text):
+        raise InvalidArgumentError(f"the store's {name} must be a number above 0, got {text!r}")
     return float(text)
 
 
 def _size(options: dict[str, str], name: str, default: str) -> int:
     text = options.get(name, default)
-    found = re.fullmatch(r"(\d+) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,18}) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
     if not found:
         raise InvalidArgumentError(
             f"the store's {name} must be bytes, such as 512MiB or 4GiB, got {text!r}"
