@@ -399,7 +399,7 @@ class DiskTier:
             self._try(partial(file.slab.erase_header, lease.row))  # before the row is free
             with self._lock:
                 file.rows.cancel(lease)
-        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, "io_error")
+        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, self._why("io_error"))
         for put, _ in written:
             self._jobs.end(put, refusal, reason)
 
@@ -407,15 +407,19 @@ class DiskTier:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
         file = self._files[put.facts.key.kind]
         lease = self._reserve(file, _name(put.facts.key))
-        reason = "disk_full" if self._full_until else "no_row"
+        reason = self._why("no_row")
         if lease is not None:
             if self._try(partial(_write_row, file.slab, lease, put)):
                 return lease
-            reason = "io_error"
+            reason = self._why("io_error")
             with self._lock:
                 file.rows.cancel(lease)
         self._jobs.end(put, Refusal.IO_ERROR, reason)
         return None
+
+    def _why(self, otherwise: str) -> str:
+        """Say why an entry was not written: a disk that is full, or else what is given."""
+        return "disk_full" if time.monotonic() < self._full_until else otherwise
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | None:
         """Take a row: one that is free, a new one if the file may grow, or another entry's."""
@@ -432,8 +436,7 @@ class DiskTier:
                 return False
             file.slab.grow(count)
         except (OSError, InvalidArgumentError) as error:  # or somebody has deleted the path
-            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
-                self._count_failure()
+            self._count_failure(error)
             return False
         with self._lock:
             file.rows.add_rows(count)
@@ -555,7 +558,7 @@ class DiskTier:
         try:
             call()
         except Exception as error:
-            self._count_failure()
+            self._count_failure(error)
             if not isinstance(error, OSError):  # a bug, which must not end the thread
                 report_error()
             return False
@@ -564,7 +567,10 @@ class DiskTier:
             self._rests_until = 0.0
         return True
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, error: Exception) -> None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            self._full_until = time.monotonic() + _REST_SECONDS  # what is there can still be read
+            return
         with self._lock:
             self._jobs.counts["io_errors"] += 1
             self._failures += 1
