@@ -225,7 +225,7 @@ class DynamicInferenceContext:
             planner=load_planner,
             disk_planner=disk_planner,
             state_policy=host_state_policy,
-            identity=identity_of(identity, config, state_spec, kv_spec),
+            identity=identity_of(identity, config, state_spec, kv_spec, self.device),
             agreement=agreement,
         )
         self.agreement = agreement
@@ -233,7 +233,7 @@ class DynamicInferenceContext:
             self._tiering.host.join(self._guard)
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
-                self._closes_lower = finalize(self, self._tiering.lower.close)
+                self._closes_lower = finalize(self, self._tiering.lower.abandon)
         self.trace_log: TraceLog | None = None
         if config.trace_path is not None:
             self.trace_log = TraceLog(

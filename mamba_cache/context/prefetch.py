@@ -233,9 +233,13 @@ class Prefetch:
             self._is_answered = True
             self._changed.notify_all()
 
-    def begin(self, skip_tokens: int, num_entries: int, num_bytes: int) -> None:
-        """Say what is brought."""
+    def begin(
+        self, skip_tokens: int, num_entries: int, num_bytes: int, *, of_store: bool = False
+    ) -> None:
+        """Say what is brought, and whether any of it by a store, which may be silent."""
         with self._changed:
+            if not of_store:
+                self._silence = None
             self.skip_tokens, self.num_entries, self.num_bytes = skip_tokens, num_entries, num_bytes
             self._is_asking = False
             self._began = time.monotonic()
@@ -406,7 +410,8 @@ class LowerTierLink:
         self._patience = patience_seconds
         self._planner = LoadPlanner(_ASSUMED) if planner is None else planner
         self._store_planner = LoadPlanner(_ASSUMED_OF_STORES)
-        self._under_way: dict[bytes, tuple[Prefetch, LoadPlanner | None]] = {}
+        # With the digest of the boundary that each brings, and who learns from it.
+        self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
         self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
         self._has_broken_off = False
@@ -420,6 +425,11 @@ class LowerTierLink:
         """End the lower tiers; what is queued is given up."""
         for tier in self.tiers:
             tier.close()
+
+    def abandon(self) -> None:
+        """End them for a context that is gone, and cancel what somebody may still wait for."""
+        self.close()
+        self.reset()
 
     def flush(self) -> None:
         """Wait until the lower tiers have ended what they were given."""
@@ -592,7 +602,7 @@ class LowerTierLink:
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
         with self._taking_back():
             planner = self._bring(prefetch, wanted, kept, skip_tokens)
-        self._under_way[wanted[-1].key.digest] = prefetch, planner
+        self._under_way.append((wanted[-1].key.digest, prefetch, planner))
         return prefetch
 
     def load_seconds(self, wanted: Sequence[EntryFacts]) -> float | None:
@@ -618,14 +628,17 @@ class LowerTierLink:
         kept: Sequence[EntryFacts],
         skip_tokens: int,
     ) -> LoadPlanner | None:
-        """Begin to bring entries; return who learns from it: nobody if both tiers take part."""
-        prefetch.begin(skip_tokens, len(wanted), sum(facts.payload_bytes for facts in wanted))
+        """Begin to bring entries; return who learns from it: nobody if others bring some, too."""
         read = [self._host.read(facts) for facts in kept]
         held = [lease for lease in read if not isinstance(lease, Refusal)]
         if self.store is None or self.tier is None:
             are_in_tier = [self.store is None] * len(wanted)
         else:
             are_in_tier = self.tier.has_many([facts.key for facts in wanted])
+        num_bytes = sum(facts.payload_bytes for facts in wanted)
+        prefetch.begin(skip_tokens, len(wanted), num_bytes, of_store=not all(are_in_tier))
+        # What is under way already is there sooner, and teaches nobody what it takes.
+        is_alone = not any(facts.key in self._flights for facts in wanted)
         for facts, is_in_tier in zip(wanted, are_in_tier, strict=True):
             tier = self.tier if is_in_tier else self.store
             assert tier is not None, "there is one of the two"
@@ -633,9 +646,9 @@ class LowerTierLink:
         self._host.use(held)
         for lease in held:
             self._host.release(lease)
-        if all(are_in_tier):
-            return self._planner
-        return None if any(are_in_tier) else self._store_planner
+        if not is_alone or any(are_in_tier) > all(are_in_tier):
+            return None
+        return self._planner if all(are_in_tier) else self._store_planner
 
     def _new_prefetch(
         self,
@@ -666,9 +679,11 @@ class LowerTierLink:
     def arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0
-        for boundary, (prefetch, _) in self._under_way.items():
-            if prefetch.has_failed or (self._agreement is not None and prefetch.is_done):
-                continue  # or it is over on some of the ranks
+        for boundary, prefetch, _ in self._under_way:
+            # What has failed on one of several ranks is over when all of them know.
+            is_alone = self._agreement is None
+            if prefetch.has_failed if is_alone else prefetch.is_done:
+                continue
             blocks = prefetch.skip_tokens // self._block_size
             if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
                 reached = max(reached, prefetch.skip_tokens)
@@ -681,9 +696,10 @@ class LowerTierLink:
             self._asked.remove(asked)
             with self._taking_back():
                 self._begin(asked)
-        for boundary, (prefetch, planner) in list(self._under_way.items()):
+        for under_way in list(self._under_way):
+            _, prefetch, planner = under_way
             if prefetch.is_over and prefetch.is_done:
-                del self._under_way[boundary]
+                self._under_way.remove(under_way)
                 if not prefetch.refusals and planner is not None:
                     planner.record_load(prefetch.num_bytes, prefetch.seconds)
         for key in [key for key, flight in self._flights.items() if flight.is_over]:
@@ -693,7 +709,7 @@ class LowerTierLink:
         """Cancel what is under way."""
         if self._has_broken_off:
             self._take_back()
-        for prefetch, _ in self._under_way.values():
+        for _, prefetch, _ in self._under_way:
             prefetch.cancel()
         for asked in self._asked:
             asked.prefetch.cancel()
@@ -734,7 +750,7 @@ class LowerTierLink:
             prefetch.begin(skip_tokens, 0, 0)
             return False
         planner = self._bring(prefetch, plan.wanted, plan.kept, plan.blocks * self._block_size)
-        self._under_way[asked.hashes.digest(plan.blocks - 1)] = prefetch, planner
+        self._under_way.append((asked.hashes.digest(plan.blocks - 1), prefetch, planner))
         return True
 
     def _plan(self, asked: _Asked) -> _Plan | None:
@@ -747,6 +763,7 @@ class LowerTierLink:
         keys = [asked.key_of(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
+        most_blocks = self._host.num_rows(EntryKind.KV)  # that are there at once
         size = {kind: self._host.row_bytes(kind) for kind in EntryKind}
         # Of staying where the request is, and of each boundary after that.
         takes = [math.inf] * (usable - first + 1)
@@ -755,7 +772,7 @@ class LowerTierLink:
         for index in range(min(first, on_gpu), usable if entries else 0):
             if self._has_kv and index >= on_gpu:
                 place = where[EntryKind.KV, index]
-                if place is _Place.NOWHERE:
+                if place is _Place.NOWHERE or index - on_gpu >= most_blocks:
                     break
                 of_blocks[place] += size[EntryKind.KV]
             place = _Place.NOWHERE if index < first else where[EntryKind.STATE, index]

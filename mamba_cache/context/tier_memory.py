@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +26,7 @@ from mamba_cache.tiers import (
     HostTier,
     LoadPlanner,
     ModelIdentity,
+    Numerics,
     PlainTransfers,
     RemoteTier,
     RowFormat,
@@ -41,6 +43,7 @@ def identity_of(
     config: CacheConfig,
     state_spec: StateSpec,
     kv_spec: KVCacheSpec | None,
+    device: torch.device,
 ) -> CacheIdentity | None:
     """Return the identity of a context's entries.
 
@@ -49,6 +52,7 @@ def identity_of(
         config: Settings.
         state_spec: What a state holds.
         kv_spec: What a token's keys and values hold.
+        device: Where the model computes: what numerics are of that nobody gave.
 
     Raises:
         InvalidArgumentError: It is of another kind, of other specs or settings than these, or the
@@ -57,6 +61,8 @@ def identity_of(
     if given is None:
         return None
     if isinstance(given, ModelIdentity):
+        if device.type != "cpu" and given.numerics == Numerics.of("cpu"):
+            given = replace(given, numerics=Numerics.of(device))
         return CacheIdentity.of(given, config, state_spec, kv_spec)
     check_kind("identity", given, CacheIdentity)
     own = CacheIdentity.of(given.model, config, state_spec, kv_spec)
@@ -139,9 +145,15 @@ def make_tiering(
     lower = None
     if config.disk_cache_path is not None or config.store is not None:
         store = _open_store(config, identity)
+        try:
+            disk = None if config.disk_cache_path is None else _open_disk(config, identity, host)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
         lower = LowerTierLink(
             host,
-            None if config.disk_cache_path is None else _open_disk(config, identity, host),
+            disk,
             block_size_tokens=config.block_size_tokens,
             min_computed_tokens=config.min_computed_tokens,
             has_kv=has_kv,

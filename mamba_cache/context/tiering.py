@@ -312,11 +312,11 @@ class Tiering:
             cache_salt: Of the request that found it.
             digest: Of its block.
         """
-        self.host.remove(kind, digest)
         if self.lower is not None:
             tenant = tenant_digest(self._secret, cache_salt)
             identity = self._identity
             self.lower.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
+        self.host.remove(kind, digest)
 
     def _key_of(self, tenant: bytes, hashes: BlockHashes, kind: EntryKind, index: int) -> EntryKey:
         identity = self._identity

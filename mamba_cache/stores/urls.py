@@ -43,7 +43,13 @@ def open_store(url: str) -> BlobStore:
         MissingExtraError: Mooncake is not installed.
     """
     check_kind("store", url, str)
-    parts = urlsplit(url)
+    try:
+        parts, port = _split(url)
+    except ValueError:  # whose words may hold the password
+        raise InvalidArgumentError(
+            "the store's URL must be SCHEME://[USER:PASSWORD@]HOST[:PORT][/DB], its port up to "
+            "65535, with % / ? # [ ] and @ in user and password written as %25, %2F and so on"
+        ) from None
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         raise InvalidArgumentError(f"a store must be one of {known}, got {parts.scheme!r}")
@@ -53,11 +59,20 @@ def open_store(url: str) -> BlobStore:
         raise InvalidArgumentError(
             f"{parts.scheme}:// has no option {name!r}; it has {', '.join(allowed)}"
         )
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise InvalidArgumentError(f"the store's port: {error}") from None
     return make(parts, port, options)
+
+
+def _split(url: str) -> tuple[SplitResult, int | None]:
+    """Divide a URL, and read its port.
+
+    Raises:
+        ValueError: It is none, or what should be its password has characters that divide URLs.
+    """
+    parts = urlsplit(url)
+    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    if any("@" in part for part in (parts.path, parts.fragment, *names)):
+        raise ValueError
+    return parts, parts.port
 
 
 def _memory(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
@@ -88,7 +103,7 @@ def _valkey(parts: SplitResult, port: int | None, options: dict[str, str]) -> Bl
         raise InvalidArgumentError(f"the database must be a number, got {db!r}")
     return ValkeyStore(
         parts.hostname,
-        port or 6379,
+        6379 if port is None else port,
         db=int(db or 0),
         username=unquote(parts.username) if parts.username else None,
         password=_password(parts, options),
@@ -120,14 +135,14 @@ def _tls(options: dict[str, str]) -> ssl.SSLContext:
 
 def _number(options: dict[str, str], name: str, default: str) -> float:
     text = options.get(name, default)
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise InvalidArgumentError(f"the store's {name} must be a number, got {text!r}")
+    if not re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) or not float(text):
+        raise InvalidArgumentError(f"the store's {name} must be a number above 0, got {text!r}")
     return float(text)
 
 
 def _size(options: dict[str, str], name: str, default: str) -> int:
     text = options.get(name, default)
-    found = re.fullmatch(r"(\d+) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,18}) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
     if not found:
         raise InvalidArgumentError(
             f"the store's {name} must be bytes, such as 512MiB or 4GiB, got {text!r}"

@@ -17,6 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,10 +93,14 @@ class FolderLock:
         except (OSError, TierInUseError):
             os.close(self._fd)
             raise
+        self._pid = os.getpid()
         self._closes = finalize(self, os.close, self._fd)
 
     def release(self) -> None:
         """Let others have it, if they could not."""
+        if self._closes.alive and os.getpid() == self._pid:
+            # Processes that were forked since have the file open, too, and would keep it locked.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._closes()
 
 
@@ -149,12 +154,18 @@ def slab_path(folder: Path, kind: EntryKind) -> Path:
 def folders(path: Path) -> list[CacheFolder]:
     """List the folders below a disk cache's path, the least recently opened first.
 
+    One that this user may not look into counts as in use, and its bytes do not count.
+
     Raises:
         InvalidArgumentError: There is no such directory.
     """
     if not path.is_dir():
         raise InvalidArgumentError(f"there is no directory {path}")
-    found = [_look_at(each) for each in path.iterdir() if each.name.startswith(_PREFIX)]
+    found = []
+    for each in path.iterdir():
+        if each.name.startswith(_PREFIX):
+            with suppress(FileNotFoundError, NotADirectoryError):  # it went meanwhile, or is a file
+                found.append(_look_at(each))
     return sorted(found, key=lambda folder: (folder.used_at, folder.path))
 
 
@@ -189,18 +200,18 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _look_at(folder: Path) -> CacheFolder:
-    stats = [file.stat() for file in folder.iterdir()]
+    used_at = folder.stat().st_mtime
+    try:
+        stats = [file.stat() for file in folder.iterdir()]
+        is_in_use = _is_in_use(folder)
+    except PermissionError:
+        return CacheFolder(folder, None, 0, used_at, is_in_use=True)
     try:
         identity = CacheIdentity((folder / _IDENTITY_FILE).read_bytes())
     except (OSError, InvalidArgumentError):
         identity = None
-    return CacheFolder(
-        folder,
-        identity,
-        sum(each.st_blocks * 512 for each in stats),
-        folder.stat().st_mtime,
-        _is_in_use(folder),
-    )
+    num_bytes = sum(each.st_blocks * 512 for each in stats)
+    return CacheFolder(folder, identity, num_bytes, used_at, is_in_use)
 
 
 def _is_in_use(folder: Path) -> bool:

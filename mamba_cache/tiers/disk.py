@@ -257,16 +257,18 @@ class DiskTier:
     def remove(self, key: EntryKey) -> None:
         """Make an entry unfindable that is known to be wrong, for later processes too.
 
-        It waits until that is written, so it must not be called from ``done``.
+        What is under way of it comes to nothing. It waits until the entry is erased, also of a disk
+        that is left alone, so it must not be called from ``done``.
         """
         # Not an Event: one whose ``wait`` is interrupted may keep the thread that sets it for ever.
         under_way = threading.Lock()
         under_way.acquire()
-        if self._name_of(key) is None or not self.is_healthy:
+        if self._name_of(key) is None or self._jobs.is_forked:
             return
         with self._lock:
             if self._jobs.is_closing:
                 return
+            self._jobs.revoke(key)
             self._jobs.add(self._removals, _Removal(lambda _: under_way.release(), key))
         under_way.acquire()
 
@@ -387,10 +389,17 @@ class DiskTier:
         is_synced = all(self._try(self._files[kind].slab.sync) for kind in kinds)
         with self._lock:
             self._jobs.write_seconds += time.perf_counter() - started
+            wrong = [each for each in written if each[0].is_revoked]
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
-                (rows.complete if is_synced else rows.cancel)(lease)
-        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, "io_error")
+                if not put.is_revoked:
+                    (rows.complete if is_synced else rows.cancel)(lease)
+        for put, lease in wrong:
+            file = self._files[put.facts.key.kind]
+            self._try(partial(file.slab.erase_header, lease.row))  # before the row is free
+            with self._lock:
+                file.rows.cancel(lease)
+        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, self._why("io_error"))
         for put, _ in written:
             self._jobs.end(put, refusal, reason)
 
@@ -398,15 +407,19 @@ class DiskTier:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
         file = self._files[put.facts.key.kind]
         lease = self._reserve(file, _name(put.facts.key))
-        reason = "disk_full" if self._full_until else "no_row"
+        reason = self._why("no_row")
         if lease is not None:
             if self._try(partial(_write_row, file.slab, lease, put)):
                 return lease
-            reason = "io_error"
+            reason = self._why("io_error")
             with self._lock:
                 file.rows.cancel(lease)
         self._jobs.end(put, Refusal.IO_ERROR, reason)
         return None
+
+    def _why(self, otherwise: str) -> str:
+        """Say why an entry was not written: a disk that is full, or else what is given."""
+        return "disk_full" if time.monotonic() < self._full_until else otherwise
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | None:
         """Take a row: one that is free, a new one if the file may grow, or another entry's."""
@@ -422,9 +435,8 @@ class DiskTier:
             if not self._make_room(count * file.slab.row_bytes):
                 return False
             file.slab.grow(count)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._count_failure()
+        except (OSError, InvalidArgumentError) as error:  # or somebody has deleted the path
+            self._count_failure(error)
             return False
         with self._lock:
             file.rows.add_rows(count)
@@ -437,7 +449,8 @@ class DiskTier:
             Whether it does.
 
         Raises:
-            OSError: A folder cannot be read or deleted.
+            InvalidArgumentError: There is no such path any more.
+            OSError: A folder cannot be read.
         """
         others = [each for each in folders(self._path) if each.path != self.folder]
         spare = self._capacity - self._disk_bytes() - num_bytes
@@ -448,7 +461,7 @@ class DiskTier:
             if not other.is_in_use:
                 try:
                     remove_folder(other)
-                except TierInUseError:  # since it was looked at
+                except (TierInUseError, OSError):  # since it was looked at, or it is another user's
                     continue
                 taken -= other.num_bytes
         return taken <= spare
@@ -545,7 +558,7 @@ class DiskTier:
         try:
             call()
         except Exception as error:
-            self._count_failure()
+            self._count_failure(error)
             if not isinstance(error, OSError):  # a bug, which must not end the thread
                 report_error()
             return False
@@ -554,7 +567,10 @@ class DiskTier:
             self._rests_until = 0.0
         return True
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, error: Exception) -> None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            self._full_until = time.monotonic() + _REST_SECONDS  # what is there can still be read
+            return
         with self._lock:
             self._jobs.counts["io_errors"] += 1
             self._failures += 1

@@ -415,7 +415,11 @@ class HostTier:
 
     @guarded(nests=True)
     def remove(self, kind: EntryKind, digest: bytes) -> bool:
-        """Make an entry unfindable that is known to be wrong; say whether it was there."""
+        """Make an entry unfindable that is known to be wrong; say whether it was there.
+
+        What lower tiers have brought by now counts, so they are told before.
+        """
+        self.poll()
         pool = self._entries[kind].pool
         lease = pool.read(digest)
         if lease is None:

@@ -129,7 +129,8 @@ class ModelIdentity:
         settings: What else changes what is computed, such as attention's implementation, the scale
             of rotary embeddings, or the dtype that the model computes in. "" if nothing does.
         rank: Which part of the model this process holds.
-        numerics: What computes. Default: that of the CPU in this process.
+        numerics: What computes. Default: that of the CPU in this process; a context on another
+            device takes that device's in its place.
 
     Raises:
         InvalidArgumentError: ``name`` or ``weights`` is unset, or a field is of another kind.

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -81,9 +81,11 @@ class Job:
 
     Attributes:
         done: Called with the answer when it is over; None: nobody is told.
+        is_revoked: Whether the entry turned out to be wrong meanwhile: it comes to nothing.
     """
 
     done: Callable[[Any], object] | None
+    is_revoked: bool = field(default=False, kw_only=True)
 
     def answer(self, refusal: Refusal | None) -> object:
         """Return what ``done`` is called with."""
@@ -202,6 +204,13 @@ class TierJobs:
         self._first_uses.pop(key, None)
         return True
 
+    def revoke(self, key: EntryKey) -> None:
+        """Have what is under way of an entry that is wrong come to nothing; the lock is held."""
+        for load in self.open_jobs(LoadJob):
+            load.is_revoked |= load.expected.key == key
+        for put in self.open_jobs(PutJob):
+            put.is_revoked |= put.facts.key == key
+
     def refuse_put(self, reason: str) -> bool:
         """Count an entry that is not taken; return False."""
         self.not_written[reason] += 1
@@ -280,6 +289,8 @@ class TierJobs:
         with self.lock:
             self.taken.remove(job)
             self._num_telling += 1
+            if job.is_revoked:
+                refusal, reason = Refusal.ABORTED, "aborted"
             if isinstance(job, LoadJob):
                 if refusal is None:
                     self.counts["hits"] += 1

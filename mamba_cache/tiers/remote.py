@@ -6,6 +6,7 @@ store says is not believed: ``exists`` confirms what was put, sizes and digests 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -143,9 +144,9 @@ class RemoteTier:
     failures in a row the store is left alone, and asked every five seconds whether it is back.
 
     Whatever is wrong is a counted miss. An entry that is not what its key says is not asked for
-    again by this process, and removed from the store. Any thread may call; ``done`` is called from
-    threads of this object, or from the caller's when the answer is known at once. In a process that
-    was forked it refuses everything.
+    again by this process until it has put it anew, and removed from the store. Any thread may call;
+    ``done`` is called from threads of this object, or from the caller's when the answer is known at
+    once. In a process that was forked it refuses everything.
 
     Args:
         store: Where the entries are.
@@ -202,13 +203,14 @@ class RemoteTier:
         self._lock, self._work_came = self._jobs.lock, self._jobs.load_came
         self._call_began = threading.Condition(self._lock)
         self._counts, self._faults = self._jobs.counts, Counter[str]()
-        # What the store had, and what in it was bad, with when that was known.
+        # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
-        self._bad: OrderedDict[EntryKey, float] = OrderedDict()
+        self._bad: OrderedDict[EntryKey, None] = OrderedDict()
         self._failures = 0
         self._probes_at: float | None = None
         self._heard_at = self._reads_since = 0.0
-        self._watches_calls = self._probe_is_due = False
+        self._probe_is_due = False
+        self._looks_at = math.inf  # when who watches wakes by itself
         self._workers: set[_Worker] = set()
         self._hung: set[_Worker] = set()
         self._watcher = threading.Thread(target=self._watch, name="mamba-cache-store-watch")
@@ -293,7 +295,7 @@ class RemoteTier:
         with self._lock:
             if not self._takes_reads(self._jobs.loads):
                 return False
-            if not _is_recent(self._bad, expected.key, time.monotonic()):
+            if expected.key not in self._bad:
                 self._add_read(self._jobs.loads, LoadJob(done, expected, into))
                 return True
             self._jobs.refused[Refusal.MISSING] += 1
@@ -303,11 +305,15 @@ class RemoteTier:
     def remove(self, key: EntryKey) -> None:
         """Have an entry that is known to be wrong not found again: its manifest goes.
 
-        Its chunks go before it is written anew, or when the store needs room.
+        Its chunks go before it is written anew, or when the store needs room. What is under way of
+        it comes to nothing.
         """
+        if self._jobs.is_forked:
+            return
         with self._lock:
+            self._jobs.revoke(key)
             self._stored.pop(key, None)
-            _remember(self._bad, key, time.monotonic())
+            _remember(self._bad, key, None)
             if self._takes_calls:
                 self._jobs.add(self._removals, _Removal(None, [str(key)]))
 
@@ -507,7 +513,7 @@ class RemoteTier:
             worker.deadline = now + seconds
             is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
             worker.reads_since = now if is_read else None
-            if not self._watches_calls:
+            if worker.deadline < self._looks_at:
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
         try:
@@ -563,8 +569,8 @@ class RemoteTier:
                 if not jobs and not dropped:
                     moments = [each.deadline for each in self._workers if each.deadline is not None]
                     moments += [] if self._probes_at is None else [self._probes_at]
-                    self._watches_calls = bool(moments)
-                    self._call_began.wait(min(moments) - now if moments else None)
+                    self._looks_at = min(moments, default=math.inf)
+                    self._call_began.wait(self._looks_at - now if moments else None)
             self._jobs.end_all(jobs, Refusal.TIMEOUT, "timed_out")
             self._jobs.end_all(dropped, Refusal.IO_ERROR, "unhealthy")
         self._end_threads()
@@ -585,17 +591,20 @@ class RemoteTier:
                 self.store.unregister(worker.memory.data)
         if self._owns_store:
             closing = threading.Thread(target=self.store.close, daemon=True)
-            closing.start()
-            closing.join(self._call_seconds)
+            try:
+                closing.start()
+            except RuntimeError:  # an interpreter that ends starts no thread any more
+                self.store.close()
+            else:
+                closing.join(self._call_seconds)
 
     def _answer(self, worker: _Worker, ask: _Ask) -> None:
         """Ask the store what it has."""
         names = [str(key) for key in ask.keys]
         answers = self._call(worker, lambda: self.store.exists_many(names)) if names else []
-        now = time.monotonic()
         with self._lock:
             ask.found = [
-                fault is None and not _is_recent(self._bad, key, now)
+                fault is None and key not in self._bad
                 for key, fault in zip(ask.keys, answers, strict=True)
             ]
             for key, is_there in zip(ask.keys, ask.found, strict=True):
@@ -611,7 +620,7 @@ class RemoteTier:
 
     def _know(self, key: EntryKey, *, is_there: bool) -> None:
         with self._lock:
-            if is_there:
+            if is_there and key not in self._bad:
                 _remember(self._stored, key, time.monotonic())
             else:
                 self._stored.pop(key, None)
@@ -641,11 +650,12 @@ class RemoteTier:
             ):
                 if load not in worker.jobs:
                     continue
-                refusal = self._refusal(answer, buffer, digest)
+                # What was copied is verified: a store may still write to the buffer.
+                _copy(part, buffer)
+                refusal = self._refusal(answer, part, digest)
                 if refusal is not None:
                     self._refuse(worker, load, refusal, has_manifest=True)
                     continue
-                _copy(part, buffer)
                 left[load] -= 1
                 if not left[load]:
                     self._know(load.expected.key, is_there=True)
@@ -667,27 +677,27 @@ class RemoteTier:
         return read_manifest(buffer[:answer], load.expected, self._chunk_bytes)
 
     def _refusal(
-        self, answer: int | StoreFault, buffer: memoryview, digest: bytes
+        self, answer: int | StoreFault, chunk: memoryview, digest: bytes
     ) -> Refusal | None:
         """Say what is wrong with a chunk."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
         if not self._verifies:
             return None
-        if answer != len(buffer):
-            return Refusal.SHORT if answer < len(buffer) else Refusal.PAYLOAD_BYTES
-        return None if payload_digest(buffer) == digest else Refusal.PAYLOAD_DIGEST
+        if answer != len(chunk):
+            return Refusal.SHORT if answer < len(chunk) else Refusal.PAYLOAD_BYTES
+        return None if payload_digest(chunk) == digest else Refusal.PAYLOAD_DIGEST
 
     def _refuse(
         self, worker: _Worker, load: LoadJob, refusal: Refusal, *, has_manifest: bool
     ) -> None:
         """End a load that brought nothing, and have what is bad taken out of the store."""
-        key, now = load.expected.key, time.monotonic()
+        key = load.expected.key
         is_bad = refusal not in (Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT)
         with self._lock:
             self._stored.pop(key, None)
             if is_bad:
-                _remember(self._bad, key, now)
+                _remember(self._bad, key, None)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (has_manifest and refusal is Refusal.MISSING):
                 self._jobs.add(self._removals, _Removal(None, self._names(load.expected)))
@@ -736,16 +746,21 @@ class RemoteTier:
         for put in puts:
             if put in worker.jobs:
                 self._know(put.facts.key, is_there=True)
+                if put.is_revoked:
+                    self._remove(worker, self._names(put.facts))
                 self._finish(worker, put)
 
     def _end_bad(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Remove what was found bad under the keys of entries: a store keeps the first bytes."""
         for put in puts:
-            if put.facts.key in self._bad and not self._remove(worker, self._names(put.facts)):
-                self._finish(worker, put, Refusal.IO_ERROR, "not_removed")
-                continue
+            key = put.facts.key
+            is_gone = key not in self._bad or self._remove(worker, self._names(put.facts))
             with self._lock:
-                self._bad.pop(put.facts.key, None)
+                goes_on = is_gone and not put.is_revoked
+                if goes_on:
+                    self._bad.pop(key, None)
+            if not goes_on:
+                self._finish(worker, put, Refusal.IO_ERROR, "not_removed")
 
     def _end_stored(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """End those that somebody has stored meanwhile, or the store does not answer for."""

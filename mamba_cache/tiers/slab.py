@@ -34,6 +34,20 @@ def row_bytes_of(payload_bytes: int) -> int:
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+class _Buffers(threading.local):
+    """Memory of each thread, at addresses that direct reads and writes take.
+
+    Attributes:
+        pages: Two pages.
+        row: A row, for payloads at an address that is no page's; until then it takes no memory.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        self.pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
+        self.row = memoryview(mmap.mmap(-1, row_bytes))
+
+
 class SlabFile:
     """A file of rows. Any thread may read and write them; who may use which is not decided here.
 
@@ -60,7 +74,7 @@ class SlabFile:
         self.payload_bytes = payload_bytes
         self.row_bytes = row_bytes_of(payload_bytes)
         self.max_rows = max_rows
-        self._buffers = threading.local()
+        self._buffers = _Buffers(self.row_bytes)
         self._fd, self.is_direct = _open(path)
         try:
             if os.fstat(self._fd).st_size > max_rows * self.row_bytes:
@@ -106,11 +120,11 @@ class SlabFile:
         Raises:
             OSError: It was not written, or only in part.
         """
-        first, last = self._pages()
+        first, last = self._buffers.pages
         first[:] = header.ljust(PAGE_BYTES, b"\0")
         body, rest = self._split(payload)
         if self._is_unaligned(body):
-            whole = self._whole_row()[: len(body)]
+            whole = self._buffers.row[: len(body)]
             whole[:] = body
             body = whole
         buffers = [first, *([body] if len(body) else [])]
@@ -143,9 +157,9 @@ class SlabFile:
             OSError: It cannot be read.
         """
         submit = submit or _call_at_once
-        first, last = self._pages()
+        first, last = self._buffers.pages
         body, rest = self._split(into)
-        target = self._whole_row()[: len(body)] if self._is_unaligned(body) else body
+        target = self._buffers.row[: len(body)] if self._is_unaligned(body) else body
         starts = range(0, len(into), _PART_BYTES)
         reads: deque[Future[int]] = deque()
         try:
@@ -178,7 +192,7 @@ class SlabFile:
         Raises:
             OSError: It cannot be read.
         """
-        first, _ = self._pages()
+        first, _ = self._buffers.pages
         missing = _transfer(os.preadv, self._fd, [first], row * self.row_bytes)
         return bytes(first[: PAGE_BYTES - missing])
 
@@ -188,7 +202,7 @@ class SlabFile:
         Raises:
             OSError: They were not written.
         """
-        first, _ = self._pages()
+        first, _ = self._buffers.pages
         first[:] = bytes(PAGE_BYTES)
         if _transfer(os.pwritev, self._fd, [first], row * self.row_bytes):
             raise OSError(errno.EIO, "a header was not erased")
@@ -204,21 +218,6 @@ class SlabFile:
     def close(self) -> None:
         """Close the file, if it was not."""
         self._closes()
-
-    def _pages(self) -> tuple[memoryview, memoryview]:
-        """Return two pages of this thread, at an address that direct reads and writes take."""
-        if not hasattr(self._buffers, "pages"):
-            pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
-            self._buffers.pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
-        both: tuple[memoryview, memoryview] = self._buffers.pages
-        return both
-
-    def _whole_row(self) -> memoryview:
-        """Return a row of this thread, for payloads at an address that is no page's."""
-        if not hasattr(self._buffers, "row"):
-            self._buffers.row = memoryview(mmap.mmap(-1, self.row_bytes))
-        row: memoryview = self._buffers.row
-        return row
 
     def _split(self, payload: memoryview) -> tuple[memoryview, memoryview]:
         """Split a payload into whole pages and the rest."""

@@ -1,9 +1,13 @@
 """The cache of a notebook survives a restart: prefixes of transformers models below the GPU."""
 
+import fcntl
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
+import weakref
 
 import notebook_rig
 import pytest
@@ -108,6 +112,48 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
         assert ask(cache, prompts()[:1]) == (answers, LENGTHS[0])
 
 
+def test_former_weights_leave_nothing_behind(tmp_path) -> None:
+    """A model that is trained beside its cache has as many weights as steps."""
+    model = make_model(FAMILY)
+    with open_cache(tmp_path, model) as cache:
+        ask(cache, prompts()[:1])
+        disk = weakref.ref(cache._store.tiers._disk)
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+        cache.reset()
+        ask(cache, prompts()[:1])
+        gc.collect()
+        assert cache._store.tiers._disk is not disk()
+        assert disk() is None
+
+
+@pytest.mark.parametrize("left", [b"", b"half"])
+def test_a_secret_that_a_crash_cut_short_is_drawn_anew(tmp_path, left) -> None:
+    """It would be everybody's secret: the empty one."""
+    (tmp_path / "secret").write_bytes(left)
+    secret = prefix_tiers._secret_in(tmp_path)
+    assert len(secret) == 32
+    assert prefix_tiers._secret_in(tmp_path) == secret == (tmp_path / "secret").read_bytes()
+    assert (tmp_path / "secret").stat().st_size == 32
+
+
+def test_who_comes_while_a_secret_is_written_waits_for_it(tmp_path) -> None:
+    """Two processes that begin at once on an empty path have one secret."""
+    path, found = tmp_path / "cache", []
+    path.mkdir()
+    with open(path / "secret", "wb") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = threading.Thread(target=lambda: found.append(prefix_tiers._secret_in(path)))
+        second.start()
+        second.join(0.05)
+        first.write(b"s" * 32)
+        first.flush()
+        fcntl.flock(first, fcntl.LOCK_UN)
+        second.join()
+    assert found == [b"s" * 32]
+    assert (prefix_tiers._secret_in(tmp_path / "new")) == (tmp_path / "new/secret").read_bytes()
+
+
 def test_other_settings_and_salts_find_nothing(tmp_path, model) -> None:
     ids = prompts()[0]
     with open_cache(tmp_path, model) as first:
@@ -186,6 +232,19 @@ def test_a_full_cache_takes_what_there_is_room_for(tmp_path, model, expected) ->
     probe = make_cache(model)
     with open_cache(tmp_path, model, **budgets(probe, slots=1, blocks=4)) as tiny:
         assert ask(tiny, prompts())[0] == expected
+
+
+def test_no_more_is_brought_than_there_are_rows_for(tmp_path, model, expected) -> None:
+    """A part of a prefix in host memory is of no use, and would be brought at each call."""
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts()[1:2])
+        sizes = {kind: each.row_bytes for kind, each in first._store.tiers._layouts.items()}
+    budget = 2 * max(5 * sizes[EntryKind.KV], sizes[EntryKind.STATE])
+    small = {"host_cache_gb": budget / 2**30, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    with make_cache(model, **small) as second:
+        assert second.tier_stats()[0].rows["kv"] == 5 < LENGTHS[1] // BLOCK
+        assert ask(second, prompts()[1:2])[0] == expected[1:2]
+        assert second.tier_stats()[1].restored == 0
 
 
 def test_a_call_that_breaks_off_leaves_the_tiers_usable(

@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -528,6 +529,28 @@ def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) ->
     assert load(tier, 3) == payload_of(3)
 
 
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_a_disk_that_is_full_only_when_it_is_written_can_still_be_read(
+    tier, monkeypatch, clock, call, error
+) -> None:
+    """File systems that take no room ahead, as those of networks, say so then."""
+    assert put(tier, 1) is None
+    failing(error).patch(monkeypatch, call)
+    for number in (2, 3, 4):
+        assert put(tier, number) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"disk_full": 3}
+    assert (tier.stats().io_errors, tier.is_healthy) == (0, True)
+    assert load(tier, 1) == payload_of(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(disks, "time", clock)
+    assert put(tier, 2) is None
+    failing(errno.EIO, times=1).patch(monkeypatch, call)
+    clock.now += 6
+    assert put(tier, 3) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"disk_full": 3, "io_error": 1}
+
+
 def test_a_disk_that_is_nearly_full_gives_what_it_has(tier, monkeypatch) -> None:
     allocate = os.posix_fallocate
 
@@ -756,6 +779,101 @@ def test_a_folder_in_which_nothing_can_be_written_is_not_held(tmp_path, monkeypa
         with pytest.raises(OSError, match="read-only"):
             open_tier(tmp_path)
     open_tier(tmp_path).close()
+
+
+def test_a_path_that_is_deleted_while_it_is_used_hangs_nobody(tmp_path) -> None:
+    tier = open_tier(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    answer = Answer()
+    assert tier.put(facts_of(1), payload_of(1), answer)
+    assert tier.flush(60)
+    assert answer.calls == [Refusal.IO_ERROR]
+    assert tier.stats().not_written == {"disk_full": 1}
+    assert tier.stats().io_errors > 0
+    tier.check_invariants()
+    tier.close()
+
+
+def test_what_else_lies_beside_the_folders_is_let_be(tmp_path) -> None:
+    (tmp_path / "mc1-notes").write_text("of a person")
+    tier = open_tier(tmp_path)
+    assert put(tier, 1) is None
+    assert [each.path for each in folders(tmp_path)] == [tier.folder]
+    tier.close()
+
+
+def refuse_to_look(error):
+    def look(folder):
+        raise error(errno.ENOENT if error is FileNotFoundError else errno.EACCES, "no look")
+
+    return look
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_none(tmp_path, monkeypatch) -> None:
+    """Of two processes that make room at once, one is too late."""
+    open_tier(tmp_path, identity=make_identity("other weights")).close()
+    tier = open_tier(tmp_path)
+    monkeypatch.setattr(directories, "_is_in_use", refuse_to_look(FileNotFoundError))
+    assert folders(tmp_path) == []
+    assert put(tier, 1) is None
+    assert tier.stats().io_errors == 0
+    tier.close()
+
+
+def test_folders_of_another_user_are_left_and_in_nobodys_way(tmp_path, monkeypatch) -> None:
+    open_tier(tmp_path, identity=make_identity("other weights")).close()
+    tier = open_tier(tmp_path)
+    monkeypatch.setattr(directories, "_is_in_use", refuse_to_look(PermissionError))
+    assert [(each.is_in_use, each.num_bytes) for each in folders(tmp_path)] == [(True, 0)] * 2
+    assert put(tier, 1) is None
+    assert tier.stats().io_errors == 0
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_deleted_is_a_full_disk(tmp_path, monkeypatch) -> None:
+    """And not an error of this one, of which nothing would be asked after two."""
+    identity = make_identity("other weights")
+    other = open_tier(tmp_path, identity=identity, states=8)
+    assert put(other, 1, identity=identity) is None
+    other.close()
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    monkeypatch.setattr(disks, "remove_folder", refuse_to_look(PermissionError))
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"disk_full": 1}
+    assert (tier.stats().io_errors, tier.is_healthy) == (0, True)
+    tier.close()
+
+
+def test_what_rows_hold_is_written_beside_them(tmp_path) -> None:
+    """For who verifies them later, without a model."""
+    open_tier(tmp_path).close()
+    sizes = directories.payload_sizes(folder_of(tmp_path, IDENTITY))
+    assert sizes == {STATE: STATE_BYTES, KV: KV_BYTES}
+
+
+def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> None:
+    """It has the lock's file open as well; nor does it let the folder go when it ends."""
+    tier = open_tier(tmp_path)
+    child = os.fork()
+    if not child:
+        tier._folder_lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(TierInUseError):
+        open_tier(tmp_path)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writes)
+        os.read(reads, 1)
+        os._exit(0)
+    tier.close()
+    try:
+        open_tier(tmp_path).close()
+    finally:
+        os.close(writes)
+        os.close(reads)
+        os.waitpid(child, 0)
 
 
 # Threads.

@@ -3,9 +3,11 @@
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+from clocks import ManualClock
 from context_rig import MODEL, assert_same_run, generate, make_config, make_context
 from restart_rig import slow_prefill
 
@@ -15,7 +17,15 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context.tier_memory import identity_of
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.tiers import CacheIdentity, EntryKind, LoadPlanner, ModelIdentity, Rates, Refusal
+from mamba_cache.tiers import (
+    CacheIdentity,
+    EntryKind,
+    LoadPlanner,
+    ModelIdentity,
+    Numerics,
+    Rates,
+    Refusal,
+)
 
 MODEL_IDENTITY = ModelIdentity(name="model", weights="w")
 PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
@@ -307,13 +317,64 @@ def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
     assert match(context).skip_tokens == 56
 
 
+def test_a_reset_cancels_all_who_wait_for_one_prompt(context, tier) -> None:
+    """Else the first of them would be ready, and a match would find nothing."""
+    handles = [ask(context) for _ in range(3)]
+    context.reset()
+    assert [each.state for each in handles] == [PrefetchState.CANCELLED] * 3
+    tier.end_loads()
+    assert match(context).skip_tokens == 0
+    context.check_invariants()
+
+
+def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
+    context, tier, monkeypatch
+) -> None:
+    """It took ten seconds, of which the second one has seen one."""
+    clock = ManualClock()
+    monkeypatch.setattr(prefetching, "time", clock)
+    planner = context._tiering.lower._planner
+    first = ask(context)
+    clock.now += 9
+    second = ask(context)
+    clock.now += 1
+    tier.end_loads()
+    assert first.state is second.state is PrefetchState.READY
+    context.poll_tiers()
+    expected = LoadPlanner(prefetching._ASSUMED)
+    expected.record_load(first.num_bytes, 10.0)
+    assert planner.rates == expected.rates
+
+
+@pytest.mark.parametrize("kind", EntryKind)
+def test_what_is_wrong_and_has_just_come_up_is_not_matched(context, tier, kind) -> None:
+    """Its load is over, and the context has not looked since."""
+    prefetch = ask(context)
+    tier.end_loads()
+    assert prefetch.state is PrefetchState.READY
+    digest = next(key.digest for key in tier.stored if key.kind is kind)
+    context._tiering.remove(kind, None, digest)
+    match(context)  # takes over what has come
+    assert not context.host_tier.has(kind, digest)
+
+
 def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
     small = make(tmp_path, tier=tier, num_host_blocks=3, num_host_states=1)
     prefetch = ask(small)
-    assert prefetch.refusals == (Refusal.ABORTED,) * 4
+    tier.end_loads()
+    assert prefetch.state is PrefetchState.READY
+    assert match(small).skip_tokens == prefetch.skip_tokens == 24
+    # Rows that others have for now: what is left is of no use to this request.
+    small.reset()
+    some = next(iter(tier.stored.values()))[0]
+    other = replace(some, key=replace(some.key, kind=EntryKind.KV, digest=b"x" * 16))
+    lease = small.host_tier.reserve(other)
+    prefetch = ask(small)
+    assert prefetch.refusals == (Refusal.ABORTED,)
     tier.end_loads()
     assert prefetch.state is PrefetchState.INCOMPLETE
     assert match(small).skip_tokens == 0
+    small.host_tier.cancel(lease)
     assert_same_run(generate(small, PROMPT, 3), PROMPT)
     small.check_invariants()
 
@@ -433,11 +494,24 @@ def test_an_identity_must_be_this_contexts(tmp_path) -> None:
     config = make_config(hash_secret=b"s")
     own = CacheIdentity.of(MODEL_IDENTITY, config, *specs)
     assert own.model == MODEL_IDENTITY
-    assert identity_of(own, config, *specs) == own
-    assert identity_of(MODEL_IDENTITY, config, *specs) == own
-    assert identity_of(None, config, *specs) is None
+    cpu = torch.device("cpu")
+    assert identity_of(own, config, *specs, cpu) == own
+    assert identity_of(MODEL_IDENTITY, config, *specs, cpu) == own
+    assert identity_of(None, config, *specs, cpu) is None
     with pytest.raises(InvalidArgumentError, match=r"it differs in hash\.secret"):
-        identity_of(own, make_config(hash_secret=b"other"), *specs)
+        identity_of(own, make_config(hash_secret=b"other"), *specs, cpu)
+
+
+def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
+    """Not of the CPU beside it: two kinds of GPUs do not compute the same bits."""
+    specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
+    config = make_config(hash_secret=b"s")
+    device = torch.device("meta")  # stands for a GPU
+    made = identity_of(MODEL_IDENTITY, config, *specs, device)
+    assert made.model.numerics == Numerics.of(device) != MODEL_IDENTITY.numerics
+    for numerics in (Numerics.of(device, kernels="own"), Numerics.of("cpu", kernels="own")):
+        given = replace(MODEL_IDENTITY, numerics=numerics)
+        assert identity_of(given, config, *specs, device).model == given
 
 
 def test_a_context_that_nobody_closes_lets_go_of_the_disk(tmp_path) -> None:

@@ -23,7 +23,7 @@ from mamba_cache import Request
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, remote
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal, remote
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
 OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]
@@ -365,6 +365,19 @@ def test_nothing_is_exchanged_for_a_prompt_without_a_block(disks):
     before = disks.exchange.num_rounds
     assert state_of(prefetch(disks, [1, 2])) is PrefetchState.NOTHING
     assert disks.exchange.num_rounds == before
+
+
+def test_what_failed_on_one_rank_is_on_its_way_on_all_until_all_know(disks):
+    """The rig compares what ``match`` says: an engine that goes by it does the same on all."""
+    tier = tier_of(disks, 1)
+    tier.is_late = True
+    handles = prefetch(disks)
+    _, _, _, done = tier.queue.popleft()
+    done(Refusal.IO_ERROR)
+    assert disks.match(request()).arriving_tokens == 24
+    disks.poll_tiers()
+    assert state_of(handles) is PrefetchState.INCOMPLETE
+    assert disks.match(request()).arriving_tokens == 0
 
 
 def test_a_deadline_ends_on_all_ranks_alike(disks, clock):

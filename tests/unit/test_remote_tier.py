@@ -5,11 +5,12 @@ import threading
 from dataclasses import replace
 
 import pytest
+from clocks import ManualClock
 from disk_rig import Answer, buffer_for, facts_of, payload_of
-from remote_rig import Bench, wait_until
+from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
-from mamba_cache.stores import MemoryStore, StoreFault, Trouble
+from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
 from mamba_cache.tiers import EntryKind, Refusal, RemoteTier, remote
 from mamba_cache.tiers.jobs import Job
 
@@ -693,10 +694,73 @@ def test_a_forked_process_uses_nothing_of_it(bench) -> None:
     child = os.fork()
     if not child:
         is_refused = not bench.tier.is_healthy and bench.load(1) is False and bench.ask(1) is None
+        bench.tier._lock = threading.Lock()
+        bench.tier._lock.acquire()  # as another thread may have held it in that moment
+        bench.tier.remove(facts_of(1).key)
         bench.tier.close()
         os._exit(0 if is_refused and bench.tier.has_many([facts_of(1).key]) == [False] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert bench.load(1) == bytes(payload_of(1))
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_call_is_watched_from_its_own_beginning(monkeypatch, connects) -> None:
+    """Though who watches sleeps until a later moment: until the store must have connected."""
+    waits, wait = [], threading.Condition.wait
+
+    def watched(condition, timeout=None):
+        waits.append((condition, timeout))
+        return wait(condition, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", watched)
+    monkeypatch.setattr(remote, "time", ManualClock())
+    store = FaultyStore(MemoryStore())
+    store.inject("health", Trouble.HANG, times=1)
+    tier = RemoteTier(store, write_on_use=1, chunk_bytes=CHUNK_BYTES)
+    wait_until(lambda: store.injected["health", Trouble.HANG] == 1)
+    if connects:
+        store.release()
+        assert tier.flush(PATIENCE)
+    store.inject("get_many_into", Trouble.HANG)
+    assert tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
+    wait_until(lambda: store.injected["get_many_into", Trouble.HANG] == 1)
+
+    def longest():
+        """How long who watches sleeps now."""
+        return [seconds for condition, seconds in waits if condition is tier._call_began][-1]
+
+    wait_until(lambda: longest() == pytest.approx(2.0))
+    store.heal()
+    tier.close()
+
+
+def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch) -> None:
+    """Also if it does so between the comparison and the copy."""
+    bench.put(1)
+    copy = remote._copy
+
+    def late(into, source):
+        source[0] ^= 1
+        copy(into, source)
+
+    monkeypatch.setattr(remote, "_copy", late)
+    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+
+
+@pytest.mark.parametrize("starts_threads", [True, False])
+def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch, starts_threads) -> None:
+    """It starts no thread any more then, from Python 3.12 on."""
+    bench = Bench(monkeypatch, owns_store=True)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if not starts_threads:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    bench.tier.close()
+    assert bench.memory._is_closed
 
 
 def test_stats_are_those_of_all_tiers(bench) -> None:

@@ -13,7 +13,7 @@ from context_rig import MODEL, assert_same_run, generate, make_config, make_cont
 from remote_rig import PATIENCE, wait_until
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
 
-from mamba_cache import InvalidArgumentError, Request
+from mamba_cache import InvalidArgumentError, Request, TierInUseError
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
@@ -29,6 +29,7 @@ from mamba_cache.tiers import (
     tenant_digest,
 )
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.slab import SlabFile
 
 IDENTITY = ModelIdentity(name="model", weights="w")
 PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
@@ -510,6 +511,39 @@ def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> No
     context.close()
 
 
+@pytest.mark.parametrize(("num_rows", "skip_tokens"), [(0, 0), (2, 16)])
+def test_no_more_is_brought_than_there_are_rows_for(store, num_rows, skip_tokens) -> None:
+    """What comes before the first block that finds none would be of no use."""
+    context = make(store, num_host_blocks=num_rows)
+    prefetch = ask(context)
+    assert prefetch.wait() is (PrefetchState.READY if num_rows else PrefetchState.NOTHING)
+    assert (prefetch.skip_tokens, prefetch.num_arrived) == (skip_tokens, num_rows and num_rows + 1)
+    assert generate(context, PROMPT, 2)[2].skip_tokens == skip_tokens
+    context.close()
+
+
+def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
+    store, clock, tmp_path, monkeypatch
+) -> None:
+    """What one request is owed by a store does not make another one, all on disk, too late."""
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    filled(MemoryStore(), **on_disk)
+    context = make(store, **on_disk)
+    opened, read = threading.Event(), SlabFile.read
+    monkeypatch.setattr(SlabFile, "read", lambda *each: opened.wait(PATIENCE) and read(*each))
+    prefetch = ask(context)
+    store.inject("exists_many", Trouble.HANG)
+    asked = ask(context, OTHER)
+    wait_until(lambda: store.injected["exists_many", Trouble.HANG])
+    clock.now += 1
+    assert asked.state is PrefetchState.TIMED_OUT
+    assert prefetch.state is PrefetchState.PENDING
+    opened.set()
+    assert prefetch.wait() is PrefetchState.READY
+    store.heal()
+    context.close()
+
+
 def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     """By default an entry is written when it is used for the second time."""
     store = MemoryStore()
@@ -565,6 +599,17 @@ def test_a_store_by_its_url_is_opened_and_closed() -> None:
     assert store._is_closed
 
 
+def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> None:
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
+    first = make(MemoryStore(), **on_disk)
+    before = threading.active_count()
+    for store in ("memory://", MemoryStore(), None):
+        with pytest.raises(TierInUseError):
+            make(store, **on_disk)
+    assert threading.active_count() == before
+    first.close()
+
+
 def test_settings_are_checked() -> None:
     store = MemoryStore()
     on_host = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
@@ -592,7 +637,12 @@ def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
-    del prefetch
+    # Who waits still, in this thread or another one, is told.
+    waiting = threading.Thread(target=prefetch.wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
 
 
 def test_a_context_without_tiers_has_nothing_to_poll() -> None:

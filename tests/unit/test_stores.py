@@ -46,12 +46,19 @@ def buffer(size=10, fill=7):
         ("valkey://", "needs a HOST"),
         ("valkey://host:99999", "port"),
         ("valkey://host:port", "port"),
+        ("valkey://host:0", r"port must be an int in \[1, 65535\]"),
+        ("valkey://[::1", r"must be SCHEME://"),
+        ("valkey://ho\u2100st", r"must be SCHEME://"),
         ("valkey://host/first", "database must be a number"),
         ("valkey://host?ca=x", "has no option 'ca'"),
         ("valkeys://host?ca=/nowhere.pem", "files for TLS"),
         ("valkeys://host?cert=/nowhere.pem", "files for TLS"),
         ("valkey://host?ttl=soon", "ttl must be a number"),
-        ("valkey://host?ttl=0", "ttl_seconds"),
+        ("valkey://host?ttl=0", "ttl must be a number above 0"),
+        ("valkey://host?ttl=0.5", "ttl_seconds"),
+        ("valkey://host?timeout=0", "timeout must be a number above 0"),
+        (f"valkey://host?ttl={'9' * 400}", "ttl must be a number above 0"),
+        (f"memory://?max={'9' * 5000}", "must be bytes"),
         ("valkey://host?password_env=NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE"),
         ("memory://?max=lots", "must be bytes, such as 512MiB"),
         ("memory://?max=0", "max_bytes"),
@@ -65,7 +72,20 @@ def test_wrong_urls_are_refused_in_words(url, said):
 
 
 def test_no_message_holds_the_password():
-    for url in ("valkey://:secret@host?x=1", "valkey://:secret@host:99999", "valkey://u:secret@/0"):
+    for url in (
+        "valkey://:secret@host?x=1",
+        "valkey://:secret@host:99999",
+        "valkey://u:secret@/0",
+        "valkey://u:secret@ho\u2100st",
+        # Passwords with characters that divide URLs.
+        "valkey://u:secret/1@host",
+        "valkey://u:1@2/secret@host",
+        "valkey://u:1?secret@host",
+        "valkey://u:secret?1@host",
+        "valkey://u:1#secret@host",
+        "valkey://u:secret#1@host",
+        "valkey://u:[secret@host",
+    ):
         with pytest.raises(InvalidArgumentError) as caught:
             open_store(url)
         assert "secret" not in str(caught.value)
@@ -401,6 +421,8 @@ def test_what_is_no_fault_of_mooncake(master, monkeypatch):
     monkeypatch.setattr(Client, "codes", [10, -600])
     assert store.get_many_into(["a", "b"], [buffer(), buffer()]) == [10, StoreFault.SHORT]
     monkeypatch.setattr(Client, "codes", 0)
+    assert store.get_many_into(["a"], [buffer()]) == [0]  # no bytes: whoever verifies refuses them
+    monkeypatch.setattr(Client, "codes", 0)
     store.max_blob_bytes = 10
     answers = store.put_many(["a", "b"], [buffer(11), buffer(10)])
     assert answers == [StoreFault.TOO_LARGE, None]
@@ -625,6 +647,23 @@ def test_whole_calls_are_late_raise_or_hang():
     assert store.register(buffer()) is None
     store.unregister(buffer())
     store.close()
+
+
+def test_a_forked_process_has_connections_of_its_own(monkeypatch):
+    """On one of its parent's, each would read what the other one asked for."""
+    conversation = [b"+OK\r\n", b"+PONG\r\n", b"+PONG\r\n"]
+    with Speaker(conversation, conversation) as server:
+        store = valkey(server)
+        assert store.health().fault is None
+        [own] = store._idle
+        store._lock.acquire()  # another thread had it in that moment
+        monkeypatch.setattr(valkey_module.os, "getpid", lambda: -1)
+        del own
+        assert store.health().fault is None
+        assert sum(b"SELECT" in each for each in server.heard) == 2
+        assert store.health().fault is None  # over the same one
+        assert sum(b"SELECT" in each for each in server.heard) == 2
+        store.close()
 
 
 @pytest.mark.parametrize("port", [0, 65536])

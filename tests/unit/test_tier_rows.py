@@ -218,6 +218,33 @@ def test_a_policy_of_slots_chooses():
     assert digest(1) in pool
 
 
+def test_a_policy_of_slots_is_told_where_each_entry_lies():
+    told = []
+
+    class Telling(LruSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            told.append((list(slots), list(saved_tokens)))
+
+    pool = ready(2, policy=Telling())
+    leases = [pool.reserve(digest(number)) for number in (1, 2)]
+    for lease in reversed(leases):
+        pool.complete(lease)
+    assert told == [([lease.row], [1]) for lease in reversed(leases)]
+
+
+def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
+    told = []
+
+    class Telling(AdaptiveSlotPolicy):
+        def on_published(self, slots, hash_ids, saved_tokens):
+            told.append((list(slots), list(hash_ids), list(saved_tokens)))
+
+    tier = make_tier(state_policy=Telling(), hash_id_of=lambda digest: 100 + digest[0])
+    lease = tier.reserve(facts(7, STATE))
+    assert tier.complete(lease)
+    assert told == [([lease.lease.row], [107], [8])]
+
+
 def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
     """Two rows for states of 50 blocks; one of a single block gets none unless it is asked for."""
     pool = ready(2, policy=AdaptiveSlotPolicy())
@@ -326,6 +353,18 @@ def test_pinned_memory_comes_in_the_background():
     tier.close()
     assert sorted(gate.unpinned) == sorted(address for address, _ in gate.pinned)
     make_tier().close()
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_threads"), [(None, 1), (1, 1), (2, 1), (3, 1), (4, 2), (14, 12), (64, 12)]
+)
+def test_pages_are_touched_by_as_many_threads_as_there_are_cpus_to_spare(
+    monkeypatch, num_cpus, num_threads
+):
+    monkeypatch.setattr(memory_module.os, "cpu_count", lambda: num_cpus)
+    pinner = Pinner(lambda *_: None, lambda _: None)
+    assert pinner._touching._max_workers == num_threads
+    pinner.close()
 
 
 def test_memory_that_cannot_be_pinned_is_done_without():

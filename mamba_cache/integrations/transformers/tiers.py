@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import sys
@@ -62,6 +63,7 @@ __all__ = ["PrefixTiers"]
 
 _GIB: Final = 2**30
 _SECRET_FILE: Final = "secret"
+_SECRET_BYTES: Final = 32
 _FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
@@ -562,6 +564,8 @@ class PrefixTiers:
             return True
         if self._link is None or self._has_declined:
             return False
+        if len(wanted) - 1 > self._host.num_rows(EntryKind.KV):  # one is a state
+            return False
         if not all(self._find([facts.key for facts in below])):
             return False
         limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
@@ -615,10 +619,10 @@ class PrefixTiers:
 
     def remove(self, kind: EntryKind, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again."""
-        self._host.remove(kind, digest)
         if self._link is not None:
             tenant, identity = tenant_digest(self.hash_secret, None), self._identity
             self._link.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
+        self._host.remove(kind, digest)
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
@@ -739,14 +743,18 @@ def _secret_in(path: Path) -> bytes:
     """Return the key of the block hashes that all processes on this path have in common."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path / _SECRET_FILE
-    if (
-        not file.exists() or not file.stat().st_size
-    ):  # whoever made it may have died before it wrote
-        own = path / f"{_SECRET_FILE}.{secrets.token_hex(8)}"
-        with open(own, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-            out.write(secrets.token_bytes(32))
-        own.replace(file)
-    return file.read_bytes()
+    with open(file, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as shared:
+        # Whoever comes while another writes it waits; what a crash cut short is written anew.
+        fcntl.flock(shared, fcntl.LOCK_EX)
+        shared.seek(0)
+        secret = shared.read()
+        if len(secret) < _SECRET_BYTES:
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            shared.truncate(0)
+            shared.write(secret)
+            shared.flush()
+            os.fsync(shared.fileno())
+    return secret
 
 
 def _identity(
