@@ -34,7 +34,7 @@ READ_CLOCKS = {
     "tests/mutation/__main__.py",
     "tests/mutation/search.py",
 }
-CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|\b(?:timeout|deadline)=(?!None\b)")
+CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|(?<![?&])\b(?:timeout|deadline)=(?!None\b)")
 
 
 def public_definitions(source: Source) -> Iterator[tuple[str, ast.AST]]:
