@@ -387,6 +387,7 @@ def test_a_miss_does_not_try_every_length_that_lies_below(family, generator, mon
 
 def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
     """Those of another token were kept as those that follow the prompt, and given out later."""
+    cached(cache, prompt)
     options = {"logits_to_keep": torch.tensor([0]), "max_new_tokens": 1}
     with pytest.raises(InvalidArgumentError, match="logits_to_keep must be an int"):
         cache.generate(prompt, **options)

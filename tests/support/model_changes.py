@@ -854,6 +854,10 @@ DUTIES = {
         "hooks that only watch write there in each forward: every call would be another key",
     "tensors that a hook closes over, written through `.data` or by a fused optimizer":
         "they count by which one they are and by PyTorch's count of writes, for the same reason",
+    "what is written in place into a list or dict of a class or its file, or into a `deque`, an "
+    "`array` or a `bytearray`":
+        "they count by which object they are; lists, dicts, sets, NumPy's arrays and objects among "
+        "a module's own attributes are read",
     "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "
         "accelerate itself writes them once, before the model runs",
     "weights written by another thread, or by a streamer that also writes them back, during a call":

@@ -172,7 +172,7 @@ class Generation:
         """
         if self._ids is None or not self._keeps_answers:
             return
-        # Where the host does not wait for each token (MPS) the last one may have been taken back.
+        # Where the host does not wait for each token, as on MPS, the last one may be taken back.
         kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
         del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
         self._ids = self._ids[:, :kept]
