@@ -56,7 +56,7 @@ def buffer(size=10, fill=7):
         ("valkey://host?ttl=soon", "ttl must be a number"),
         ("valkey://host?ttl=0", "ttl must be a number above 0"),
         ("valkey://host?ttl=0.5", "ttl_seconds"),
-        ("valkey://host?timeout=0", "timeout must be a number above 0"),
+        ("mooncake://host:1?connect=0", "connect must be a number above 0"),
         (f"valkey://host?ttl={'9' * 400}", "ttl must be a number above 0"),
         (f"memory://?max={'9' * 5000}", "must be bytes"),
         ("valkey://host?password_env=NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE"),
