@@ -636,9 +636,10 @@ class LowerTierLink:
         else:
             are_in_tier = self.tier.has_many([facts.key for facts in wanted])
         num_bytes = sum(facts.payload_bytes for facts in wanted)
-        prefetch.begin(skip_tokens, len(wanted), num_bytes, of_store=not all(are_in_tier))
         # What is under way already is there sooner, and teaches nobody what it takes.
         is_alone = not any(facts.key in self._flights for facts in wanted)
+        of_store = not (all(are_in_tier) and is_alone)
+        prefetch.begin(skip_tokens, len(wanted), num_bytes, of_store=of_store)
         for facts, is_in_tier in zip(wanted, are_in_tier, strict=True):
             tier = self.tier if is_in_tier else self.store
             assert tier is not None, "there is one of the two"

@@ -430,6 +430,8 @@ class Tiering:
         for index, lease in enumerate(leases):
             if index in bad:
                 self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+                if self.lower is not None:  # it may have been stored like this
+                    self.lower.remove(lease.facts.key)
             else:
                 self.host.release(lease)
 

@@ -56,8 +56,9 @@ def open_store(url: str) -> BlobStore:
     make, allowed = _SCHEMES[parts.scheme]
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options.keys() - allowed:
+        what = repr(name) if name.isidentifier() else "of such a name"  # a part of a password?
         raise InvalidArgumentError(
-            f"{parts.scheme}:// has no option {name!r}; it has {', '.join(allowed)}"
+            f"{parts.scheme}:// has no option {what}; it has {', '.join(allowed)}"
         )
     return make(parts, port, options)
 
@@ -100,7 +101,7 @@ def _valkey(parts: SplitResult, port: int | None, options: dict[str, str]) -> Bl
         raise InvalidArgumentError(f"a store {parts.scheme}:// needs a HOST")
     db = parts.path.strip("/")
     if db and not db.isdecimal():
-        raise InvalidArgumentError(f"the database must be a number, got {db!r}")
+        raise InvalidArgumentError("the database, behind the host, must be a number")
     return ValkeyStore(
         parts.hostname,
         6379 if port is None else port,

@@ -90,7 +90,7 @@ class DiskTier:
     An entry can be found once it is on the disk to its end, and each read compares its header with
     what the request derived, field by field, and its payload with its digest. Whatever is wrong is
     a counted miss: a full disk, an error of the disk, damage. Nobody who calls waits for the disk,
-    except in ``remove``, ``flush`` and ``close``. Any thread may call; ``done`` is called from
+    except in ``flush`` and ``close``. Any thread may call; ``done`` is called from
     threads of this object, or from the caller's when the answer is known at once.
 
     Its threads end at ``close``. In a process that was forked it refuses everything.
@@ -160,7 +160,7 @@ class DiskTier:
         try:
             for kind, size in sizes.items():
                 slab = SlabFile(slab_path(self.folder, kind), size, max_rows=max_rows[kind])
-                self._files[kind] = _File(slab, _DiskRows(max_rows[kind]))
+                self._files[kind] = _File(slab, _DiskRows(max_rows[kind]), set())
             with ThreadPoolExecutor(num_readers) as readers:
                 for file in self._files.values():
                     self._recover(file, readers)
@@ -199,7 +199,7 @@ class DiskTier:
         with self._lock:
             for key in keys:
                 name = self._name_of(key)
-                if name is not None and name in self._files[key.kind].rows:
+                if name is not None and self._files[key.kind].has(name):
                     names[key.kind].append(name)
                     found.append(True)
                 else:
@@ -224,10 +224,10 @@ class DiskTier:
         if not self.is_healthy:  # without the lock: a fork may have left it held for ever
             return self._jobs.refuse_put("unhealthy")
         with self._lock:
-            rows = self._files[facts.key.kind].rows
-            if name not in rows:
+            file = self._files[facts.key.kind]
+            if not file.has(name):
                 return self._jobs.add_put(PutJob(done, facts, payload))
-            rows.touch([name])
+            file.rows.touch([name])
             self._jobs.counts["known"] += 1
         done(None)
         return True
@@ -247,7 +247,7 @@ class DiskTier:
         with self._lock:
             if jobs.is_closing or len(jobs.loads) >= jobs.max_queued:
                 return False
-            if name is not None and name in self._files[expected.key.kind].rows:
+            if name is not None and self._files[expected.key.kind].has(name):
                 jobs.add(jobs.loads, LoadJob(done, expected, into))
                 return True
             jobs.refused[refusal] += 1
@@ -257,20 +257,18 @@ class DiskTier:
     def remove(self, key: EntryKey) -> None:
         """Make an entry unfindable that is known to be wrong, for later processes too.
 
-        What is under way of it comes to nothing. It waits until the entry is erased, also of a disk
-        that is left alone, so it must not be called from ``done``.
+        What is under way of it comes to nothing. It is erased soon, also of a disk that is left
+        alone: after ``flush`` it is.
         """
-        # Not an Event: one whose ``wait`` is interrupted may keep the thread that sets it for ever.
-        under_way = threading.Lock()
-        under_way.acquire()
-        if self._name_of(key) is None or self._jobs.is_forked:
+        name = self._name_of(key)
+        if name is None or self._jobs.is_forked:
             return
         with self._lock:
             if self._jobs.is_closing:
                 return
             self._jobs.revoke(key)
-            self._jobs.add(self._removals, _Removal(lambda _: under_way.release(), key))
-        under_way.acquire()
+            self._files[key.kind].wrong.add(name)
+            self._jobs.add(self._removals, _Removal(None, key))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
@@ -488,6 +486,9 @@ class DiskTier:
                     self._try(partial(file.slab.erase_header, lease.row))
             with self._lock:
                 file.rows.release(lease)
+        if isinstance(job, _Removal):
+            with self._lock:
+                file.wrong.discard(_name(key))
         self._jobs.end(job, refusal)
 
     def _submit(self, call: Callable[[], int]) -> Future[int]:
@@ -587,10 +588,15 @@ class DiskTier:
 
 
 class _File(NamedTuple):
-    """A slab and what is in its rows."""
+    """A slab, what is in its rows, and what of that is wrong and still to be erased."""
 
     slab: SlabFile
     rows: _DiskRows
+    wrong: set[bytes]
+
+    def has(self, name: bytes) -> bool:
+        """Say whether an entry can be found."""
+        return name in self.rows and name not in self.wrong
 
 
 @dataclass(slots=True, eq=False)

@@ -170,7 +170,6 @@ class HostTier:
         }
         self._inbox: deque[tuple[HostLease, Refusal | None]] = deque()
         self._lower: dict[tuple[EntryKind, int], HostLease] = {}
-        self._failed_slabs = 0
         self._clear_counts()
         self._begin_memory()
 
@@ -247,7 +246,6 @@ class HostTier:
         if future.cancelled() or future.exception() is not None:
             # No more memory, or no more that may be pinned: the tier stays as large as it is.
             entries.slabs_to_come.clear()
-            self._failed_slabs += 1
             return
         count = entries.memory.add_slab(future.result())
         entries.slabs_to_come.popleft()

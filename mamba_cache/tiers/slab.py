@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 from weakref import finalize
@@ -39,13 +39,17 @@ class _Buffers(threading.local):
 
     Attributes:
         pages: Two pages.
-        row: A row, for payloads at an address that is no page's; until then it takes no memory.
     """
 
     def __init__(self, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
         pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
         self.pages = pages[:PAGE_BYTES], pages[PAGE_BYTES:]
-        self.row = memoryview(mmap.mmap(-1, row_bytes))
+
+    @cached_property
+    def row(self) -> memoryview:
+        """A row, for payloads at an address that is no page's."""
+        return memoryview(mmap.mmap(-1, self._row_bytes))
 
 
 class SlabFile:

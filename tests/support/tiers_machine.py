@@ -332,6 +332,15 @@ class LateTier:
                     done(Refusal.ABORTED)
                 self.tier.flush()
 
+    def remove(self, key):
+        """What waits of it comes to nothing, as in the tier itself."""
+        self.tier.remove(key)
+        wrong = [each for each in self.queue if each[1].key == key]
+        self.queue = deque(each for each in self.queue if each not in wrong)
+        for *_, done in wrong:
+            done(Refusal.ABORTED)
+        self.tier.flush()
+
     def flush(self, timeout_seconds=None):
         self.run(len(self.queue))
         return self.tier.flush(timeout_seconds)

@@ -73,6 +73,9 @@ class HeldTier:
             done(refusal)
         self.loads = []
 
+    def remove(self, key):
+        self.stored.pop(key, None)
+
     def flush(self, timeout_seconds=None):
         self.end_puts()
         self.end_loads()
@@ -356,6 +359,23 @@ def test_what_is_wrong_and_has_just_come_up_is_not_matched(context, tier, kind) 
     context._tiering.remove(kind, None, digest)
     match(context)  # takes over what has come
     assert not context.host_tier.has(kind, digest)
+
+
+def test_what_was_damaged_before_it_was_stored_is_stored_anew(context, tier) -> None:
+    """A bit turned in host memory on the way down: what lies below verifies, and is of no use."""
+    facts, payload = next(v for v in tier.stored.values() if v[0].prefix_tokens == 56)
+    tier.stored[facts.key] = facts, bytes([payload[0] ^ 1]) + payload[1:]
+    ask(context)
+    tier.end_loads()
+    assert context.add_request(Request(request_id="a", prompt_tokens=PROMPT)).skip_tokens == 56
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    assert context.commit_step({"a": 1}) == ("a",)
+    assert facts.key not in tier.stored
+    context.finish("a")
+    generate(context, PROMPT, 1)
+    context.wait_for_tiers()
+    assert tier.stored[facts.key] == (facts, payload)
 
 
 def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:

@@ -49,14 +49,14 @@ def buffer(size=10, fill=7):
         ("valkey://host:0", r"port must be an int in \[1, 65535\]"),
         ("valkey://[::1", r"must be SCHEME://"),
         ("valkey://ho\u2100st", r"must be SCHEME://"),
-        ("valkey://host/first", "database must be a number"),
+        ("valkey://host/first", "database, behind the host, must be a number"),
         ("valkey://host?ca=x", "has no option 'ca'"),
         ("valkeys://host?ca=/nowhere.pem", "files for TLS"),
         ("valkeys://host?cert=/nowhere.pem", "files for TLS"),
         ("valkey://host?ttl=soon", "ttl must be a number"),
         ("valkey://host?ttl=0", "ttl must be a number above 0"),
         ("valkey://host?ttl=0.5", "ttl_seconds"),
-        ("valkey://host?timeout=0", "timeout must be a number above 0"),
+        ("mooncake://host:1?connect=0", "connect must be a number above 0"),
         (f"valkey://host?ttl={'9' * 400}", "ttl must be a number above 0"),
         (f"memory://?max={'9' * 5000}", "must be bytes"),
         ("valkey://host?password_env=NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE"),
@@ -85,6 +85,8 @@ def test_no_message_holds_the_password():
         "valkey://u:1#secret@host",
         "valkey://u:secret#1@host",
         "valkey://u:[secret@host",
+        "valkey://u:1@2?secret/",
+        "valkey://u:1@2/secret",
     ):
         with pytest.raises(InvalidArgumentError) as caught:
             open_store(url)

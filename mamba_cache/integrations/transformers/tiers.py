@@ -499,7 +499,10 @@ class PrefixTiers:
             damaged = set(ticket.damaged())
             if damaged:
                 for index in sorted(damaged, reverse=True):
-                    host.refuse(leases.pop(index), Refusal.PAYLOAD_DIGEST)
+                    lease = leases.pop(index)
+                    host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+                    if self._link is not None:  # it may have been stored like this
+                        self._link.remove(lease.facts.key)
                 return False
             host.use(leases)
             host.count_restored(len(leases))
