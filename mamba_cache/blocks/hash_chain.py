@@ -50,6 +50,7 @@ class BlockHashChain:
         "_keys",
         "_parent",
         "_root",
+        "_split",
         "_tail",
     )
 
@@ -71,6 +72,7 @@ class BlockHashChain:
         self._all_keys = _keys_by_block(multimodal_keys, block_size_tokens)
         self._keys = list(self._all_keys)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
+        self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._digests: list[bytes] = []
         self._ids: list[int] = []  # of the first digests, as far as somebody has asked for them
         self._tail = bytearray()
@@ -98,6 +100,7 @@ class BlockHashChain:
         chain: BlockHashChain = object.__new__(BlockHashChain)
         chain._hasher, chain._parent, chain._root = self._hasher, self._parent, self._root
         chain._all_keys, chain._block_bytes = self._all_keys, self._block_bytes
+        chain._split = self._split
         if num_blocks is None:
             chain._keys = list(self._keys)
             chain._digests, chain._ids = list(self._digests), list(self._ids)
@@ -160,7 +163,7 @@ class BlockHashChain:
 
     def append_checked(self, tokens: npt.NDArray[np.int32]) -> None:
         """Append what ``as_token_array`` returned, without a second look at it."""
-        data = tokens.view("u1").data
+        data = tokens.view(np.uint8).data
         if self._tail:
             self._tail += data
             if len(self._tail) < self._block_bytes:
@@ -176,15 +179,16 @@ class BlockHashChain:
             next_block = len(self._digests)
             if self._keys and self._keys[-1][0] == next_block:
                 self._parent = self._hasher.with_keys(self._parent, self._keys.pop()[1])
-            run = len(data)
-            if self._keys:
-                run = min(run, (self._keys[-1][0] - next_block) * self._block_bytes)
+            if not self._keys:
+                self._hash_run(data)
+                return
+            run = (self._keys[-1][0] - next_block) * self._block_bytes
             self._hash_run(data[:run])
             data = data[run:]
 
     def _hash_run(self, data: memoryview) -> None:
         digest, parent = self._hasher.digest, self._parent
-        blocks = struct.iter_unpack(f"{self._block_bytes}s", data)
+        blocks = self._split(data)
         self._digests += [parent := digest(parent + block) for (block,) in blocks]
         self._parent = parent
 

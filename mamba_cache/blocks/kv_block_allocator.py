@@ -24,7 +24,14 @@ from mamba_cache._observers import call_all, check_observer
 from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.leaves import LAST_RESORT, NOBODY, LeafQueue, ShareQueue
-from mamba_cache.blocks.prefix_tree import FEW, NO_HASH, BlockArray, PrefixTree
+from mamba_cache.blocks.prefix_tree import (
+    NO_HASH,
+    Blocks,
+    PrefixTree,
+    as_blocks,
+    ids_of,
+    values_at,
+)
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -228,10 +235,7 @@ class KVBlockAllocator:
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
         check_hashable("an owner", owner)
         block_ids = self._take(num_blocks, owner)
-        self._clock += 1
-        taken = np.array(block_ids, np.intp)
-        self._ref_counts[taken] = 1
-        self._timestamps[taken] = self._clock
+        self._refer_to(as_blocks(block_ids), 1)
         return block_ids
 
     @guarded(nests=True)
@@ -248,23 +252,22 @@ class KVBlockAllocator:
         """
         count = check_int("num_references", num_references, minimum=1, maximum=_MOST_REFERENCES)
         ids = self._checked_ids(block_ids)
-        blocks = np.array(ids, np.intp)
-        unused = self._held_or_cached(ids)
+        blocks = as_blocks(ids)
+        unused = self._held_or_cached(ids, blocks)
         self._guard.is_changing = True
-        self._clock += 1
-        self._timestamps[blocks] = self._clock
         reused = list(dict.fromkeys(unused))
         if len(reused) == len(ids):
-            self._ref_counts[blocks] = count
+            self._refer_to(blocks, count)
         else:
+            self._clock += 1
+            self._timestamps[blocks] = self._clock
             np.add.at(self._ref_counts, blocks, _ONE * count)
         if reused:  # they were cached
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
             # unnoticed: a shortcut, the longer way gives the same
-            blocks = blocks if len(reused) == len(ids) else np.array(reused, np.intp)
-            parents = self._tree.count_cached(blocks, -1)
-            self._offer_for_eviction(parents.tolist(), parents)
+            blocks = blocks if len(reused) == len(ids) else as_blocks(reused)
+            self._offer_for_eviction(as_blocks(self._tree.count_cached(blocks, -1)))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -277,15 +280,15 @@ class KVBlockAllocator:
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        blocks = np.array(ids, np.intp)
-        ref_counts = self._ref_counts[blocks].tolist()
+        blocks = as_blocks(ids)
+        ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
         left: list[int] = []
         # unnoticed: a shortcut, the longer way gives the same
         if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
             given = Counter(ids)
-            # unnoticed: of ints that is the dtype anyway
-            ids, blocks = list(given), np.array([*given], np.intp)
-            ref_counts = self._ref_counts[blocks].tolist()
+            ids = list(given)
+            blocks = as_blocks(ids)
+            ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
             left = [refs - given[block_id] for block_id, refs in zip(ids, ref_counts, strict=True)]
             if min(left) < 0:
                 block_id = ids[left.index(min(left))]
@@ -294,15 +297,25 @@ class KVBlockAllocator:
                     f"but {given[block_id]} are given back"
                 )
         self._guard.is_changing = True
-        self._clock += 1
-        self._ref_counts[blocks] = left or 0
-        self._timestamps[blocks] = self._clock
+        self._refer_to(blocks, 0)
         if any(left):
+            self._ref_counts[blocks] = left
             ids = [block_id for block_id, refs in zip(ids, left, strict=True) if not refs]
-            blocks = np.array(ids, np.intp)
+            blocks = as_blocks(ids)
         cached = self._free_or_cache(ids, blocks)
         if len(cached) and self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached, cached)
+
+    def _refer_to(self, blocks: Blocks, num_references: int) -> None:
+        """Set how many references each block has, as of now."""
+        self._clock += 1
+        if isinstance(blocks, list):
+            for block_id in blocks:
+                self._refs_at[block_id] = num_references
+                self._used_at[block_id] = self._clock
+        else:
+            self._ref_counts[blocks] = num_references
+            self._timestamps[blocks] = self._clock
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -343,9 +356,10 @@ class KVBlockAllocator:
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
-        self._held_or_cached(ids)
+        blocks = as_blocks(ids)
+        self._held_or_cached(ids, blocks)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens, owner=owner)
-        own = _values_at(self._tree.hash_at, self._hashes, ids)
+        own = values_at(self._tree.hash_at, self._hashes, blocks)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
@@ -589,16 +603,16 @@ class KVBlockAllocator:
         """Read block ids; the dummy block, which is the last one, is none of them."""
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, ids: list[int]) -> list[int]:
+    def _held_or_cached(self, ids: list[int], blocks: Blocks) -> list[int]:
         """Check that each block is used or cached, and return those without references.
 
         Raises:
             UnknownBlockError: A block is free or in flight.
         """
-        ref_counts = _values_at(self._refs_at, self._ref_counts, ids)
+        ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
         if 0 not in ref_counts:
             return []
-        hash_ids = _values_at(self._tree.hash_at, self._hashes, ids)
+        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
         if NO_HASH in hash_ids:
             for block_id, refs, hash_id in zip(ids, ref_counts, hash_ids, strict=True):
                 if not refs and hash_id == NO_HASH:
@@ -653,20 +667,18 @@ class KVBlockAllocator:
                 self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
             return list(block_ids)
         holders: list[int | None] = []
-        runs: list[slice] = []
+        new: list[int] = []
         for index, block_id in enumerate(block_ids):
             is_new = self._tree.hash_at[block_id] == NO_HASH
             entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
-                if self._shares is not None:
-                    self._shares.own((block_id,), plan.owner)
-                follows = bool(runs) and runs[-1].stop == index
-                start = runs.pop().start if follows else index
-                runs.append(slice(start, index + 1))
+                new.append(index)
+        if self._shares is not None and new:
+            self._shares.own([block_ids[index] for index in new], plan.owner)
         if self._observers:
             # unnoticed: nothing else is unsent
-            self._unsent += [self._storage(plan, run) for run in runs]
+            self._unsent += [self._storage(plan, run) for run in _runs_of(new)]
         return holders
 
     def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
@@ -708,18 +720,18 @@ class KVBlockAllocator:
             return None
         return holder
 
-    def _free_or_cache(self, ids: list[int], blocks: BlockArray) -> BlockArray:
+    def _free_or_cache(self, ids: list[int], blocks: Blocks) -> Blocks:
         """Free blocks without references, or cache them if they are registered; return these."""
-        hash_ids = self._hashes[blocks].tolist()
+        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
         if NO_HASH in hash_ids:
             pairs = list(zip(ids, hash_ids, strict=True))
             self._free.extend(block_id for block_id, hash_id in pairs if hash_id == NO_HASH)
             ids = [block_id for block_id, hash_id in pairs if hash_id != NO_HASH]
-            blocks = np.array(ids, np.intp)  # unnoticed: of ints that is the dtype anyway
+            blocks = as_blocks(ids)
         if ids:
             self._num_cached += len(ids)
-            self._leaves.discard(self._tree.count_cached(blocks, 1).tolist())
-            self._offer_for_eviction(ids, blocks)
+            self._leaves.discard(self._tree.count_cached(blocks, 1))
+            self._offer_for_eviction(blocks)
         return blocks
 
     def _take(self, num_blocks: int, owner: Hashable = NOBODY) -> list[int]:
@@ -729,7 +741,7 @@ class KVBlockAllocator:
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If an observer raises, the victims are free and nothing was taken: no block leaks.
-            blocks = np.array(victims, np.intp)
+            blocks = as_blocks(victims)
             self._deregister(blocks, blocks)
         self._guard.is_changing = True
         return [self._free.popleft() for _ in range(num_blocks)]
@@ -749,8 +761,7 @@ class KVBlockAllocator:
         num_wanted = num_blocks - len(self._free)
         while len(victims) < num_wanted:
             if new_leaf is None and not leaves:
-                # unnoticed: of ints that is the dtype anyway
-                self._offer_for_eviction(victims, np.array(victims, np.intp))
+                self._offer_for_eviction(as_blocks(victims))
                 raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
             block_id = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
@@ -780,15 +791,13 @@ class KVBlockAllocator:
         delay = LAST_RESORT if tree.children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 
-    def _offer_for_eviction(self, ids: list[int], blocks: BlockArray) -> None:
-        """Queue those of many blocks that are cached, and none of whose children are."""
-        # unnoticed: a shortcut, the longer way gives the same
-        are_many = len(ids) > FEW
-        if are_many:
+    def _offer_for_eviction(self, blocks: Blocks) -> None:
+        """Queue those of some blocks that are cached, and none of whose children are."""
+        if not isinstance(blocks, list):
             # unnoticed: a shortcut, the longer way gives the same
             is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
-            ids = blocks[is_leaf].tolist()
-        for block_id in ids:
+            blocks = blocks[is_leaf].tolist()
+        for block_id in blocks:
             if self._tree.hash_at[block_id] != NO_HASH:
                 self._offer(block_id)
 
@@ -804,28 +813,29 @@ class KVBlockAllocator:
         if parent is not None:
             self._offer(parent)
 
-    def _registered(self, ids: Iterable[int]) -> tuple[BlockArray, BlockArray]:
+    def _registered(self, ids: Iterable[int]) -> tuple[Blocks, Blocks]:
         """Return those blocks that are registered, and those of them that are cached."""
         registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NO_HASH]
         cached = [block_id for block_id in registered if not self._refs_at[block_id]]
-        return np.array(registered, np.intp), np.array(cached, np.intp)
+        return as_blocks(registered), as_blocks(cached)
 
-    def _deregister(self, blocks: BlockArray, cached: BlockArray) -> None:
+    def _deregister(self, blocks: Blocks, cached: Blocks) -> None:
         """Make registered blocks unfindable, free the cached ones of them, and call observers."""
         self._guard.is_changing = True
         self._forget(blocks, cached)
-        self._free.extend(cached.tolist())
+        self._free.extend(ids_of(cached))
         # An observer that raises changes nothing here.
         self._guard.is_changing = False  # unnoticed: None is as false
         self._notify()
 
-    def _forget(self, blocks: BlockArray, cached: BlockArray) -> None:
+    def _forget(self, blocks: Blocks, cached: Blocks) -> None:
         """Make registered blocks unfindable; the cached ones of them are the caller's now."""
-        block_ids = blocks.tolist()
+        block_ids = ids_of(blocks)
         if not block_ids:
             return
         if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            hash_ids, digests = self._hashes[blocks].tolist(), self._tree.digests_of(blocks)
+            hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
+            digests = self._tree.digests_of(blocks)
             self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
         self._leaves.discard(block_ids)
         if self._shares is not None:
@@ -894,15 +904,14 @@ class KVBlockAllocator:
             raise InvariantError(f"observers were not called with {self._unsent[0]}")
 
 
-def _values_at(view: memoryview, array: npt.NDArray[Any], ids: list[int]) -> list[int]:
-    """Return an array's values at blocks; ``view`` is of the same memory, and quicker for few."""
-    # unnoticed: a shortcut, the longer way gives the same
-    are_few = len(ids) <= FEW
-    if are_few:
-        return [view[block_id] for block_id in ids]
-    # unnoticed: of ints that is the dtype anyway
-    values: list[int] = array[np.array(ids, np.intp)].tolist()
-    return values
+def _runs_of(indices: list[int]) -> list[slice]:
+    """Return ascending indices as slices of consecutive ones."""
+    runs: list[slice] = []
+    for index in indices:
+        follows = bool(runs) and runs[-1].stop == index
+        start = runs.pop().start if follows else index
+        runs.append(slice(start, index + 1))
+    return runs
 
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:

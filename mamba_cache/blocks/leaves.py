@@ -54,8 +54,9 @@ class LeafQueue:
     def discard(self, block_ids: Collection[int]) -> None:
         """Remove each of these that is there."""
         self._queue.discard(block_ids)
-        for block_id in self._aside.keys() & block_ids:
-            del self._aside[block_id]
+        if self._aside:
+            for block_id in block_ids:
+                self._aside.pop(block_id, None)
 
     def look(self, owner: Hashable = NOBODY, num_new: int = 0) -> None:
         """Look which blocks that were set aside have lost their states; before a row of pops.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,10 @@ import numpy.typing as npt
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["FEW", "NO_HASH", "BlockArray", "PrefixTree"]
+__all__ = ["FEW", "NO_HASH", "Blocks", "PrefixTree", "as_blocks", "ids_of", "values_at"]
 
-BlockArray: TypeAlias = "npt.NDArray[np.intp]"
-"""[n] block ids, to index other arrays with."""
+Blocks: TypeAlias = "list[int] | npt.NDArray[np.intp]"
+"""[n] block ids: a list of few, which are looked at one by one, or an array to index with."""
 
 NO_HASH: Final = -1
 """What stands in ``hashes`` for a block that is not registered, and for a parent that is none."""
@@ -25,6 +25,25 @@ FEW: Final = 8
 
 # Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
 _STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
+
+
+def as_blocks(ids: list[int]) -> Blocks:
+    """Return block ids as what costs the least to look them up by."""
+    # unnoticed: either gives the same
+    return ids if len(ids) <= FEW else np.array(ids, np.intp)
+
+
+def ids_of(blocks: Blocks) -> list[int]:
+    """Return block ids as plain ints."""
+    return blocks if isinstance(blocks, list) else blocks.tolist()
+
+
+def values_at(view: memoryview, array: npt.NDArray[Any], blocks: Blocks) -> list[int]:
+    """Return an array's values at blocks; ``view`` is of the same memory, and quicker for few."""
+    if isinstance(blocks, list):
+        return [view[block_id] for block_id in blocks]
+    values: list[int] = array[blocks].tolist()
+    return values
 
 
 class PrefixTree:
@@ -123,7 +142,7 @@ class PrefixTree:
         digest: bytes | None = self._digests[block_id]
         return digest
 
-    def digests_of(self, blocks: BlockArray) -> list[bytes | None]:
+    def digests_of(self, blocks: Blocks) -> list[bytes | None]:
         """Return the same of many blocks."""
         digests: list[bytes | None] = self._digests[blocks].tolist()
         return digests
@@ -196,7 +215,7 @@ class PrefixTree:
             self._orphans.setdefault(parent, [0, 0])[0] += 1
         self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
-    def remove(self, blocks: BlockArray, cached: BlockArray) -> list[int]:
+    def remove(self, blocks: Blocks, cached: Blocks) -> list[int]:
         """Deregister blocks, of which some are cached; return their parents that still are."""
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
@@ -205,13 +224,12 @@ class PrefixTree:
         for hash_id in hash_ids:
             del self._block_of[hash_id]
         for index in self.num_children[blocks].nonzero()[0].tolist():
-            block_id = blocks.item(index)
+            block_id = int(blocks[index])
             children = [self.children_at[block_id], self.cached_children_at[block_id]]
             self._orphans[hash_ids[index]] = children
-        left = zip(parents.tolist(), self.hashes[parents].tolist(), strict=True)
-        return [parent for parent, hash_id in left if hash_id != NO_HASH]
+        return [parent for parent in parents if self.hash_at[parent] != NO_HASH]
 
-    def count_cached(self, blocks: BlockArray, step: int) -> BlockArray:
+    def count_cached(self, blocks: Blocks, step: int) -> list[int]:
         """Count registered blocks as cached from now on, or with ``step`` -1 no longer.
 
         Returns:
@@ -220,21 +238,25 @@ class PrefixTree:
         return self._count(self.num_cached_children, 1, blocks, step)
 
     def _count(
-        self, counts: npt.NDArray[np.int32], kind: int, blocks: BlockArray, step: int
-    ) -> BlockArray:
+        self, counts: npt.NDArray[np.int32], kind: int, blocks: Blocks, step: int
+    ) -> list[int]:
         """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
+        if isinstance(blocks, list):
+            found, count_at = [], counts.data
+            for block_id in blocks:
+                parent, hash_id = self._parent_block_at[block_id], self._parent_at[block_id]
+                if self.hash_at[parent] != hash_id:
+                    parent = self._count_moved(hash_id, kind, step)
+                count_at[parent] += step
+                found.append(parent)
+            return found
         parents, hash_ids = self._parent_blocks[blocks], self._parents[blocks]
         now = self.hashes[parents]
-        if now.tobytes() != hash_ids.tobytes():  # for few of them the quickest comparison
-            for index in (now != hash_ids).nonzero()[0].tolist():
-                parents[index] = self._count_moved(hash_ids.item(index), kind, step)
-        if len(parents) > FEW:
-            np.add.at(counts, parents, _STEPS[step])
-        else:
-            count_at = counts.data
-            for parent in parents.tolist():
-                count_at[parent] += step
-        return parents
+        for index in (now != hash_ids).nonzero()[0].tolist():
+            parents[index] = self._count_moved(hash_ids.item(index), kind, step)
+        np.add.at(counts, parents, _STEPS[step])
+        as_list: list[int] = parents.tolist()
+        return as_list
 
     def _count_moved(self, parent: int, kind: int, step: int) -> int:
         """Return the block of a parent that had another; if there is none, count at its hash id."""

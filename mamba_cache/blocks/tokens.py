@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ __all__ = ["MAX_TOKEN_ID", "as_token_array"]
 
 MAX_TOKEN_ID = 2**31 - 1
 """The largest token id that a block hash takes."""
+
+_DTYPE: Final = np.dtype("<i4")
 
 
 def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
@@ -28,10 +30,11 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
         InvalidArgumentError: Not one-dimensional, not integers (bools are not), or an id is
             negative or above ``MAX_TOKEN_ID``; the message names the first such id.
     """
-    if hasattr(tokens, "detach"):
-        tokens = _from_tensor(tokens)
-    if isinstance(tokens, memoryview):  # a sequence too, but only if it has one dimension
-        tokens = np.asarray(tokens)
+    if not isinstance(tokens, (np.ndarray, list)):
+        if hasattr(tokens, "detach"):
+            tokens = _from_tensor(tokens)
+        elif isinstance(tokens, memoryview):  # a sequence too, but only if it has one dimension
+            tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
     if isinstance(tokens, Sequence) and not isinstance(tokens, str):
@@ -67,19 +70,20 @@ def _from_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if not 0 <= int(np.bitwise_or.reduce(tokens)) <= MAX_TOKEN_ID:
         position = int(np.argmax((tokens < 0) | (tokens > MAX_TOKEN_ID)))
         raise _bad_token(tokens[position], position)
-    return np.ascontiguousarray(tokens, dtype="<i4")
+    return np.ascontiguousarray(tokens, dtype=_DTYPE)
 
 
 def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     # Types are checked once each, and ids by min and max: decoding appends one token at a time.
-    if not all(map(_is_integer, set(map(type, tokens)))):
+    kinds = set(map(type, tokens))
+    if kinds != {int} and not all(map(_is_integer, kinds)):
         position = next(i for i, token in enumerate(tokens) if not _is_integer(type(token)))
         raise _bad_token(tokens[position], position)
     if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
         position = next(i for i, token in enumerate(tokens) if not 0 <= token <= MAX_TOKEN_ID)
         raise _bad_token(tokens[position], position)
     # unnoticed: a shortcut, the longer way gives the same
-    return np.fromiter(tokens, dtype="<i4", count=len(tokens))
+    return np.fromiter(tokens, dtype=_DTYPE, count=len(tokens))
 
 
 def _is_integer(kind: type) -> bool:

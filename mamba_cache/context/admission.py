@@ -263,8 +263,8 @@ class Admitter:
         try:
             if load is not None:
                 load.checkpoint = self._checkpoints.reserve_for_load(active, match.skip_tokens)
-                active.chunk = replace(active.chunk, load=load)
-            active.chunk = self._checkpoints.plan(active, active.chunk, is_admitted=True)
+                active.chunk.load = load
+            self._checkpoints.plan(active, active.chunk, is_admitted=True)
         except BaseException:
             self.release(active)
             raise
@@ -297,7 +297,8 @@ class Admitter:
         try:
             active.checkpoint_positions += checkpoint_positions
             chunk = active.chunk_from(start, num_tokens)
-            active.chunk = self._checkpoints.plan(active, chunk)
+            self._checkpoints.plan(active, chunk)
+            active.chunk = chunk
         except BaseException:
             active.checkpoint_positions = positions
             self._rows.shrink(active.row, start, active.num_shared_blocks)
@@ -326,12 +327,12 @@ class Admitter:
         self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
         load = chunk.load
-        chunk = replace(chunk, lease=None, load=None).with_checkpoints((), None)
+        chunk = replace(chunk, lease=None, load=None, inside=(), boundary=None)
         active.chunk = chunk
         self._cancel_load(load)
         if not has_state:
             chunk = self._resume_elsewhere(active, chunk)
-        active.chunk = self._checkpoints.plan(active, chunk)
+        self._checkpoints.plan(active, chunk)
 
     def _resume_elsewhere(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         admission = active.current_admission

@@ -75,37 +75,38 @@ class Checkpoints:
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
 
-    def plan(self, active: ActiveRequest, chunk: Chunk, *, is_admitted: bool = False) -> Chunk:
-        """Return ``chunk`` with its checkpoints planned.
+    def plan(self, active: ActiveRequest, chunk: Chunk, *, is_admitted: bool = False) -> None:
+        """Plan the checkpoints of a chunk.
 
         Args:
             active: The request, with the blocks of the chunk.
-            chunk: What is computed.
+            chunk: What is computed, without checkpoints; it gets them.
             is_admitted: Whether the request begins with it, so that a policy that knows prompts is
                 told of this one.
         """
         if not self._is_on:
-            return chunk
+            return
         end = chunk.end
         positions = self._positions(active, chunk.start, end)
         # After the placement, which may be an embedder's and raise: a policy cannot forget again.
         if is_admitted:
             self._tell_policies(active)
         if not positions:
-            return chunk
-        without_room = max(0, sum(p < end for p in positions) - self._room)
+            return
+        without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
         kept = self._reserve(active, positions[without_room:], self._propose)
-        boundary = kept.pop() if kept and kept[-1].position == end else None
+        if kept and kept[-1].position == end:
+            chunk.boundary = kept.pop()
         self._room -= len(kept)
-        return chunk.with_checkpoints(tuple(kept), boundary)
+        chunk.inside = tuple(kept)
 
     def reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
         """Reserve a slot for a state that is loaded; one can be had."""
         assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
         [kept] = self._reserve(active, [position], self._propose)
-        return replace(kept, is_loaded=True)
+        return kept._replace(is_loaded=True)
 
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
@@ -138,7 +139,7 @@ class Checkpoints:
         """Return ``chunk`` without the checkpoints inside it, whose slots are given back."""
         self._cancel(chunk.inside)
         self.end(chunk)
-        return chunk.with_checkpoints((), chunk.boundary)
+        return replace(chunk, inside=())
 
     def cancel(self, chunk: Chunk) -> None:
         """Give back what was planned for a chunk that will not be committed."""
@@ -325,16 +326,12 @@ class Checkpoints:
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""
         block, num_tokens = self._block_size, active.num_tokens
-        facts = PlacementFacts(
-            prompt_tokens=num_tokens,
-            block_size_tokens=block,
-            num_matched_blocks=active.num_shared_blocks,
-            num_required_blocks=-(-num_tokens // block),
-        )
+        num_required = -(-num_tokens // block)
+        facts = PlacementFacts(num_tokens, block, active.num_shared_blocks, num_required)
         wanted = placed_positions(self._placement, facts)
         if active.checkpoint_positions:
             wanted |= active.wanted_boundaries()
-        return sorted(p for p in wanted if start < p <= end)
+        return sorted([p for p in wanted if start < p <= end])
 
     def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe a state inside a prompt, or at its end."""

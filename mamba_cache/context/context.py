@@ -45,7 +45,7 @@ from mamba_cache.context.memory import (
 from mamba_cache.context.pins import Pin, Pins
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_log import RequestLog
-from mamba_cache.context.request_table import Int64Array, RequestTable
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -65,7 +65,7 @@ from mamba_cache.context.speculation import (
     plan_decodes,
 )
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
-from mamba_cache.context.step import DecodeWork, Step
+from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
@@ -612,27 +612,37 @@ class DynamicInferenceContext:
         group, prefills = rows.decoding_group(decode_ids), rows.scheduled_requests()
         if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        starts = most = rows.num_computed[group.rows]
-        if self._runner.is_uncollected:
-            most = starts + rows.num_in_doubt[group.rows]
-        longest = rows.check_lengths(group, most)
-        work = plan_decodes(
-            group,
-            starts,
-            most,
-            drafts,
-            longest=longest,
-            config=self.config,
-            preparer=self._preparer,
-            device=self.device,
-        )
-        rows.check_fits(work.num_tokens)
-        due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
-        saving, crossing = self._give_blocks(work, due) if len(due) else ((), due)
+        work: DecodeWork = NOBODY_DECODES
+        saving: Sequence[int] = ()
+        crossing: Sequence[int] | Int64Array = ()
+        # unnoticed: a shortcut, the longer way gives the same
+        if group.ids or drafts is not None:
+            work = self._decode_work(group, drafts)
+            rows.check_fits(work.num_tokens)
+            due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
+            if len(due):
+                saving, crossing = self._give_blocks(work, due)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
         return self._runner.begin(work, saving, crossing, prefills, on_device)
+
+    def _decode_work(self, group: DecodingGroup, drafts: Drafts | None) -> DecodeWork:
+        """Return what a step computes of decoding requests, which have room for it."""
+        rows = self.request_table
+        starts = most = rows.num_computed[group.rows]
+        if self._runner.is_uncollected:
+            most = starts + rows.num_in_doubt[group.rows]
+        return plan_decodes(
+            group,
+            starts,
+            most,
+            drafts,
+            longest=rows.check_lengths(group, most),
+            config=self.config,
+            preparer=self._preparer,
+            device=self.device,
+        )
 
     def _give_blocks(self, work: DecodeWork, due: Int64Array) -> tuple[list[int], Int64Array]:
         """Give decoding requests the blocks that they lack: at most one each.

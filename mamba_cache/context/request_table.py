@@ -24,7 +24,7 @@ from mamba_cache.errors import (
     UnknownRequestError,
 )
 
-__all__ = ["DecodingGroup", "Int64Array", "RequestTable"]
+__all__ = ["NO_REQUESTS", "DecodingGroup", "Int64Array", "RequestTable"]
 
 Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -52,6 +52,10 @@ class DecodingGroup:
         if self._id_set is None:
             self._id_set = frozenset(self.ids)
         return self._id_set
+
+
+NO_REQUESTS = DecodingGroup(())
+"""What decodes in a step of prefills alone."""
 
 
 class RequestTable:
@@ -198,7 +202,14 @@ class RequestTable:
 
     def scheduled_requests(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
-        return self._with_status(RequestStatus.SCHEDULED) if self.scheduled_rows else []
+        found: list[ActiveRequest] = []
+        for active in reversed(self._requests.values()):  # they are among the newest
+            # unnoticed: a shortcut, the longer way gives the same
+            if len(found) == len(self.scheduled_rows):
+                break
+            if active.status is RequestStatus.SCHEDULED:
+                found.append(active)
+        return found[::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
         """Return the requests that decode in the next step.
@@ -214,7 +225,10 @@ class RequestTable:
         if request_ids is not None:
             return self._find_decoding(request_ids)
         if self._group_made_at != self.num_changes:
-            self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
+            self._group = NO_REQUESTS
+            # unnoticed: a shortcut, the longer way gives the same
+            if self.decoding_rows:
+                self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
             self._group_made_at = self.num_changes
         return self._group
 
@@ -457,7 +471,7 @@ class RequestTable:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""
         self._requests.clear()
         # unnoticed: they are overwritten before they are read
-        self._group = self._named = DecodingGroup(())
+        self._group = self._named = NO_REQUESTS
         self._free_rows = list(range(len(self.block_tables)))[::-1]
         self.block_tables[:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(np.arange(len(self.block_tables)))
@@ -481,7 +495,7 @@ class RequestTable:
         """
         if is_decoding != (row in self.decoding_rows):
             self.num_changes += 1
-        (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
+            (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
         self.num_scheduled_tokens += num_due - self.scheduled_rows.pop(row, 0)
         if num_due:
             self.scheduled_rows[row] = num_due
@@ -517,6 +531,13 @@ class RequestTable:
         self.last_tokens[rows] = tokens
         self.num_tokens[rows] = lengths + 1
         return lengths
+
+    def append_first_token(self, row: int, token: int) -> None:
+        """Append the token that the last chunk of a prompt has sampled, to its row."""
+        length = self.num_tokens.item(row)
+        self._tails[row, length % self._tail_width] = token
+        self.last_tokens[row] = token
+        self.num_tokens[row] = length + 1
 
     def append_tokens(self, rows: Int64Array, tokens: Int64Array, counts: Int64Array) -> None:
         """Append sampled tokens.

@@ -9,16 +9,24 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
-from mamba_cache.context.requests import ActiveRequest
+from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array, RequestTable
+from mamba_cache.context.requests import ActiveRequest, Chunk
 from mamba_cache.metadata import (
+    NO_DECODES,
     CheckpointEntry,
     DecodeBatch,
     StepMetadata,
     StepPlan,
 )
 
-__all__ = ["DecodeWork", "ScheduledRequest", "Step", "describe_request", "plan_step"]
+__all__ = [
+    "NOBODY_DECODES",
+    "DecodeWork",
+    "PrefillWork",
+    "ScheduledRequest",
+    "Step",
+    "plan_step",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,40 @@ class DecodeWork(NamedTuple):
         ]
 
 
+_NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
+
+NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
+"""What a step computes of requests that decode if there are none."""
+
+
+class PrefillWork(NamedTuple):
+    """What a step computes of a request's prompt.
+
+    Attributes:
+        request_id: The request.
+        chunk: The tokens, and the states that are saved between them.
+        samples: As in ``ScheduledRequest``.
+    """
+
+    request_id: Hashable
+    chunk: Chunk
+    samples: bool
+
+    def describe(self) -> ScheduledRequest:
+        """Return the request's part of the step."""
+        chunk = self.chunk
+        return ScheduledRequest(
+            request_id=self.request_id,
+            row=chunk.row,
+            start=chunk.start,
+            num_tokens=chunk.num_tokens,
+            skip_tokens=chunk.start if chunk.is_first else 0,
+            is_prefill=True,
+            samples=self.samples,
+            checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
+        )
+
+
 class Step:
     """What the forward computes.
 
@@ -120,13 +162,14 @@ class Step:
         metadata: What the model's layers read.
     """
 
-    __slots__ = ("_decodes", "_prefills", "_requests", "metadata")
+    __slots__ = ("_decodes", "_described", "_prefills", "_requests", "metadata")
 
     def __init__(
-        self, decodes: DecodeWork, prefills: Sequence[ScheduledRequest], metadata: StepMetadata
+        self, decodes: DecodeWork, prefills: Sequence[PrefillWork], metadata: StepMetadata
     ) -> None:
         self._decodes = decodes
-        self._prefills = tuple(prefills)
+        self._prefills = prefills
+        self._described: tuple[ScheduledRequest, ...] | None = None
         self._requests: tuple[ScheduledRequest, ...] | None = None
         self.metadata = metadata
 
@@ -140,13 +183,15 @@ class Step:
         It is made when it is first read.
         """
         if self._requests is None:
-            self._requests = (*self._decodes.describe(), *self._prefills)
+            self._requests = (*self._decodes.describe(), *self.prefills)
         return self._requests
 
     @property
     def prefills(self) -> tuple[ScheduledRequest, ...]:
-        """The chunks of prompts, which come last in the batch."""
-        return self._prefills
+        """The chunks of prompts, which come last in the batch; made when they are first read."""
+        if self._described is None:
+            self._described = tuple(work.describe() for work in self._prefills)
+        return self._described
 
     @property
     def decode_rows(self) -> Int64Array:
@@ -183,45 +228,22 @@ def plan_step(
         boundaries: Where it may save states of requests that decode.
         crossing: Which of the requests that decode have tokens in more than one block.
     """
-    batch = _decode_batch(decodes, rows, crossing)
-    if not prefills:
-        return StepPlan(decodes=batch, boundaries=boundaries)
-    restores, saved = [], list(boundaries)
-    for index, active in enumerate(prefills, len(decodes.group.ids)):
-        chunk = active.current_chunk
+    count = len(decodes.group.ids)
+    batch = _decode_batch(decodes, rows, crossing) if count else NO_DECODES
+    chunks = [active.current_chunk for active in prefills]
+    inside: list[CheckpointEntry] = []
+    restores: list[tuple[int, int]] = []
+    saved = [*boundaries]
+    for index, chunk in enumerate(chunks):
         if chunk.is_first:
             source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
             if chunk.load is not None:
                 source = chunk.load.current_checkpoint.slot
-            restores.append((source, active.row))
-        if chunk.boundary is not None:
-            saved.append(CheckpointEntry(index, chunk.boundary.position, chunk.boundary.slot))
-    return StepPlan(
-        decodes=batch,
-        prefills=[active.current_chunk for active in prefills],
-        checkpoints=[
-            CheckpointEntry(index, checkpoint.position, checkpoint.slot)
-            for index, active in enumerate(prefills)
-            for checkpoint in active.current_chunk.inside
-        ],
-        restores=restores,
-        boundaries=saved,
-    )
-
-
-def describe_request(active: ActiveRequest) -> ScheduledRequest:
-    """Return the part of a step that a request's chunk is."""
-    chunk = active.current_chunk
-    return ScheduledRequest(
-        request_id=active.request_id,
-        row=active.row,
-        start=chunk.start,
-        num_tokens=chunk.num_tokens,
-        skip_tokens=chunk.start if chunk.is_first else 0,
-        is_prefill=True,
-        samples=active.samples,
-        checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
-    )
+            restores.append((source, chunk.row))
+        inside += [CheckpointEntry(index, point.position, point.slot) for point in chunk.inside]
+        if (point := chunk.boundary) is not None:
+            saved.append(CheckpointEntry(count + index, point.position, point.slot))
+    return StepPlan(batch, chunks, inside, restores, saved)
 
 
 def _decode_batch(

@@ -30,7 +30,13 @@ from mamba_cache.context.speculation import (
     read_sampled,
 )
 from mamba_cache.context.stats import StatsCounters
-from mamba_cache.context.step import DecodeWork, Step, describe_request, plan_step
+from mamba_cache.context.step import (
+    NOBODY_DECODES,
+    DecodeWork,
+    PrefillWork,
+    Step,
+    plan_step,
+)
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -66,10 +72,6 @@ class _Uncollected(NamedTuple):
     num_releases: Int64Array
     planned: dict[int, Checkpoint]
     sent: SentTokens
-
-
-_NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
-_NOTHING = DecodeWork(DecodingGroup(()), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class StepRunner:
@@ -116,7 +118,7 @@ class StepRunner:
         self._side_stream = side_stream
         self._extractions = extractions
         self._has_warned = False
-        self._work = _NOTHING
+        self._work = NOBODY_DECODES
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
         self._num_boundaries = 0  # unnoticed: it is overwritten before it is read
@@ -173,7 +175,7 @@ class StepRunner:
         self,
         work: DecodeWork,
         saving: Sequence[int],
-        crossing: Int64Array,
+        crossing: Sequence[int] | Int64Array,
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
@@ -204,7 +206,8 @@ class StepRunner:
             self._restore(plan)
             if self._tiering is not None:
                 self._tiering.begin_forward(self._num_prefill_tokens)
-            self._step = Step(work, [describe_request(active) for active in prefills], metadata)
+            chunks = [PrefillWork(a.request_id, a.current_chunk, a.samples) for a in prefills]
+            self._step = Step(work, chunks, metadata)
         except BaseException:
             self._preempt_all()
             raise
@@ -268,15 +271,14 @@ class StepRunner:
         preempted: tuple[Hashable, ...] = ()
         if self._prefills:
             sampling = [active for active in self._prefills if active.samples]
-            firsts = tokens[num_decodes:, 0]
+            firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
             if damaged:
-                firsts = firsts[[active not in damaged for active in sampling]]
-                sampling = [active for active in sampling if active not in damaged]
                 preempted = self._preempt_damaged(damaged)
             for active in self._prefills:
                 self._end_chunk(active)
-            rows = np.array([active.row for active in sampling], dtype=np.int64)
-            self._rows.append_token(rows, firsts)
+            for active, token in firsts:
+                if active not in damaged:
+                    self._rows.append_first_token(active.row, token)
         self._end_step()
         self._unfinished = ""  # unnoticed: None is as false
         if tiering is not None:
@@ -551,7 +553,7 @@ class StepRunner:
         self._is_advanced = False  # unnoticed: None is as false
         self._extractions.end()
         self._step = None
-        self._work, self._prefills, self._planned = _NOTHING, (), {}
+        self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}
 
     def _drop_unwritten(self) -> None:
         """Give up the states inside chunks unless every layer has handed over its part.

@@ -3,6 +3,7 @@
 from mamba_cache.metadata.chunks import compute_chunk_metadata, compute_varlen_chunk_metadata
 from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.metadata.step_buffers import (
+    NO_DECODES,
     CheckpointEntry,
     DecodeBatch,
     SequenceSlice,
@@ -11,6 +12,7 @@ from mamba_cache.metadata.step_buffers import (
 )
 
 __all__ = [
+    "NO_DECODES",
     "CheckpointEntry",
     "DecodeBatch",
     "SequenceSlice",

@@ -56,7 +56,12 @@ def compute_chunk_metadata(
             f"got {len(computed)}, the least {computed.min(initial=0)}"
         )
     chunk_size = check_int("chunk_size", chunk_size, minimum=1, maximum=INT32_MAX)
-    return cut_into_chunks(starts, computed % chunk_size, chunk_size)
+    most = starts.item(-1) // chunk_size + 2 * len(computed)
+    cu_chunk_seqlens, chunk_seq_idx = np.empty(most + 1, np.int32), np.empty(most, np.int32)
+    last_chunk_indices = np.empty(len(computed), np.int32)
+    out = cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices
+    num_chunks = cut_into_chunks(starts, computed % chunk_size, chunk_size, out)
+    return cu_chunk_seqlens[: num_chunks + 1], chunk_seq_idx[:num_chunks], last_chunk_indices
 
 
 def compute_varlen_chunk_metadata(
@@ -98,8 +103,11 @@ def compute_varlen_chunk_metadata(
 
 
 def cut_into_chunks(
-    starts: Sequence[int] | _IntArray, phases: Sequence[int] | _IntArray, chunk_size: int
-) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
+    starts: Sequence[int] | _IntArray,
+    phases: Sequence[int] | _IntArray,
+    chunk_size: int,
+    out: tuple[_Int32Array, _Int32Array, _Int32Array],
+) -> int:
     """Cut sequences whose first chunks have ``phases`` tokens behind them already.
 
     What ``compute_chunk_metadata`` does, of arguments that are right.
@@ -108,58 +116,55 @@ def cut_into_chunks(
         starts: [B + 1] ints. First packed token of each sequence, then their number.
         phases: [B] ints. Tokens of each sequence's first chunk that precede its packed ones.
         chunk_size: Most tokens of one chunk.
+        out: What ``compute_chunk_metadata`` returns, written from the beginning on. There must be
+            room for two chunks of each sequence beside those that their tokens together fill.
 
     Returns:
-        As ``compute_chunk_metadata`` does.
+        How many chunks there are.
     """
     # unnoticed: a shortcut, the longer way gives the same
     if len(phases) <= _FEW:
-        return _cut_few(starts, phases, chunk_size)
+        return _cut_few(starts, phases, chunk_size, out)
+    cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = out
     starts, phases = np.asarray(starts), np.asarray(phases)
     lengths = starts[1:] - starts[:-1]
     num_chunks = (phases + lengths + (chunk_size - 1)) // chunk_size
     num_chunks[lengths == 0] = 0
     chunks_through = num_chunks.cumsum()
-    chunk_seq_idx = np.arange(len(lengths)).repeat(num_chunks)
+    which = np.arange(len(lengths)).repeat(num_chunks)
+    count = len(which)
     # Where each chunk lies in its sequence: 0 for the first, which may be started already.
-    ordinals = np.arange(len(chunk_seq_idx)) - (chunks_through - num_chunks)[chunk_seq_idx]
-    offsets = np.maximum(ordinals * chunk_size - phases[chunk_seq_idx], 0)
-    cu_chunk_seqlens = np.empty(len(chunk_seq_idx) + 1, np.int32)
-    cu_chunk_seqlens[:-1] = starts[chunk_seq_idx] + offsets
-    cu_chunk_seqlens[-1] = starts[-1]
-    last_chunk_indices = np.where(num_chunks > 0, chunks_through - 1, -1)
-    return (
-        cu_chunk_seqlens,
-        chunk_seq_idx.astype(np.int32),
-        last_chunk_indices.astype(np.int32),
-    )
+    ordinals = np.arange(count) - (chunks_through - num_chunks)[which]
+    offsets = np.maximum(ordinals * chunk_size - phases[which], 0)
+    cu_chunk_seqlens[:count] = starts[which] + offsets
+    cu_chunk_seqlens[count] = starts[-1]
+    chunk_seq_idx[:count] = which
+    last_chunk_indices[: len(lengths)] = np.where(num_chunks > 0, chunks_through - 1, -1)
+    return count
 
 
 def _cut_few(
-    starts: Sequence[int] | _IntArray, phases: Sequence[int] | _IntArray, chunk_size: int
-) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
+    starts: Sequence[int] | _IntArray,
+    phases: Sequence[int] | _IntArray,
+    chunk_size: int,
+    out: tuple[_Int32Array, _Int32Array, _Int32Array],
+) -> int:
     """Do the same one sequence after the other, which costs less than so many whole arrays."""
-    bounds = [int(start) for start in starts]
-    counts = [
-        -(-(int(phase) + end - start) // chunk_size) if end > start else 0
-        for phase, start, end in zip(phases, bounds[:-1], bounds[1:], strict=True)
-    ]
-    cu_chunk_seqlens = np.empty(sum(counts) + 1, np.int32)
-    chunk_seq_idx = np.empty(sum(counts), np.int32)
-    last_chunk_indices = np.full(len(counts), -1, np.int32)
-    first = 0
-    for index, count in enumerate(counts):
-        if not count:
-            continue
-        end, start = first + count, bounds[index]
-        cu_chunk_seqlens[first] = start
-        second = start + chunk_size - int(phases[index])
-        cu_chunk_seqlens[first + 1 : end] = np.arange(second, bounds[index + 1], chunk_size)
-        chunk_seq_idx[first:end] = index
-        last_chunk_indices[index] = end - 1
-        first = end
-    cu_chunk_seqlens[-1] = bounds[-1]
-    return cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices
+    cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = out
+    start = first = 0
+    for index, phase in enumerate(phases):
+        bound = int(starts[index + 1])
+        last_chunk_indices[index] = -1
+        if bound > start:
+            bounds = np.arange(start - int(phase), bound, chunk_size)
+            end = first + len(bounds)
+            cu_chunk_seqlens[first:end] = bounds
+            cu_chunk_seqlens[first] = start
+            chunk_seq_idx[first:end] = index
+            last_chunk_indices[index] = end - 1
+            start, first = bound, end
+    cu_chunk_seqlens[first] = start
+    return first
 
 
 def _to_host(query_start_loc: torch.Tensor) -> _IntArray:

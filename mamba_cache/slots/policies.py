@@ -15,6 +15,7 @@ from mamba_cache.protocols import KVBlockView
 
 __all__ = [
     "ConsumedSlotPolicy",
+    "HostView",
     "LruSlotPolicy",
     "PrefixSlotPolicy",
     "PromptFacts",
@@ -416,6 +417,31 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
         return np.asarray(on_host)
     array: npt.NDArray[Any] = on_host.numpy()  # several times faster than asarray for a tensor
     return array
+
+
+class HostView:
+    """One of an embedder's arrays as numpy; that of a tensor on the host is made once.
+
+    To make it takes longer than most of what is read of it.
+    """
+
+    __slots__ = ("_address", "_array", "_tensor")
+
+    def __init__(self) -> None:
+        self._tensor: object = None
+        self._address = 0  # unnoticed: it is overwritten before it is read
+        self._array: npt.NDArray[Any] = np.empty(0)
+
+    def of(self, values: Any) -> npt.NDArray[Any]:
+        """Return it as ``as_host_array`` does; it may be another one than before."""
+        # What is no tensor, or on a device, is copied as it is at this moment.
+        if getattr(values, "is_cuda", True):
+            return as_host_array(values)
+        address = values.data_ptr()
+        if values is not self._tensor or address != self._address:
+            self._array = as_host_array(values)
+            self._tensor, self._address = values, address
+        return self._array
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:

@@ -13,7 +13,6 @@ from mamba_cache.blocks import (
     BlocksRemoved,
     KVBlockAllocator,
     compute_block_hashes,
-    kv_block_allocator,
     prefix_tree,
 )
 from mamba_cache.blocks.leaves import NOBODY
@@ -125,7 +124,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        prefix_tree.FEW = kv_block_allocator.FEW = self.few
+        prefix_tree.FEW = self.few
         self.pool = KVBlockAllocator(
             POOL_SIZE, eviction_policy=self.policy, max_owned=self.max_owned
         )
@@ -409,7 +408,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert (pool.evicted_blocks_total, pool.hash_collisions_total) == (self.evicted, 0)
 
     def teardown(self):
-        prefix_tree.FEW = kv_block_allocator.FEW = AllocatorMachine.few
+        prefix_tree.FEW = AllocatorMachine.few
 
 
 class RefZeroMachine(AllocatorMachine):

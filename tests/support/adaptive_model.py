@@ -153,7 +153,7 @@ class ModelTree:
         candidate = self.known[path]
         age = self.clock - candidate.last_use
         bin_ = int(BIN_OF_AGE[age - 1]) if age else 0
-        return int(self.rates.index[candidate.klass * NUM_BINS + bin_])
+        return int(self.rates.index.reshape(NUM_BINS, -1)[bin_, candidate.klass])
 
     def blocks_freed_by(self, path: Path) -> int:
         above = self.above(path)

@@ -341,6 +341,18 @@ def test_refused_states_are_counted_and_never_written():
     assert record["saved_states"] + record["refused_states"] <= 800
 
 
+def test_of_states_worth_equally_much_the_one_asked_for_longest_ago_goes_first():
+    service = Service(3)
+    slots = []
+    for block in (10, 20, 30):
+        service.ask([block])
+        slots.append(service.pool.get_slot(service.kv_blocks.find_block(block)))
+    for _ in range(99):  # all of them are of one bin of ages then
+        service.pool.begin_request(PromptFacts([], 16, 0, 0))
+    assert slots != sorted(slots)
+    assert service.policy.choose(3, np.arange(3), np.zeros(3, np.int32), None) == slots
+
+
 def test_equal_calls_give_equal_fingerprints_over_500_random_steps(seed):
     def engine():
         config = CacheConfig(

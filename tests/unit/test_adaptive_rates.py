@@ -71,7 +71,7 @@ def refit(rates, classes=(), ages=()):
 
 def check(rates, plain):
     for klass in range(len(plain.groups)):
-        found = rates.index[klass * NUM_BINS : (klass + 1) * NUM_BINS] / INDEX_SCALE
+        found = rates.index.reshape(NUM_BINS, -1)[:, klass] / INDEX_SCALE
         for bin_ in range(NUM_BINS):
             if WIDTH[bin_]:
                 assert found[bin_] == pytest.approx(plain.index(klass)[bin_], rel=1e-5, abs=1e-9)
@@ -93,7 +93,7 @@ def test_indices_are_those_of_the_formulas(rng):
     refit(rates, classes, ages)
     check(rates, plain)
     rates.reset()
-    assert len(set(rates.index.reshape(5, -1)[:, 0].tolist())) == 1
+    assert len(set(rates.index.reshape(-1, 5)[0].tolist())) == 1
 
 
 def test_a_refit_is_done_in_parts():
@@ -109,7 +109,7 @@ def test_a_refit_is_done_in_parts():
         rates.work()
         changed.append(int((rates.index != before).sum()))
     assert 0 == changed[0] < changed[1] < changed[2] < changed[-1]
-    assert (rates.index != before).reshape(60, -1).any(1).all()
+    assert (rates.index != before).reshape(-1, 60).any(0).all()
 
 
 def test_a_use_at_the_age_of_nothing_is_none():

@@ -256,6 +256,19 @@ def test_drafts_that_cross_into_another_block_go_where_its_table_says(widths):
         assert metadata.kv_slot_mapping[: metadata.num_tokens].tolist() == wanted
 
 
+def test_a_chunk_beside_decodes_costs_as_many_lines_for_many_as_for_few():
+    lines = []
+    for count in (2, 6):
+        context = decode(8)
+        for name in range(count, 8):
+            context.finish(name)
+        add(context, "long", [1] * (4 * BLOCK), chunk_tokens=BLOCK)
+        run_step(context)
+        context.schedule_prefill("long", chunk_tokens=BLOCK)
+        lines.append(lines_executed(context.begin_step))
+    assert lines[0] == lines[1]
+
+
 def test_adding_a_request_does_not_look_at_others():
     lines = []
     for count in (2, 8):

@@ -120,8 +120,7 @@ def blocks_of_many(seed):
 def test_blocks_are_kept_and_evicted(monkeypatch, seed):
     found = []
     for few in COUNTS:
-        for module in ("kv_block_allocator", "prefix_tree"):
-            monkeypatch.setattr(f"mamba_cache.blocks.{module}.FEW", few)
+        monkeypatch.setattr("mamba_cache.blocks.prefix_tree.FEW", few)
         found.append(blocks_of_many(seed))
     assert found[0] == found[1]
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
@@ -14,7 +15,7 @@ from mamba_cache.slots import (
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
 )
-from mamba_cache.slots.policies import policy_named
+from mamba_cache.slots.policies import HostView, policy_named
 
 SLOTS = np.array([1, 3, 4, 6])
 BLOCKS = np.array([9, 2, 7, 5], np.int32)
@@ -172,6 +173,18 @@ def test_policies_without_memory_hear_everything_and_keep_nothing(policy):
     policy.on_stored([1], [1])
     policy.on_consumed([1])
     assert not hasattr(policy, "__dict__")
+
+
+def test_an_embedders_array_is_read_as_it_is_now():
+    """Whatever it is, and whether its values, its memory or all of it are others than before."""
+    view = HostView()
+    tensor = torch.tensor([1, 2])
+    for given in (tensor, torch.tensor([3, 4]), np.array([5, 6]), [7, 8], tensor):
+        assert view.of(given).tolist() == np.asarray(given).tolist()
+        given[0] = 9
+        assert view.of(given).tolist() == np.asarray(given).tolist()
+    tensor.data = torch.tensor([10, 11])
+    assert view.of(tensor).tolist() == [10, 11]
 
 
 class Foreign(str):

@@ -164,7 +164,7 @@ def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
 
 @pytest.mark.parametrize(
     ("saved_tokens", "complaint"),
-    [([1, 2], "equally long"), ([-1], "got -1"), ([2**31], "got"), ([1.5], "got 1.5")],
+    [([1, 2], "equally long"), ([-1], r"got \[-1\]"), ([2**31], "got"), ([1.5], "got 1.5")],
 )
 def test_saved_tokens_are_checked_before_anything_is_committed(saved_tokens, complaint):
     allocator = make_allocator(2, policy=ScoreSlotPolicy())

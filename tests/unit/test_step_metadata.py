@@ -189,6 +189,32 @@ def test_nothing_of_a_longer_step_is_left_in_a_shorter_one():
         assert found == wanted
 
 
+def test_decodes_that_stay_the_same_are_right_around_prefills():
+    """Their rows are not written again, whether prompts come between or not."""
+    buffers = make_buffers()
+    same, other = decode_batch(DECODES), decode_batch(DECODES[::-1])
+    plans = [
+        StepPlan(decodes=decodes, prefills=PLAN.prefills[:num_prefills])
+        for decodes, num_prefills in [
+            (same, 0), (same, 2), (same, 0), (same, 1), (other, 1), (same, 2), (same, 0),
+        ]
+    ]  # fmt: skip
+    for plan in [*plans, StepPlan(prefills=PLAN.prefills), plans[0]]:
+        found, wanted = fields(buffers.fill(plan)), fields(make_buffers().fill(plan))
+        used = len(plan.decodes.rows) + len(plan.prefills)
+        assert found.pop("block_tables")[:used] == wanted.pop("block_tables")[:used]
+        assert found == wanted
+
+
+def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
+    """Stamps say that a table is as it was, not that it is still where it was."""
+    buffers = make_buffers(table_stamps=np.arange(1, 1 + len(TABLES)))
+    decodes = StepPlan(decodes=decode_batch(DECODES))
+    for plan in (decodes, StepPlan(prefills=PLAN.prefills), decodes):
+        metadata = buffers.fill(plan)
+    assert metadata.block_tables[: len(DECODES)].tolist() == TABLES[ROWS[:2]].tolist()
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_boundaries_are_gone_from_the_next_step(order):
     buffers = make_buffers()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache.errors import InvariantError
-from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, OLDEST, ReturnRates
+from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, OLDEST, ReturnRates
 from mamba_cache.slots.adaptive.trust import SourceTrust
 
 __all__ = [
@@ -45,6 +45,8 @@ _MOST_PER_LOOK: Final = 6
 
 _SWEPT_PER_REQUEST: Final = 128
 _NUM_FIELDS: Final = 15
+_ROW: Final = 16
+"""Numbers kept of one candidate: with one to spare, so that they fill two lines of a cache."""
 _SPARE: Final = 256
 """Candidates beyond those that are remembered for which no array grows: one request would wait."""
 
@@ -149,7 +151,7 @@ class CandidateTree:
         self._rates.reset()
         self._trust = SourceTrust()
         self.clock = 0
-        self._arrays: _Int64Array = np.zeros((_NUM_FIELDS, 1), np.int64)
+        self._arrays: _Int64Array = np.zeros((1, _ROW), np.int64)
         self._grow(max_ghosts + max_kept + _SPARE)
         # One entry for each id that was ever taken; it grows as they are.
         self._children: list[dict[int, int]] = []  # by the first hash of the edge to each
@@ -163,14 +165,16 @@ class CandidateTree:
         self._num_kept_at[ROOT] = 1
 
     def _grow(self, size: int) -> None:
-        arrays = np.zeros((_NUM_FIELDS, size), np.int64)
-        old = self._arrays.shape[1] - 1
-        arrays[:, :old] = self._arrays[:, :old]
+        # What is known of one candidate lies side by side: a decision asks for much of a few, and
+        # finds none of it in the processor's caches.
+        arrays = np.zeros((size, _ROW), np.int64)
+        old = len(self._arrays) - 1
+        arrays[:old] = self._arrays[:old]
         self._arrays = arrays
         (
             self._last_uses, self._classes, self._served, self._gains, self._parents, self._depths,
             self._num_kept, self._weights, self._servers, self._num_children, self._hashes, *_,
-        ) = arrays  # fmt: skip
+        ) = arrays.T  # fmt: skip
         # The last place is that of NO_CANDIDATE: worth less than nothing.
         self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
         # Single elements are read and written several times faster through memoryviews.
@@ -179,7 +183,7 @@ class CandidateTree:
             self._depth_at, self._num_kept_at, self._weight_at, self._server_at,
             self._num_children_at, self._hash_at, self._birth_at, self._turn_at,
             self._older_at, self._newer_at,
-        ) = (row.data for row in arrays)  # fmt: skip
+        ) = (column.data for column in arrays.T[:_NUM_FIELDS])  # fmt: skip
 
     # What requests ask for.
 
@@ -268,7 +272,7 @@ class CandidateTree:
         """Look up the index of a candidate at its age."""
         age = self.clock - self._last_use_at[node]
         bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
-        weight = self._index_at[self._class_at[node] * NUM_BINS + bin_]
+        weight = self._index_at[bin_ * _NUM_CLASSES + self._class_at[node]]
         self._served_at[self._server_at[node]] += weight - self._weight_at[node]
         self._weight_at[node] = weight
 
@@ -327,8 +331,8 @@ class CandidateTree:
             node = self._free.pop()
         else:
             node = len(self._edges)
-            if node == self._arrays.shape[1] - 1:
-                self._grow(2 * self._arrays.shape[1])
+            if node == len(self._arrays) - 1:
+                self._grow(2 * len(self._arrays))
             self._children.append({})
             self._edges.append(_NO_EDGE)
             self._told.append(None)
@@ -343,7 +347,7 @@ class CandidateTree:
         """Begin the first spell of a candidate without a state."""
         server = self._server_at[node] = self._server_at[self._parent_at[node]]
         self._add_ghost(node)
-        weight = self._weight_at[node] = self._index_at[klass * NUM_BINS]
+        weight = self._weight_at[node] = self._index_at[klass]
         self._served_at[server] += weight
 
     def _extend(self, node: int) -> None:
@@ -417,7 +421,7 @@ class CandidateTree:
 
     def is_kept(self, node: int) -> bool:
         """Say whether a slot holds or awaits a candidate's state."""
-        return self._num_kept_at[node] > 0
+        return bool(self._num_kept_at[node])
 
     def keep(self, node: int) -> None:
         """Count a slot that holds or awaits a candidate's state."""
@@ -560,11 +564,11 @@ class CandidateTree:
 
     def _indices(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the indices of many candidates at their ages."""
-        ages = self._last_uses.take(nodes)
+        ages = self._last_uses[nodes]
         np.subtract(self.clock - 1, ages, out=ages)
-        places = self._classes.take(nodes)
-        places *= NUM_BINS
-        places += BIN_OF_AGE.take(ages, mode="clip")
+        bins = BIN_OF_AGE.take(ages, mode="clip")
+        places = np.multiply(bins, _NUM_CLASSES, dtype=np.int64)
+        places += self._classes[nodes]
         found: _Int64Array = self._index.take(places)
         return found
 
@@ -574,13 +578,13 @@ class CandidateTree:
             return
         self._last_look = self.clock
         weights = self._indices(nodes)
-        self._served[nodes] += weights - self._weights.take(nodes)
+        self._served[nodes] += weights - self._weights[nodes]
         self._weights[nodes] = weights
 
     def values_of(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return what a state at each of many kept candidates is worth, or -1 or less for none."""
-        values: _Int64Array = self._served.take(nodes)
-        values *= self._gains.take(nodes)
+        values: _Int64Array = self._served[nodes]
+        values *= self._gains[nodes]
         return values
 
     def order_of(self, node: int) -> tuple[int, int, int, int]:
@@ -592,19 +596,25 @@ class CandidateTree:
         worth = self._served_at[node] * self._gain_at[node]
         return worth, self._depth_at[node], self._last_use_at[node], self._birth_at[node]
 
+    def orders_of_equals(self, nodes: list[int]) -> list[tuple[int, int, int]]:
+        """Return the same of many that are worth equally much."""
+        depth_at, last_use_at, birth_at = self._depth_at, self._last_use_at, self._birth_at
+        return [(depth_at[node], last_use_at[node], birth_at[node]) for node in nodes]
+
     def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the blocks that only the state of each of many kept candidates needs.
 
         They reach up to the kept candidate above it, or to where other prompts part from its own.
         """
-        above = self._parents.take(nodes)
+        above = self._parents[nodes]
         while True:
-            is_end = self._num_kept.take(above) > 0
-            is_end |= self._num_children.take(above) > 1
+            is_end = self._num_kept[above] > 0
+            is_end |= self._num_children[above] > 1
             if is_end.all():
                 break
-            above = np.where(is_end, above, self._parents.take(above))
-        return self._depths.take(nodes) - self._depths.take(above)
+            above = np.where(is_end, above, self._parents[above])
+        freed: _Int64Array = self._depths[nodes] - self._depths[above]
+        return freed
 
     def _work(self) -> None:
         """Do the share of refits and sweeps that is due."""
@@ -612,9 +622,9 @@ class CandidateTree:
         size = len(self._edges)
         if self.clock % REQUESTS_PER_REFIT == 0:
             known = self._depths[:size].nonzero()[0]
-            ages = self.clock - self._last_uses.take(known)
+            ages = self.clock - self._last_uses[known]
             oldest = self.clock + 2 * REQUESTS_PER_REFIT
-            self._rates.refit(self._classes.take(known), ages, oldest=oldest)
+            self._rates.refit(self._classes[known], ages, oldest=oldest)
         elif self.clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
             self._weights[:size] = self._indices(np.arange(size)) * (self._depths[:size] > 0)
             self._sum_up()
@@ -625,7 +635,7 @@ class CandidateTree:
         """Return all that later decisions depend on, as int64."""
         known = [*self._ghosts(), *self._num_kept.nonzero()[0].tolist()]
         head = np.array([self.clock, self._last_look, self._num_made, len(known)], np.int64)
-        arrays = self._arrays[:, known].reshape(-1)
+        arrays = self._arrays[known].T[:_NUM_FIELDS].reshape(-1)
         return np.concatenate((head, arrays, self._rates.state(), self._trust.state()))
 
     def check_invariants(self) -> None:

@@ -83,8 +83,12 @@ class AdaptiveSlotPolicy:
         """Return the slots whose states are worth the least."""
         nodes = self._candidates.take(slots)
         values = self._tree.values_of(nodes)
-        wanted = range(min(num_slots, len(slots)))
-        return [slots.item(self._lowest(nodes, values)) for _ in wanted]
+        chosen = []
+        for _ in range(min(num_slots, len(slots))):
+            place = self._lowest(nodes, values)
+            values[place] = _GONE
+            chosen.append(slots.item(place))
+        return chosen
 
     def admit(
         self, proposals: Sequence[StateProposal], num_free: int, slots: npt.NDArray[np.int64]
@@ -114,8 +118,11 @@ class AdaptiveSlotPolicy:
                     values = tree.values_of(cached)
                     if gone:
                         values[gone] = _GONE
-                    place = self._lowest(cached, values)
-                    rivals.append((tree.order_of(cached.item(place)), 0, place))
+                    # Which of those worth the least goes first is asked only if one of them may.
+                    # unnoticed: a shortcut, the longer way gives the same
+                    if not rivals or values.item(values.argmin()) <= min(rivals)[0][0]:
+                        place = self._lowest(cached, values)
+                        rivals.append((tree.order_of(cached.item(place)), 0, place))
                 _, is_refused, place = min(rivals)
                 node = nodes[place] if is_refused else cached.item(place)
                 if node >= 0:
@@ -243,16 +250,8 @@ class AdaptiveSlotPolicy:
         return node
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
-        """Return the place of the lowest value, and overwrite it there.
-
-        Of equal ones it is that of the candidate that goes first.
-        """
-        place = int(values.argmin())
-        value = values.item(place)
-        values[place] = _GONE
-        if values.item(values.argmin()) == value:
-            values[place] = value
-            ties = (values == value).nonzero()[0].tolist()
-            place = min(ties, key=lambda tie: (*self._tree.order_of(nodes.item(tie))[1:], tie))
-            values[place] = _GONE
-        return place
+        """Return the place of the lowest value; of equal ones, of the candidate that goes first."""
+        ties = (values == values.item(values.argmin())).nonzero()[0]
+        orders = self._tree.orders_of_equals(nodes[ties].tolist())
+        places: list[int] = ties.tolist()
+        return min(zip(orders, places, strict=True))[1]

@@ -57,7 +57,7 @@ class ReturnRates:
         groups: [num_classes] the group of each class, from 0.
 
     Attributes:
-        index: [num_classes * NUM_BINS] int64, by class, then by age bin. Read only.
+        index: [NUM_BINS * num_classes] int64, by age bin, then by class. Read only.
     """
 
     def __init__(self, groups: npt.NDArray[np.int64]) -> None:
@@ -67,7 +67,8 @@ class ReturnRates:
         # spend in it, likewise.
         self._counts = np.zeros((*shape, 3), np.int64)
         self._is_seen = np.zeros(len(groups), np.bool_)
-        self._table = np.zeros(shape, np.int64)
+        # By age first: ``work`` writes whole rows.
+        self._table = np.zeros(shape[::-1], np.int64)
         self.index = self._table.reshape(-1)
         # Single elements are read and written several times faster through memoryviews.
         self._count_at, self._seen_at = self._counts.reshape(-1).data, self._is_seen.data
@@ -91,7 +92,7 @@ class ReturnRates:
         """Return what later indices depend on, as int64."""
         rates = self._exposure if self._rates is None else self._rates
         seen = self._is_seen
-        flat = [array[seen].reshape(-1) for array in (self._counts, self._table)]
+        flat = [array[seen].reshape(-1) for array in (self._counts, self._table.T)]
         progress = np.array([self._num_done, self._num_bins], np.int64)
         return np.concatenate((*flat, rates.reshape(-1).view(np.int64), progress))
 
@@ -193,7 +194,7 @@ class ReturnRates:
         self._num_done = min(first + at_once, self._num_bins)
         for bin_ in range(first, self._num_done):
             index = _gittins(self._alive, self._time, bin_)
-            self._table[:, bin_] = index.take(self._row_of_class)
+            index.take(self._row_of_class, out=self._table[bin_], mode="clip")
 
 
 def _shrunk(
