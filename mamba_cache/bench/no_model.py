@@ -74,4 +74,7 @@ class NoModel:
         if self._fails_every and self._num_forwards % self._fails_every == 0:
             raise InterruptedError(f"forward {self._num_forwards} fails, as it was told to")
         count_as_computed(caches, metadata)
+        return self._draw_logits(metadata)
+
+    def _draw_logits(self, metadata: StepMetadata) -> torch.Tensor:
         return torch.rand(metadata.num_requests, _MADE_UP_TOKENS, generator=self._generator)

@@ -19,11 +19,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from mamba_cache._checks import check_number
 from mamba_cache.bench.measure import Measurement, check_device, progress
+from mamba_cache.bench.no_model import NoModel
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import PrefetchState, Request
+from mamba_cache.context import (
+    CapturedExtractions,
+    DynamicInferenceContext,
+    PrefetchState,
+    Request,
+)
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
+from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
     EntryFacts,
@@ -54,6 +63,37 @@ class _Setting(NamedTuple):
     device: str
     small: bool
     secret: bytes
+    forward_seconds: float | None = None
+    is_real_time: bool = False
+
+
+class _FarModel(NoModel):
+    """What stands for a model on an accelerator: the processor only waits for its forwards.
+
+    Args:
+        shape: The model's, whose states and KV blocks are cached.
+        seconds: Of a forward.
+    """
+
+    def __init__(self, shape: HybridModelConfig, seconds: float) -> None:
+        super().__init__()
+        self._shape, self._seconds = shape, seconds
+
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        """Return that of the shape."""
+        return self._shape.state_spec(dtype)
+
+    def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Return that of the shape."""
+        return self._shape.kv_spec(dtype)
+
+    def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
+        """Wait, and return random logits [num_requests, 64]; states count as handed over."""
+        time.sleep(self._seconds)
+        lengths = metadata.num_chunks, metadata.num_prefill_tokens
+        layers = range(self._shape.layer_pattern.count("M"))
+        caches.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
+        return self._draw_logits(metadata)
 
 
 def _model_config(*, small: bool) -> HybridModelConfig:
@@ -82,6 +122,10 @@ def add_store_options(command: Any) -> None:
     add("--device", metavar="NAME", help="where models are; default: a GPU, else the CPU")
     add("--small", action="store_true", help="tiny entries: to see that it runs")
     add("--rounds", type=int, metavar="N", help="rounds of steps; default: 10")
+    about = "steps only wait so long, in the place of a model; default: a model computes"
+    add("--forward-ms", type=float, metavar="MS", help=about)
+    about = "threads of steps go before all others on the machine (root): where CPUs are few"
+    add("--real-time", action="store_true", help=about)
 
 
 def run_store(
@@ -90,26 +134,32 @@ def run_store(
     device: str | None = None,
     small: bool = False,
     rounds: int = 10,
+    forward_ms: float | None = None,
+    real_time: bool = False,
 ) -> list[Measurement]:
     """Run every measurement, one after the other.
 
     It takes what ``add_store_options`` adds.
 
     Raises:
-        InvalidArgumentError: PyTorch does not find the device, ``rounds`` is below 1, or a URL is
-            not one of a store.
+        InvalidArgumentError: PyTorch does not find the device, ``rounds`` is below 1,
+            ``forward_ms`` is no number from 0 on, or a URL is not one of a store.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if rounds < 1:
         raise InvalidArgumentError(f"rounds must be at least 1, got {rounds!r}")
+    if forward_ms is not None:
+        forward_ms = check_number("forward_ms", forward_ms, maximum=1e6)
     results: list[Measurement] = []
     for url in store or ["memory://"]:
         results += _measure_moves(url, small=small)
         if not url.startswith("memory:"):  # which other processes do not see
             setting = _Setting(url, device, small, secrets.token_bytes(16))
             results += _measure_resuming(setting)
-            results += _measure_steps(setting, rounds)
+            if forward_ms is not None:
+                setting = setting._replace(device="cpu", forward_seconds=forward_ms / 1e3)
+            results += _measure_steps(setting._replace(is_real_time=real_time), rounds)
     return results
 
 
@@ -231,7 +281,7 @@ def _measure_steps(setting: _Setting, rounds: int) -> Iterator[Measurement]:
     finally:
         for child in children:
             child.close()
-    has_cores = (os.cpu_count() or 1) >= _PROCESSES * _THREADS
+    has_cores = setting.is_real_time or (os.cpu_count() or 1) >= _PROCESSES * _THREADS
     of_thread = "median of the CPU time of the thread"
     for title, column, percent in (("p99", 0, 99), ("median", 0, 50), (of_thread, 1, 50)):
         own, plain = (
@@ -258,6 +308,8 @@ def _time_steps(pipe: Any, setting: _Setting, rounds: int, number: int) -> None:
     for engine in engines:
         engine.context.wait_for_tiers()
         _decode(engine, _prompt(10**6 + number, 2))
+    if setting.is_real_time:  # this thread alone, now that those of the tiers are there
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(50))
     pipe.send("ready")
     pipe.recv()
     times: list[list[tuple[float, float]]] = [[], []]
@@ -295,7 +347,11 @@ def _engine(setting: _Setting, *, with_store: bool = True) -> Engine:
     torch.manual_seed(1)
     if device == "cpu":
         torch.set_num_threads(1)
-    model = HybridModel(_model_config(small=setting.small), dtype=dtype, device=device)
+    shape = _model_config(small=setting.small)
+    if setting.forward_seconds is None:
+        model: HybridModel | _FarModel = HybridModel(shape, dtype=dtype, device=device)
+    else:
+        model = _FarModel(shape, setting.forward_seconds)
     config = CacheConfig(
         block_size_tokens=_BLOCK,
         ssm_chunk_size=_BLOCK,
