@@ -107,7 +107,7 @@ class FaultyStore:
         self._random = random.Random(seed)
         self._sleep = sleep
         self._rules: list[_Rule] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._released = threading.Event()
         self._last_read = b""
 
@@ -236,13 +236,14 @@ class FaultyStore:
         self._store.close()
 
     def _meet_call(self, call: str) -> None:
-        rule = self._draw(call, None)
+        with self._lock:  # who heals from now on releases this call, too
+            released, rule = self._released, self._draw(call, None)
         if rule is None:
             return
         if rule.trouble is Trouble.DELAY:
             self._sleep(rule.seconds)
         elif rule.trouble is Trouble.HANG:
-            self._released.wait()
+            released.wait()
         else:
             raise OSError(f"{call}: a trouble that was asked for")
 

@@ -668,6 +668,23 @@ def test_a_forked_process_has_connections_of_its_own(monkeypatch):
         store.close()
 
 
+def test_who_heals_a_store_releases_calls_that_are_only_about_to_hang(monkeypatch):
+    store = FaultyStore(MemoryStore())
+    store.inject("exists_many", Trouble.HANG)
+    draw = store._draw
+
+    def healed(*arguments):
+        rule = draw(*arguments)
+        store.heal()
+        return rule
+
+    monkeypatch.setattr(store, "_draw", healed)
+    thread = threading.Thread(target=store.exists_many, args=[["k"]], daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("port", [0, 65536])
 def test_ports_of_valkey_are_ports(port):
     with pytest.raises(InvalidArgumentError, match=r"port must be an int in \[1, 65535\]"):
