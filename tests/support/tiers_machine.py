@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from unittest import mock
 
 import torch
@@ -386,6 +386,7 @@ DISK_FAULTS = {
     "a write is short": ("pwritev", _short, None),
     "a write is torn": ("pwritev", _torn, None),
 }
+CALLS = {name: getattr(os, name) for name, _, _ in DISK_FAULTS.values()}
 DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another row", "an older row", "cut"]
 
 
@@ -409,6 +410,11 @@ class DiskMachine(TieredMachine):
         self.folder = tempfile.mkdtemp(prefix="mamba-cache-machine-")
         self.clock = Clock()
         self.patches = [mock.patch.object(m, "time", self.clock) for m in (disks, prefetching)]
+        self.faults_now = []
+        self.patches += [
+            mock.patch.object(os, name, self.meeting_faults(name, getattr(os, name)))
+            for name in {name for name, _, _ in DISK_FAULTS.values()}
+        ]
         for patch in self.patches:
             patch.start()
         self.is_clean = True
@@ -463,12 +469,25 @@ class DiskMachine(TieredMachine):
     @contextmanager
     def disk_fault(self):
         """What goes wrong with the disk during one operation."""
-        if not self.faults:
+        fault = None
+        with suppress(IndexError):  # there is none, or another rank has it
+            name, make, argument = DISK_FAULTS[self.faults.pop()]
+            fault = name, make(CALLS[name], argument)
+            self.faults_now.append(fault)
+        try:
             yield
-            return
-        name, make, argument = DISK_FAULTS[self.faults.pop()]
-        with mock.patch.object(os, name, make(getattr(os, name), argument)):
-            yield
+        finally:
+            if fault is not None:
+                self.faults_now.remove(fault)
+
+    def meeting_faults(self, name, call):
+        """What stands for a call of the system: threads of ranks meet faults in any order."""
+
+        def meet(*arguments):
+            faults = [fault for of_name, fault in self.faults_now if of_name == name]
+            return faults[-1](*arguments) if faults else call(*arguments)
+
+        return meet
 
     @precondition(lambda self: self.copies)
     @rule(is_late=st.booleans(), count=st.sampled_from([0, 1, 3, 30]))

@@ -753,6 +753,7 @@ def _secret_in(path: Path) -> bytes:
         secret = shared.read()
         if len(secret) < _SECRET_BYTES:
             secret = secrets.token_bytes(_SECRET_BYTES)
+            os.fchmod(shared.fileno(), 0o600)  # before there is anything in it to be read
             shared.truncate(0)
             shared.write(secret)
             shared.flush()
