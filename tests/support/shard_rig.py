@@ -421,7 +421,8 @@ class Counted:
 
 def run_tiered(rank, world_size, folder, seed, num_requests, backend):
     """One rank over a host tier and a disk; what it did is left in the folder."""
-    run_over(rank, world_size, folder, seed, num_requests, backend, disk_cache_path=folder,
+    path = f"{folder}/disk {rank}"  # below one path, whose budget counts all, one may leave no room
+    run_over(rank, world_size, folder, seed, num_requests, backend, disk_cache_path=path,
              disk_cache_gb=0.01 / (1 + rank), disk_write_on_use=1)  # fmt: skip
 
 
