@@ -243,6 +243,16 @@ def test_nothing_is_removed_by_a_tier_that_has_ended(bench) -> None:
     assert str(facts_of(1).key) in bench.names()
 
 
+def test_a_forked_process_removes_nothing(bench, monkeypatch) -> None:
+    """Locks and threads are its parent's."""
+    assert bench.put(1) is None
+    with monkeypatch.context() as forked:
+        forked.setattr(type(bench.tier._jobs), "is_forked", True)
+        bench.tier.remove(facts_of(1).key)
+    assert bench.tier.flush(PATIENCE)
+    assert bench.load(1) == payload_of(1)
+
+
 def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
     bench.put(1)
     del bench.memory._blobs[str(replace(facts_of(1).key, chunk=3))]
