@@ -384,48 +384,50 @@ class DiskTier:
         started = time.perf_counter()
         written = [(put, lease) for put in puts if (lease := self._write_one(put)) is not None]
         kinds = {put.facts.key.kind for put, _ in written}
-        is_synced = all(self._try(self._files[kind].slab.sync) for kind in kinds)
+        syncs = (self._try(self._files[kind].slab.sync) for kind in kinds)
+        failure = next(filter(None, syncs), None)
         with self._lock:
             self._jobs.write_seconds += time.perf_counter() - started
             wrong = [each for each in written if each[0].is_revoked]
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
                 if not put.is_revoked:
-                    (rows.complete if is_synced else rows.cancel)(lease)
+                    (rows.complete if failure is None else rows.cancel)(lease)
         for put, lease in wrong:
             file = self._files[put.facts.key.kind]
             self._try(partial(file.slab.erase_header, lease.row))  # before the row is free
             with self._lock:
                 file.rows.cancel(lease)
-        refusal, reason = (None, None) if is_synced else (Refusal.IO_ERROR, self._why("io_error"))
+        refusal = None if failure is None else Refusal.IO_ERROR
         for put, _ in written:
-            self._jobs.end(put, refusal, reason)
+            self._jobs.end(put, refusal, failure)
 
     def _write_one(self, put: PutJob) -> RowLease | None:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
         file = self._files[put.facts.key.kind]
         lease = self._reserve(file, _name(put.facts.key))
-        reason = self._why("no_row")
-        if lease is not None:
-            if self._try(partial(_write_row, file.slab, lease, put)):
-                return lease
-            reason = self._why("io_error")
+        if isinstance(lease, str):
+            failure: str | None = lease
+        elif failure := self._try(partial(_write_row, file.slab, lease, put)):
             with self._lock:
                 file.rows.cancel(lease)
-        self._jobs.end(put, Refusal.IO_ERROR, reason)
+        else:
+            return lease
+        self._jobs.end(put, Refusal.IO_ERROR, failure)
         return None
 
-    def _why(self, otherwise: str) -> str:
-        """Say why an entry was not written: a disk that is full, or else what is given."""
-        return "disk_full" if time.monotonic() < self._full_until else otherwise
+    def _reserve(self, file: _File, name: bytes) -> RowLease | str:
+        """Take a row: one that is free, a new one if the file may grow, or another entry's.
 
-    def _reserve(self, file: _File, name: bytes) -> RowLease | None:
-        """Take a row: one that is free, a new one if the file may grow, or another entry's."""
-        if not file.rows.num_free and file.slab.growth and time.monotonic() >= self._full_until:
-            is_longer = self._grow(file, file.slab.growth) or self._grow(file, 1)
-            self._full_until = 0.0 if is_longer else time.monotonic() + _REST_SECONDS
+        Returns:
+            The row, or why there is none.
+        """
+        is_full = time.monotonic() < self._full_until
+        if not is_full and not file.rows.num_free and file.slab.growth:
+            is_full = not (self._grow(file, file.slab.growth) or self._grow(file, 1))
+            self._full_until = time.monotonic() + _REST_SECONDS if is_full else 0.0
         with self._lock:
-            return file.rows.reserve(name)
+            return file.rows.reserve(name) or ("disk_full" if is_full else "no_row")
 
     def _grow(self, file: _File, count: int) -> bool:
         """Make a file longer; say whether it is. A full disk leaves it as it was."""
@@ -511,7 +513,7 @@ class DiskTier:
     def _refusal(self, file: _File, load: LoadJob, lease: RowLease) -> Refusal | None:
         """Read a row and say what is wrong with it."""
         found: list[Refusal | None] = []
-        if not self._try(lambda: found.append(_read_row(file.slab, load, lease, self._submit))):
+        if self._try(lambda: found.append(_read_row(file.slab, load, lease, self._submit))):
             return Refusal.IO_ERROR
         return found[0]
 
@@ -534,7 +536,7 @@ class DiskTier:
     def _header_of(self, file: _File, row: int) -> EntryHeader | Refusal | None:
         """Read a row's header; None if nothing was written to the row."""
         pages: list[bytes] = []
-        if not self._try(lambda: pages.append(file.slab.read_header(row))):
+        if self._try(lambda: pages.append(file.slab.read_header(row))):
             return Refusal.IO_ERROR
         if not any(pages[0]):
             return None
@@ -554,29 +556,29 @@ class DiskTier:
             return Refusal.PAYLOAD_BYTES
         return None
 
-    def _try(self, call: Callable[[], object]) -> bool:
-        """Ask the system for something; say whether it did it. What it refuses is counted."""
+    def _try(self, call: Callable[[], object]) -> str | None:
+        """Ask the system for something; say why it did not do it. What it refuses is counted."""
         try:
             call()
         except Exception as error:
-            self._count_failure(error)
             if not isinstance(error, OSError):  # a bug, which must not end the thread
                 report_error()
-            return False
+            return self._count_failure(error)
         with self._lock:
             self._failures = 0
             self._rests_until = 0.0
-        return True
+        return None
 
-    def _count_failure(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> str:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             self._full_until = time.monotonic() + _REST_SECONDS  # what is there can still be read
-            return
+            return "disk_full"
         with self._lock:
             self._jobs.counts["io_errors"] += 1
             self._failures += 1
             if self._failures >= _FAILURES_TO_REST:
                 self._rests_until = time.monotonic() + _REST_SECONDS
+        return "io_error"
 
     def _disk_bytes(self) -> int:
         return sum(file.slab.num_rows * file.slab.row_bytes for file in self._files.values())

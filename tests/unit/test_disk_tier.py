@@ -844,6 +844,19 @@ def test_a_folder_that_cannot_be_deleted_is_a_full_disk(tmp_path, monkeypatch) -
     tier.close()
 
 
+def test_a_disk_is_full_however_late_that_is_asked(tmp_path, monkeypatch) -> None:
+    """The reason is that of the attempt, and not of a clock that is read behind it."""
+    identity = make_identity("other weights")
+    other = open_tier(tmp_path, identity=identity, states=8)
+    assert put(other, 1, identity=identity) is None
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    monkeypatch.setattr(disks, "_REST_SECONDS", 0.0)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().not_written == {"disk_full": 1}
+    tier.close()
+    other.close()
+
+
 def test_what_rows_hold_is_written_beside_them(tmp_path) -> None:
     """For who verifies them later, without a model."""
     open_tier(tmp_path).close()
