@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,10 +28,14 @@ import numpy as np
 import torch
 
 from mamba_cache.bench.measure import Measurement, assert_same_bits, check_device, progress
+from mamba_cache.bench.model_kernels import kernels_of
+from mamba_cache.bench.ttft_model import FAMILIES, make_model
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PrefetchState, Request
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, shape_of
+from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.weights import WeightMaker
 from mamba_cache.states import KVCacheSpec, StatePool, StateSpec
@@ -53,14 +58,15 @@ from mamba_cache.tiers.slab import PAGE_BYTES
 
 __all__ = ["PARTS", "TierShape", "add_tiers_options", "run_tiers"]
 
-PARTS = ("copies", "steps", "first", "disk", "ready")
-"""What it measures: copies beside plain ones, steps while copies run, first tokens after a prefix
-that comes from the host and from the disk, and how soon a tier is there."""
+PARTS = ("copies", "steps", "model", "first", "disk", "ready")
+"""What it measures: copies beside plain ones; steps while copies run, which are matrix products
+alone, and those of a model; first tokens after a prefix that comes from the host and from the disk;
+and how soon a tier is there."""
 
 _RUNS = 15
 _BLOCK = 256
 _PREFIX_BLOCKS = 16
-_STEPS = 400
+_STEPS, _MODEL_STEPS, _MODEL_REQUESTS = 400, 100, 64
 _LEAST_SHARE, _MOST_VERIFYING, _MOST_SLOWER = 0.95, 5.0, 1.03
 _READERS, _READ_BYTES = 8, 4 * 2**20
 _MOST_FROM_HOST, _MOST_FROM_DISK = 1.05, 1.25
@@ -124,7 +130,7 @@ def add_tiers_options(command: Any) -> None:
     add = command.add_argument
     add("--device", metavar="NAME", help="where the cache is; default: a GPU, else the CPU")
     add("--small", action="store_true", help="tiny states and few: to see that it runs")
-    about = f"which of {', '.join(PARTS)} to run; default: all"
+    about = f"which of {', '.join(PARTS)} to run; default: all, but model without transformers"
     add("--only", nargs="+", choices=PARTS, metavar="PART", help=about)
     about = "where the disk tier is; default: a new directory for temporary files"
     add("--disk-path", metavar="DIR", help=about)
@@ -136,7 +142,7 @@ def run_tiers(
     *,
     device: str | None = None,
     small: bool = False,
-    only: Sequence[str] = PARTS,
+    only: Sequence[str] | None = None,
     disk_path: str | None = None,
     ready_gb: float | None = None,
 ) -> list[Measurement]:
@@ -147,7 +153,12 @@ def run_tiers(
     Raises:
         InvalidArgumentError: PyTorch does not find the device, it is neither a CPU nor CUDA's, or
             ``ready_gb`` is not a number above 0.
+        MissingExtraError: ``only`` names the model, and transformers is not installed.
     """
+    if only is None:
+        only = [part for part in PARTS if part != "model" or find_spec("transformers")]
+    elif "model" in only:
+        transformers()
     where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device must be a CPU or a CUDA device, got {device!r}")
@@ -159,13 +170,15 @@ def run_tiers(
     results: list[Measurement] = []
     if "ready" in only:  # first: of a machine that has not handed out its memory yet
         results += _measure_readiness(shape, where)
-    if "copies" in only or "steps" in only:
+    if not {"copies", "steps", "model"}.isdisjoint(only):
         copies = _Copies(shape, where)
         copies.check_bits()
         if "copies" in only:
             results += _measure_copies(copies)
-        if "steps" in only and copies.on_gpu:  # pragma: no cover - needs a GPU
-            results += _measure_steps(copies)
+        if copies.on_gpu:  # pragma: no cover - needs a GPU
+            for part, make in (("steps", _products), ("model", _model)):
+                if part in only:
+                    results += _measure_steps(copies, make(copies))
         copies.close()
         del copies
     if "first" in only or "disk" in only:
@@ -348,26 +361,71 @@ def _load_plainly(copies: _Copies, jobs: Sequence[CopyJob]) -> None:
             tensor[:, place].copy_(view[:, 0])
 
 
-class _Steps:  # pragma: no cover - needs a GPU
-    """Decode steps, which are matrix products alone, while both directions of the link are busy."""
+class _Step(NamedTuple):
+    """What stands for a decode step.
 
-    def __init__(self, copies: _Copies) -> None:
-        self._copies, device = copies, copies.device
-        big = copies.shape.states.bytes_per_slot > 2**20
-        (rows, hidden, size), layers = ((64, 4096, 21504), 20) if big else ((8, 64, 64), 2)
-        weights = [
-            torch.randn(hidden, size, device=device, dtype=torch.bfloat16) for _ in range(layers)
-        ]
-        inputs = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
-        self._graph = torch.cuda.CUDAGraph()
+    Attributes:
+        name: In titles.
+        graph: It, captured.
+        about: What to say of one that takes so many ms.
+        num_steps: How many are timed at a time.
+        kept: What it reads and writes.
+    """
+
+    name: str
+    graph: Any
+    about: Callable[[float], str]
+    num_steps: int
+    kept: Any
+
+
+def _products(copies: _Copies) -> _Step:  # pragma: no cover - needs a GPU
+    """Capture matrix products alone, which read weights as fast as the memory gives them."""
+    device, big = copies.device, copies.shape.states.bytes_per_slot > 2**20
+    (rows, hidden, size), layers = ((64, 4096, 21504), 20) if big else ((8, 64, 64), 2)
+    weights = [
+        torch.randn(hidden, size, device=device, dtype=torch.bfloat16) for _ in range(layers)
+    ]
+    inputs = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    for weight in weights:
+        inputs @ weight
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
         for weight in weights:
             inputs @ weight
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            for weight in weights:
-                inputs @ weight
-        self._kept = weights, inputs
-        self.read_bytes = sum(weight.nbytes for weight in weights)
+    read_bytes = sum(weight.nbytes for weight in weights)
+
+    def about(milliseconds: float) -> str:
+        return f"the step alone reads {read_bytes / milliseconds / 1e9:,.2f} TB/s"
+
+    return _Step("a step of matrix products", graph, about, _STEPS, (weights, inputs))
+
+
+def _model(copies: _Copies) -> _Step:  # pragma: no cover - needs a GPU
+    """Let ``generate_batch`` capture a decode step of Nemotron-H-8B, with random weights."""
+    progress("a decode step of a model")
+    big = copies.shape.states.bytes_per_slot > 2**20
+    model = make_model(FAMILIES["nemotron-h-8b" if big else "tiny"], str(copies.device)).eval()
+    cache = PrefixCache(model, mamba_cache_gb=8.0, kv_cache_gb=6.0)
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(3, model.config.vocab_size, (_MODEL_REQUESTS, 256)).tolist()
+    cache.generate_batch(prompts, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert cache._batcher is not None, "the call has made it"
+    graph = cache._batcher._graphs._graphs[_MODEL_REQUESTS].graph
+
+    def about(milliseconds: float) -> str:
+        return f"{_MODEL_REQUESTS} requests, kernels: {', '.join(kernels_of(model).values())}"
+
+    name = f"a decode step of {copies.shape.name}"
+    return _Step(name, graph, about, _MODEL_STEPS, (model, cache))
+
+
+class _Steps:  # pragma: no cover - needs a GPU
+    """Steps while both directions of the link are busy."""
+
+    def __init__(self, copies: _Copies, step: _Step) -> None:
+        self._copies, self._step, device = copies, step, copies.device
         self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._jobs = copies.jobs(copies.shape.num_states, 0)
         num_bytes = copies.num_bytes(self._jobs) // 2
@@ -392,7 +450,7 @@ class _Steps:  # pragma: no cover - needs a GPU
             transfers: What copies.
         """
         times, host, under_way = [], [], list[Any]()
-        for _ in range(_STEPS):
+        for _ in range(self._step.num_steps):
             started = time.perf_counter()
             under_way = [one for one in under_way if not _is_over(one)]
             if copying != "nothing":
@@ -403,7 +461,7 @@ class _Steps:  # pragma: no cover - needs a GPU
             host.append((time.perf_counter() - started) * 1e6)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
-            self._graph.replay()
+            self._step.graph.replay()
             ended.record()
             ended.synchronize()
             times.append(begun.elapsed_time(ended))
@@ -433,10 +491,12 @@ def _is_over(copy: Any) -> bool:  # pragma: no cover - needs a GPU
     return bool((copy.query if isinstance(copy, torch.cuda.Event) else copy.is_done)())
 
 
-def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
+def _measure_steps(
+    copies: _Copies, step: _Step
+) -> Iterator[Measurement]:  # pragma: no cover - needs a GPU
     """Time steps while both directions are saturated, beside what plain copies do to them."""
-    progress("steps under saturated spills and loads")
-    steps = _Steps(copies)
+    progress(f"{step.name} under saturated spills and loads")
+    steps = _Steps(copies, step)
     ways: dict[str, tuple[str, Transfers | _Unverified]] = {
         "nothing": ("nothing", copies.transfers),
         "plain copies of as many bytes": ("plain", copies.transfers),
@@ -457,16 +517,16 @@ def _measure_steps(copies: _Copies) -> Iterator[Measurement]:  # pragma: no cove
     p99, median, _ = figures["nothing"]
     for name, (its_p99, its_median, host_us) in list(figures.items())[1:]:
         limit = _MOST_SLOWER if name == "spills and loads" else None
+        runs = 3 * step.num_steps
         detail = (
-            f"{its_p99:,.3f} ms, without {p99:,.3f} ms; the step alone reads "
-            f"{steps.read_bytes / median / 1e9:,.2f} TB/s; the host takes {host_us:,.0f} us a step "
-            "to enqueue copies, which is no part of it"
+            f"{its_p99:,.3f} ms, without {p99:,.3f} ms; {step.about(median)}; the host takes "
+            f"{host_us:,.0f} us a step to enqueue copies, which is no part of it"
         )
-        title = f"p99 of a step under saturated {name}"
-        yield Measurement(title, its_p99 / p99, "x", limit, runs=3 * _STEPS, detail=detail)
-        title = f"median of a step under saturated {name}"
+        title = f"p99 of {step.name} under saturated {name}"
+        yield Measurement(title, its_p99 / p99, "x", limit, runs=runs, detail=detail)
+        title = f"median of {step.name} under saturated {name}"
         detail = f"{its_median:,.3f} ms, without {median:,.3f} ms"
-        yield Measurement(title, its_median / median, "x", runs=3 * _STEPS, detail=detail)
+        yield Measurement(title, its_median / median, "x", runs=runs, detail=detail)
 
 
 class _OneForAll(WeightMaker):

@@ -13,8 +13,6 @@ from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch
 from mamba_cache.states.kernels.checksum_plan import (
-    COMPARING_PROGRAMS,
-    ENTRY_PROGRAMS,
     num_entry_chunks,
     plan_checksums,
     plan_entries,
@@ -163,9 +161,9 @@ class EntryChecksums:
         tensors: At least one, each [num_layers, places, *inner], inner axes contiguous. They must
             keep their storage.
         sums_start: Where the checksums begin in a row, a multiple of 8.
-        programs: Of a launch that writes, on a GPU. Few, for this runs beside a model's forward
-            and need not be faster than the link. Default: measured.
-        comparing_programs: Of a launch that compares. Default: measured.
+        programs: At most so many a launch has on a GPU. Default: one for each multiprocessor. This
+            runs beside a model's forward, which lost 8% to a few that ran all the time, for a
+            kernel waits for the multiprocessors that are the slowest, and 1% to many short ones.
         backend: As for ``TensorChecksums``.
 
     Attributes:
@@ -181,15 +179,15 @@ class EntryChecksums:
         tensors: Sequence[torch.Tensor],
         sums_start: int,
         *,
-        programs: int = ENTRY_PROGRAMS,
-        comparing_programs: int = COMPARING_PROGRAMS,
+        programs: int | None = None,
         backend: CopyBackend = "auto",
     ) -> None:
         device = tensors[0].device
         self._plan = plan_entries(tensors, sums_start)
-        self._programs, self._comparing_programs = programs, comparing_programs
+        self._programs = programs or _num_multiprocessors(device)
         kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
         self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
+        self._fetch: Callable[..., None] = partial(kernels.fetch_checksums, self._plan)
         self.num_sums = num_entry_chunks(tensors)
 
     @staticmethod
@@ -197,15 +195,27 @@ class EntryChecksums:
         """Return how many checksums an entry of such tensors has."""
         return num_entry_chunks(tensors)
 
-    def write(self, entries: torch.Tensor, which: slice) -> None:
-        """Write the checksums of entries to their rows.
+    def write(self, entries: torch.Tensor, which: slice, chunks: slice) -> None:
+        """Write the checksums of a part of some entries to their rows.
 
         Args:
             entries: [n, 2] int64. Where each is, and the address of its row.
             which: Which of the n.
+            chunks: Which of the checksums of each.
         """
-        chunks = slice(0, self.num_sums)
         self._measure(False, entries, entries, which, chunks, self._programs)
+
+    def fetch(self, entries: torch.Tensor, sums: torch.Tensor, which: slice) -> None:
+        """Copy the checksums of entries from their rows, all at once.
+
+        ``compare`` reads them one at a time, and would wait for the link at each.
+
+        Args:
+            entries: As for ``write``.
+            sums: [len(which), num_sums] int64, contiguous; written.
+            which: Which of the n.
+        """
+        self._fetch(entries, sums, which)
 
     def compare(
         self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
@@ -213,9 +223,17 @@ class EntryChecksums:
         """Compare a part of some entries with their checksums.
 
         Args:
-            entries: [n, 2] int64. Where each is, and the address of its row.
+            entries: [n, 2] int64. Where each is, and the address of its row, or what is
+                ``sums_start`` before its checksums.
             changed: [n] int32; becomes 1 for each whose checksums are not those in its row.
             which: Which of the n.
             chunks: Which of the checksums of each.
         """
-        self._measure(True, entries, changed, which, chunks, self._comparing_programs)
+        self._measure(True, entries, changed, which, chunks, self._programs)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    properties = torch.cuda.get_device_properties(device)  # pragma: no cover - tests/gpu run it
+    return int(properties.multi_processor_count)  # pragma: no cover

@@ -30,6 +30,7 @@ _KERNELS = "mamba_cache.states.kernels.copy"
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
 
+_LEAST_SOURCE = min(PAD_SLOT_ID, ZERO_SOURCE)
 _RING_DEPTH = 16
 _MOST_PAIRS_SENT = 1024
 """Longer lists of rows on the host take a launch for each so many pairs."""
@@ -99,13 +100,30 @@ class RowMover:
         self._launch(sources, destinations, sources.shape[0])
 
     def _copy_host_rows(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
-        sources, destinations = _check_host_rows(
-            source_rows,
-            destination_rows,
-            num_source_rows=self._num_source_rows,
-            num_destination_rows=self._num_destination_rows,
-            in_place=self._in_place,
+        sources = _as_list("source_rows", source_rows, _LEAST_SOURCE, self._num_source_rows)
+        destinations = _as_list(
+            "destination_rows", destination_rows, PAD_SLOT_ID, self._num_destination_rows
         )
+        if len(sources) != len(destinations):
+            raise InvalidArgumentError(
+                f"source_rows and destination_rows must be equally many, "
+                f"got {len(sources)} and {len(destinations)}"
+            )
+        if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
+            pairs = zip(sources, destinations, strict=True)
+            real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
+            sources, destinations = [source for source, _ in real], [target for _, target in real]
+        written = set(destinations)
+        if len(written) < len(destinations):
+            repeated = sorted(row for row in written if destinations.count(row) > 1)
+            raise InvalidArgumentError(
+                f"each destination row may be listed once, got {repeated} repeatedly"
+            )
+        both = written.intersection(sources) if self._in_place else ()
+        if both:
+            raise InvalidArgumentError(
+                f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
+            )
         if self._ring is None:
             if self._takes_lists:
                 self._launch(sources, destinations, len(sources))
@@ -233,49 +251,23 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> tor
     return rows
 
 
-def _check_host_rows(
-    source_rows: RowIndices,
-    destination_rows: RowIndices,
-    *,
-    num_source_rows: int,
-    num_destination_rows: int,
-    in_place: bool,
-) -> tuple[list[int], list[int]]:
-    """Check rows on the host.
-
-    Args:
-        source_rows: [n]; ``PAD_SLOT_ID`` and ``ZERO_SOURCE`` are allowed.
-        destination_rows: [n]; ``PAD_SLOT_ID`` is allowed.
-        num_source_rows: Rows of the tensors read.
-        num_destination_rows: Rows of the tensors written.
-        in_place: Both are the same tensors.
-
-    Returns:
-        The sources and the destinations of the pairs that are not padding.
+def _as_list(name: str, rows: RowIndices, least: int, num_rows: int) -> list[int]:
+    """Read rows on the host, each in [least, num_rows).
 
     Raises:
-        InvalidArgumentError: As in ``StateCopier.copy``.
+        InvalidArgumentError: They are no ints, or one is out of range.
     """
-    sources = _as_list("source_rows", source_rows)
-    destinations = _as_list("destination_rows", destination_rows)
-    if len(sources) != len(destinations):
+    is_plain = isinstance(rows, list) and set(map(type, rows)) == {int}
+    given: list[int] = rows if is_plain else _from_array(name, rows)  # type: ignore[assignment]
+    if given and (min(given) < least or max(given) >= num_rows):
+        outside = [row for row in given if not least <= row < num_rows]
         raise InvalidArgumentError(
-            f"source_rows and destination_rows must be equally many, "
-            f"got {len(sources)} and {len(destinations)}"
+            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
         )
-    _check_range("source_rows", sources, min(PAD_SLOT_ID, ZERO_SOURCE), num_source_rows)
-    _check_range("destination_rows", destinations, PAD_SLOT_ID, num_destination_rows)
-    if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
-        pairs = zip(sources, destinations, strict=True)
-        real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
-        sources, destinations = [source for source, _ in real], [target for _, target in real]
-    _check_conflicts(sources, destinations, in_place=in_place)
-    return sources, destinations
+    return given
 
 
-def _as_list(name: str, rows: RowIndices) -> list[int]:
-    if isinstance(rows, list) and set(map(type, rows)) == {int}:
-        return rows
+def _from_array(name: str, rows: RowIndices) -> list[int]:
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
@@ -289,28 +281,6 @@ def _as_list(name: str, rows: RowIndices) -> list[int]:
         )
     as_list: list[int] = array.tolist()
     return as_list
-
-
-def _check_range(name: str, rows: list[int], least: int, num_rows: int) -> None:
-    if rows and (min(rows) < least or max(rows) >= num_rows):
-        outside = [row for row in rows if not least <= row < num_rows]
-        raise InvalidArgumentError(
-            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
-        )
-
-
-def _check_conflicts(sources: list[int], destinations: list[int], *, in_place: bool) -> None:
-    written = set(destinations)
-    if len(written) < len(destinations):
-        repeated = sorted(row for row in written if destinations.count(row) > 1)
-        raise InvalidArgumentError(
-            f"each destination row may be listed once, got {repeated} repeatedly"
-        )
-    both = written.intersection(sources) if in_place else ()
-    if both:
-        raise InvalidArgumentError(
-            f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
-        )
 
 
 def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:

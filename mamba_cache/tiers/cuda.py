@@ -1,9 +1,9 @@
 """Copies between a GPU and pinned host memory, by its copy engines, on streams of their own.
 
 Copies run beside a model's forward. So copy engines move entries between where they lie and their
-rows, one copy a tensor, and only checksums take multiprocessors, a few of them: what is spilled is
-measured while it crosses the link, what is loaded is compared where it has come, piece by piece,
-while the next piece crosses.
+rows, one copy a tensor, and only checksums take multiprocessors, piece by piece: what is spilled is
+measured while it crosses the link, what is loaded is compared where it has come, while the next
+piece crosses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
 __all__ = ["PIECE_BYTES", "CudaTransfers", "pinner_for"]
 
 PIECE_BYTES = 2**24
-"""At most so much of a load is compared at once, but for lines that are longer: 0.3 ms of a PCIe 5
-link, beside 20 us of host time for each piece."""
+"""At most so much is measured at once, but for lines that are longer: 0.3 ms of a PCIe 5 link, and
+10 us of a forward beside it, which would lose more to a few programs that run all the time."""
 
-_LEAST_PIECE_BYTES = 2**21
+_SMALLEST = 8
+"""The last pieces have so-many-th of the bytes of the first ones."""
 
 _PORTABLE, _MAPPED = 1, 2  # kernels write checksums to the rows, and read them there
 
@@ -110,15 +111,18 @@ class _Entries:
     Args:
         layout: How they lie in rows.
         memory: The rows.
-        **programs: How many a launch has: options of ``EntryChecksums``.
+        **programs: How many a launch has: an option of ``EntryChecksums``.
 
     Attributes:
+        memory: As given.
+        sums_start: Where the checksums begin in a row.
+        checksums: What measures them.
         num_lines: Of one entry: the layers of all its tensors, as far as they hold anything.
         num_bytes: Of all of them.
     """
 
     def __init__(self, layout: RowLayout, memory: RowMemory, **programs: Any) -> None:
-        self.memory = memory
+        self.memory, self.sums_start = memory, layout.checksums.start
         self.checksums = EntryChecksums(layout.tensors, layout.checksums.start, **programs)
         self._tensors: list[_Tensor] = []
         # What stands before each line, and at the end of all.
@@ -233,7 +237,7 @@ class _Group(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What of a load is compared at once: whole entries of one kind, or a part of one.
+    """What is measured at once: whole entries of one kind, or a part of one.
 
     Attributes:
         entries: Their kind's.
@@ -251,16 +255,13 @@ class _Piece(NamedTuple):
 
 
 def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
-    """Cut a load into pieces, smaller and smaller ones at its end.
-
-    Each is compared while the next one crosses the link, which must not take longer; and what
-    follows the link is the last one's comparison.
-    """
+    """Cut copies into pieces, smaller ones at the end: behind a load its last one is compared."""
+    smallest = piece_bytes // _SMALLEST
     left = sum(len(order) * entries.num_bytes for entries, _, order in groups)
     for entries, which, order in groups:
         index = line = 0
         while index < len(order):
-            most = max(_LEAST_PIECE_BYTES, min(piece_bytes, left // 3))
+            most = max(smallest, min(piece_bytes, left // 2))
             count, lines = 1, None
             if not line and entries.num_bytes <= most:
                 count = min(most // max(entries.num_bytes, 1), len(order) - index)
@@ -277,6 +278,56 @@ def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
             index += 0 if line else count
 
 
+class _Way:
+    """One direction of the link.
+
+    Args:
+        copy: Enqueues copies in it.
+        device: The GPU.
+
+    Attributes:
+        copies: The stream of copies.
+        launches: The stream of the launches beside them.
+        events: One for each piece so far, on the stream of copies.
+    """
+
+    def __init__(self, copy: Rectangles, device: torch.device) -> None:
+        self._copy = copy
+        self.copies, self.launches = _stream(device), _stream(device)
+        self.events: list[Any] = []
+
+    def copy(self, piece: _Piece, jobs: Sequence[CopyJob]) -> None:
+        """Enqueue the copies of a piece."""
+        mine = [jobs[index] for index in piece.order]
+        piece.entries.copy(self._copy, mine, self.copies, piece.lines)
+
+    def mark(self, index: int) -> None:
+        """Record the event of a piece."""
+        if index == len(self.events):
+            self.events.append(_event())
+        self.events[index].record(self.copies)
+
+
+def _rows(groups: Sequence[_Group], jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
+    """Return the place of each entry, and the address of its row."""
+    return [
+        (jobs[index].place, entries.memory.address(jobs[index].row))
+        for entries, _, order in groups
+        for index in order
+    ]
+
+
+def _expected(
+    groups: Sequence[_Group], jobs: Sequence[CopyJob], sums: Sequence[torch.Tensor]
+) -> list[tuple[int, int]]:
+    """Return the place of each entry, and what is as far before its checksums as its row was."""
+    return [
+        (jobs[index].place, of_group.data_ptr() + number * of_group[0].nbytes - entries.sums_start)
+        for (entries, _, order), of_group in zip(groups, sums, strict=True)
+        for number, index in enumerate(order)
+    ]
+
+
 class CudaTransfers:
     """Copies between a GPU and rows of pinned host memory.
 
@@ -284,8 +335,8 @@ class CudaTransfers:
         layouts: How the entries of each kind lie in rows.
         memory: The rows of each kind.
         device: The GPU.
-        piece_bytes: At most so much of a load is compared at once, but for longer lines.
-        **programs: How many a launch has: options of ``EntryChecksums``.
+        piece_bytes: At most so much is measured at once, but for longer lines.
+        **programs: How many a launch has: an option of ``EntryChecksums``.
     """
 
     @outside_inference_mode
@@ -305,77 +356,83 @@ class CudaTransfers:
             for kind, rows in sorted(memory.items(), key=lambda each: each[0] is EntryKind.KV)
             if rows.num_rows
         }
-        self._to_host = cuda_rectangles(to_device=False)
-        self._to_device = cuda_rectangles(to_device=True)
-        # The copies of each direction, and the launches beside them.
-        self._sending, self._summing = _stream(device), _stream(device)
-        self._receiving, self._comparing = _stream(device), _stream(device)
-        self._arrived: list[Any] = []  # an event for each piece of a load
+        self._spilling = _Way(cuda_rectangles(to_device=False), device)
+        self._loading = _Way(cuda_rectangles(to_device=True), device)
         self._now, self._summed = _event(), _event()
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, and their checksums with them."""
-        begun, ended = _event(timed=True), _event(timed=True)  # unnoticed: only a GPU shows it
+        way, begun, ended = self._spilling, _event(timed=True), _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
-        self._sending.wait_event(self._now)
-        begun.record(self._sending)
+        way.copies.wait_event(self._now)
+        begun.record(way.copies)  # unnoticed: only a GPU shows it
         groups = self._by_kind(jobs)
-        for entries, _, order in groups:
-            # unnoticed: only a GPU shows it
-            entries.copy(self._to_host, [jobs[index] for index in order], self._sending)
+        pieces: list[_Piece] = []
+        # Cut while the copies before are under way: the link does not wait for the host.
+        for piece in _pieces(groups, self._piece_bytes):
+            way.mark(len(pieces))
+            way.copy(piece, jobs)
+            pieces.append(piece)
         # The link is busy from here on; what else there is to enqueue takes less.
-        self._summing.wait_event(self._now)
-        with torch.cuda.stream(self._summing):
-            table = self._table(groups, jobs)
-            for entries, which, _ in groups:
-                entries.checksums.write(table, which)
-        self._summed.record(self._summing)
-        self._sending.wait_event(self._summed)
-        ended.record(self._sending)
+        with torch.cuda.stream(way.launches):
+            table = self._send(_rows(groups, jobs))
+            for (entries, which, _, _, chunks), begins in zip(pieces, way.events, strict=False):
+                # Beside its own copies: all at once would stop the forward for a while.
+                way.launches.wait_event(begins)
+                entries.checksums.write(table, which, chunks)
+        self._summed.record(way.launches)
+        way.copies.wait_event(self._summed)
+        ended.record(way.copies)
         return _CudaTicket(self._bytes_of(jobs), (begun, ended), ended)
 
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries from their rows, and compare them with their checksums."""
-        begun, received, ended = _event(timed=True), _event(timed=True), _event(timed=True)
-        current = torch.cuda.current_stream(self._device)
+        way, begun, received = self._loading, _event(timed=True), _event(timed=True)
+        current, ended = torch.cuda.current_stream(self._device), _event(timed=True)
         # What is overwritten may still be in use.
         self._now.record(current)
-        self._receiving.wait_event(self._now)
-        begun.record(self._receiving)
+        way.copies.wait_event(self._now)
+        begun.record(way.copies)
         groups = self._by_kind(jobs)
-        pieces = list(_pieces(groups, self._piece_bytes))
-        while len(self._arrived) < len(pieces):
-            self._arrived.append(_event())
+        pieces: list[_Piece] = []
         table: Any = None
+        expected: list[torch.Tensor] = []
         try:
-            for (entries, _, order, lines, _), arrived in zip(pieces, self._arrived, strict=False):
-                mine = [jobs[index] for index in order]
-                entries.copy(self._to_device, mine, self._receiving, lines)
+            for piece in _pieces(groups, self._piece_bytes):
+                way.copy(piece, jobs)
                 if table is None:
+                    with torch.cuda.stream(way.launches):
+                        expected = [self._new_sums(group) for group in groups]
                     # Among the copies: behind them all it would wait for them, and before them
                     # the link would wait for it.
-                    with torch.cuda.stream(self._receiving):
-                        table = self._table(groups, jobs)
-                    _keep_for(table, self._comparing)
-                arrived.record(self._receiving)
+                    with torch.cuda.stream(way.copies):
+                        rows = _rows(groups, jobs)
+                        table = self._send(rows + _expected(groups, jobs, expected))
+                    _keep_for(table, way.launches)
+                way.mark(len(pieces))
+                pieces.append(piece)
         finally:
-            received.record(self._receiving)  # unnoticed: only a GPU shows it
+            received.record(way.copies)  # unnoticed: only a GPU shows it
             current.wait_event(received)  # whatever came of it, it is over by then
-        with torch.cuda.stream(self._comparing):
+        with torch.cuda.stream(way.launches):
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
-            for (entries, which, _, _, chunks), arrived in zip(pieces, self._arrived, strict=False):
-                self._comparing.wait_event(arrived)
-                entries.checksums.compare(table, changed, which, chunks)
+            for (entries, which, _, _, chunks), arrived in zip(pieces, way.events, strict=False):
+                way.launches.wait_event(arrived)
+                if arrived is way.events[0]:
+                    for group, sums in zip(groups, expected, strict=True):
+                        group.entries.checksums.fetch(table, sums, group.which)
+                entries.checksums.compare(table[len(jobs) :], changed, which, chunks)
             verdicts = _pinned((len(jobs),), torch.int32)
             verdicts.copy_(changed, non_blocking=True)
-            ended.record(self._comparing)
+            ended.record(way.launches)
         order = [index for _, _, each in groups for index in each]
         return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
         """Wait until all copies are over."""
-        for stream in (self._sending, self._summing, self._receiving, self._comparing):
-            stream.synchronize()
+        for way in (self._spilling, self._loading):
+            way.copies.synchronize()
+            way.launches.synchronize()
 
     def mark(self) -> Mark:
         """Mark the present moment in the order of what is enqueued on the current stream."""
@@ -398,15 +455,14 @@ class CudaTransfers:
                 first += len(order)
         return groups
 
-    def _table(self, groups: Sequence[_Group], jobs: Sequence[CopyJob]) -> torch.Tensor:
-        """Send places and rows to the GPU on the current stream, without waiting."""
-        values = [
-            (jobs[index].place, entries.memory.address(jobs[index].row))
-            for entries, _, order in groups
-            for index in order
-        ]
-        sent = _pinned((len(values), 2), torch.int64)
-        sent.numpy()[:] = values
+    def _new_sums(self, group: _Group) -> torch.Tensor:
+        shape = len(group.order), group.entries.checksums.num_sums
+        return torch.empty(shape, dtype=torch.int64, device=self._device)
+
+    def _send(self, table: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Send pairs of numbers to the GPU on the current stream, without waiting."""
+        sent = _pinned((len(table), 2), torch.int64)
+        sent.numpy()[:] = table
         return sent.to(self._device, non_blocking=True)
 
     def _bytes_of(self, jobs: Sequence[CopyJob]) -> int:

@@ -126,7 +126,7 @@ def test_what_follows_a_load_waits_for_its_copies_and_not_for_their_comparison(r
         for tensor in tensors:
             tensor.zero_()
     torch.cuda.synchronize()
-    with torch.cuda.stream(rig.transfers._comparing), held_stream():
+    with torch.cuda.stream(rig.transfers._loading.launches), held_stream():
         with torch.cuda.stream(torch.cuda.default_stream()):
             ticket = rig.transfers.load(rig.jobs)
             after = rig.copy()

@@ -201,16 +201,14 @@ class Entries:
         self.rows = torch.zeros((3, row_bytes), dtype=torch.uint8, pin_memory=is_gpu)
         table = [[place, self.rows[row].data_ptr()] for row, place in enumerate(self.PLACES)]
         self.table = torch.tensor(table, device=device)
-        self.checksums = EntryChecksums(
-            self.tensors, self.sums_start, programs=3, comparing_programs=2, backend=backend
-        )  # fmt: skip
+        self.checksums = EntryChecksums(self.tensors, self.sums_start, programs=3, backend=backend)
 
     @property
     def sums(self):
         return self.rows[:, self.sums_start :].view(torch.int64)
 
-    def write(self, which=slice(0, 3)):
-        self.checksums.write(self.table, which)
+    def write(self, which=slice(0, 3), chunks=None):
+        self.checksums.write(self.table, which, chunks or slice(0, self.count))
         self.wait()
 
     def compared(self, which=slice(0, 3), chunks=None):
@@ -245,6 +243,23 @@ def test_entries_and_the_checksums_of_their_layers(entries, device):
     entries.write()
     assert torch.equal(sums, entries.sums)
     assert len(set(sums.flatten().tolist())) == sums.numel()
+    entries.rows.zero_()
+    entries.write(slice(1, 2), slice(2, 6))
+    assert torch.equal(entries.sums[1, 2:6], sums[1, 2:6])
+    assert int(entries.rows.count_nonzero()) == int(sums[1, 2:6].view(torch.uint8).count_nonzero())
+
+
+@pytest.mark.parametrize("which", [slice(0, 3), slice(1, 2), slice(0, 0)])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_checksums_are_fetched_from_their_rows(entries, which, offset):
+    entries.rows.random_()
+    sums = torch.full((3 * entries.count + offset,), -7, device=entries.table.device)
+    room = sums[offset : offset + (which.stop - which.start) * entries.count].view(
+        -1, entries.count
+    )
+    entries.checksums.fetch(entries.table, room, which)
+    assert torch.equal(room.cpu(), entries.sums[which])
+    assert int((sums == -7).sum()) == sums.numel() - room.numel()
 
 
 def test_every_byte_of_an_entry_counts(entries):

@@ -152,8 +152,8 @@ class Broken(_Patching):
 
     def functions(self):
         slots = self.context.slot_allocator
-        for name in ("restore_slots", "copy_live_to_slots"):
-            yield slots, name
+        for name in ("slots_to_live", "live_to_slots"):
+            yield slots.transfers, name
         yield self.context.step_buffers, "fill"
         yield self.context._forker, "_copy"
         for name in ("choose", "on_stored", "on_consumed"):

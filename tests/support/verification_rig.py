@@ -1,5 +1,8 @@
 """Hits that are verified: corrupt what one resumed from, and compute it again."""
 
+import sys
+from pathlib import Path
+
 from context_rig import MODEL
 
 from mamba_cache.reference.verification import compute_prefix
@@ -19,3 +22,19 @@ def corrupt_and_verify(context, *, block):
     blocks = context.kv_block_allocator.match_prefix(hit.hashes)
     context.kv_cache[0, 0, blocks[block]] += 1
     assert len(verify(context, hit)) == 1
+
+
+def files_called(call):
+    """Files of the package whose functions a call runs."""
+    files = set()
+
+    def profile(frame, event, _):
+        if event == "call":
+            files.add(Path(frame.f_code.co_filename).name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files

@@ -59,7 +59,6 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "_stream", lambda device: Done())
     monkeypatch.setattr(cuda, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(cuda, "_keep_for", lambda tensor, stream: None)
-    monkeypatch.setattr(cuda, "_LEAST_PIECE_BYTES", 2**12)
     monkeypatch.setattr(cuda, "cuda_rectangles", copies_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
@@ -167,6 +166,8 @@ class Journal:
         for entries in self.rig.transfers._entries.values():
             measure = entries.checksums._measure
             entries.checksums._measure = lambda *a, m=measure: (self.add("launch", *a), m(*a))
+            fetch = entries.checksums._fetch
+            entries.checksums._fetch = lambda *a, f=fetch: (self.add("fetch", *a), f(*a))
 
     def add(self, *entry):
         self.entries.append(entry)
@@ -201,15 +202,46 @@ def journal(device, monkeypatch):
     return made
 
 
+def chunks_seen(launches):
+    return [
+        (entry, chunk)
+        for _, _, _, _, which, chunks, _ in launches
+        for entry in range(16)[which]
+        for chunk in range(99)[chunks]
+    ]
+
+
 def test_few_copies_and_launches(journal):
-    """One copy an entry and tensor, and one launch a kind; a load has these for each piece."""
-    assert len(journal.of("copy")) == 11 * 1 + 5 * 3
-    assert len(journal.of("launch")) == 2
-    journal.entries.clear()
+    """One copy an entry and tensor, of a piece those in it, and one launch a piece."""
     pieces = list(cuda._pieces(journal.rig.transfers._by_kind(journal.rig.jobs), 2**16))
-    assert journal.rig.transfers.load(journal.rig.jobs).damaged() == []
-    assert len(journal.of("launch")) == len(pieces)
-    assert 11 + 5 * 3 < len(journal.of("copy")) < 11 + 5 * 3 + len(pieces)
+    for copy in (journal.rig.transfers.spill, journal.rig.transfers.load):
+        journal.entries.clear()
+        assert copy(journal.rig.jobs).damaged() == []
+        assert len(journal.of("launch")) == len(pieces)
+        assert 11 + 5 * 3 < len(journal.of("copy")) < 11 + 5 * 3 + len(pieces)
+
+
+def test_each_piece_is_measured_beside_its_own_copies(journal):
+    """Not before: the forward would lose the time of all of them at once."""
+    journal.entries.clear()
+    transfers, jobs = journal.rig.transfers, journal.rig.jobs
+    transfers.spill(jobs)
+    kinds = [entry[0] for entry in journal.entries]
+    # The link is given all its work before anything else is enqueued.
+    assert "launch" not in kinds[: len(kinds) - kinds[::-1].index("copy")]
+    waits = [entry for entry in journal.of("wait") if entry[1] == "summing"]
+    before = [copies for *_, copies in waits]
+    assert before == sorted(set(before))
+    assert before[0] == 0
+    assert before[-1] < len(journal.of("copy"))
+    at = [journal.entries.index(wait) for wait in waits]
+    assert [kinds[index + 1] for index in at] == ["launch"] * len(waits)
+    assert len(waits) == len(journal.of("launch"))
+    assert len({entry[2] for entry in waits}) == len(waits)
+    # Every checksum of every entry is written once.
+    state, kv = (transfers._entries[kind].checksums.num_sums for kind in (STATE, KV))
+    seen = chunks_seen(journal.of("launch"))
+    assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
 
 def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_these_alone(journal):
@@ -223,7 +255,16 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     [forward] = [entry for entry in journal.of("wait") if entry[1] == "current"]
     assert forward[3] == copies
     assert kinds.index("launch") > journal.entries.index(forward)
-    compared = journal.entries[journal.entries.index(forward) + 1 :]
+    # The checksums come all at once, when the table that says where they are has come.
+    fetches = journal.of("fetch")
+    assert [which for *_, which in fetches] == [slice(0, 5), slice(5, 16)]
+    at = journal.entries.index(fetches[0])
+    assert kinds[at - 1 : at + 3] == ["wait", "fetch", "fetch", "launch"]
+    compared = [
+        entry
+        for entry in journal.entries[journal.entries.index(forward) + 1 :]
+        if entry[0] != "fetch"
+    ]
     waits, launches = compared[::2], compared[1::2]
     assert {(kind, name) for kind, name, *_ in waits} == {("wait", "comparing")}
     assert {kind for kind, *_ in launches} == {"launch"}
@@ -231,12 +272,7 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     assert arrived == sorted(set(arrived))
     assert arrived[-1] == copies
     # Every checksum of every entry is compared once.
-    seen = [
-        (entry, chunk)
-        for _, compares, _, _, which, chunks, _ in launches
-        for entry in range(16)[which]
-        for chunk in range(99)[chunks]
-    ]
+    seen = chunks_seen(launches)
     state, kv = (transfers._entries[kind].checksums.num_sums for kind in (STATE, KV))
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
@@ -259,9 +295,9 @@ def test_little_is_compared_behind_the_last_copy(journal):
         for piece in pieces
     ]
     assert sum(sizes) == sum(transfers._entries[job.kind].num_bytes for job in jobs)
-    assert sizes[-1] <= 2**12
+    assert sizes[-1] <= 2**13
     left = sum(sizes)
     for piece, size in zip(pieces, sizes, strict=True):
         one_line = piece.lines is not None and piece.lines.stop - piece.lines.start == 1
-        assert one_line or size <= max(2**12, min(2**16, left // 3))
+        assert one_line or size <= max(2**13, min(2**16, left // 2))
         left -= size

@@ -5,7 +5,6 @@ import gc
 import threading
 import weakref
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -262,7 +261,7 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
     for times in (1, 2):
         assert pool.reserve(digest(3), small) is None
         assert (pool.refused_total, pool.evicted_total, len(pool)) == (times, 0, 2)
-    assert pool.reserve(digest(3), replace(small, is_asked=True)) is not None
+    assert pool.reserve(digest(3), small._replace(is_asked=True)) is not None
     assert (pool.refused_total, pool.evicted_total, len(pool)) == (2, 1, 1)
     pool.check_invariants()
 

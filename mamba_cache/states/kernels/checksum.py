@@ -20,7 +20,7 @@ from mamba_cache.states.kernels.checksum_plan import (
     EntryPlan,
 )
 
-__all__ = ["NUM_WARPS", "checksum", "entry_checksums"]
+__all__ = ["NUM_WARPS", "checksum", "entry_checksums", "fetch_checksums"]
 
 NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
 _LANES = tl.constexpr(LANES)
@@ -29,6 +29,7 @@ _UNROLLED_ROUNDS = tl.constexpr(UNROLLED_ROUNDS)
 _SEED = tl.constexpr(SEED)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 _WIDE_BYTES = tl.constexpr(16)
+_FETCHED_SUMS = 1024  # by one program: as many reads of host memory as may be at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,5 +225,48 @@ def entry_checksums(
         plan.sums_start,
         programs,
         compares,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["first_entry", "num_sums", "sums_start"])  # type: ignore[untyped-decorator]
+def _fetch_kernel(  # type: ignore[no-untyped-def]
+    entries, sums, first_entry, num_sums, sums_start, BLOCK: tl.constexpr
+) -> None:
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(entries + (first_entry + entry) * 2 + 1)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_one = index < num_sums
+    found = tl.load((row + sums_start).to(tl.pointer_type(tl.int64)) + index, mask=is_one)
+    tl.store(sums + entry * num_sums + index, found, mask=is_one)
+
+
+_launch_fetch = Launcher(_fetch_kernel)
+
+
+def fetch_checksums(
+    plan: EntryPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
+) -> None:
+    """Copy checksums of entries from their rows. It does not wait.
+
+    Args:
+        plan: Where they stand there.
+        entries: As for ``entry_checksums``.
+        sums: [entries, checksums of each] int64, contiguous; written.
+        which: Which entries, as many as there is room for.
+    """
+    num_entries, num_sums = sums.shape
+    if not sums.numel():
+        return
+    _launch_fetch(
+        entries.get_device(),
+        sums.data_ptr() % 16,
+        (num_entries, triton.cdiv(num_sums, _FETCHED_SUMS), 1),
+        entries,
+        sums,
+        which.start,
+        num_sums,
+        plan.sums_start,
+        _FETCHED_SUMS,
         num_warps=NUM_WARPS,
     )

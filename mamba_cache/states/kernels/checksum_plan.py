@@ -12,8 +12,6 @@ import torch
 
 __all__ = [
     "CHUNK_BYTES",
-    "COMPARING_PROGRAMS",
-    "ENTRY_PROGRAMS",
     "LANES",
     "MULTIPLIER",
     "ROUND_BYTES",
@@ -41,14 +39,6 @@ SEED = 0x1E3779B97F4A7C15
 
 MULTIPLIER = 0x2545F4914F6CDD1D
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
-
-ENTRY_PROGRAMS = 4
-"""Programs that measure what is spilled beside a model's forward: each reads about 15 GB/s from an
-H200's memory, and a PCIe 5 link takes 55 GB/s."""
-
-COMPARING_PROGRAMS = 8
-"""Programs that compare what is loaded: twice as fast as the link, for they begin later and what is
-left to do when all has crossed is waited for."""
 
 _WIDE_BYTES = 16
 

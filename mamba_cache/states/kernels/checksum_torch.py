@@ -19,7 +19,7 @@ from mamba_cache.states.kernels.checksum_plan import (
     EntryPlan,
 )
 
-__all__ = ["checksum", "entry_checksums"]
+__all__ = ["checksum", "entry_checksums", "fetch_checksums"]
 
 _CHUNKS_AT_ONCE = 64
 """What one operation reads and writes should fit into a core's cache."""
@@ -128,6 +128,14 @@ def entry_checksums(  # noqa: PLR0917 - the kernel's signature
             changed[entry] |= int((sums[chunks] != found[chunks]).any())
         else:
             sums[chunks] = found[chunks]
+
+
+def fetch_checksums(
+    plan: EntryPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
+) -> None:
+    """Copy checksums of entries from their rows."""
+    for found, (_, row) in zip(sums, entries[which].tolist(), strict=True):
+        found.copy_(_memory(row + plan.sums_start, 8 * len(found)).view(torch.int64))
 
 
 def _memory(address: int, num_bytes: int) -> torch.Tensor:

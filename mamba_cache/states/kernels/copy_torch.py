@@ -39,16 +39,11 @@ def _copy(
             destination[:, destination_row] = source[:, source_row] if source_row >= 0 else 0
 
 
-def real_pairs(
-    source_rows: torch.Tensor | list[int],
-    destination_rows: torch.Tensor | list[int],
-    num_pairs: int,
-) -> list[tuple[int, int]]:
+def real_pairs(source_rows: Any, destination_rows: Any, num_pairs: int) -> list[tuple[int, int]]:
     """Return the pairs of rows that are not to be skipped; it waits for rows on a device."""
-    both = [
-        rows if isinstance(rows, list) else rows[:num_pairs].tolist()
-        for rows in (source_rows, destination_rows)
-    ]
+    if isinstance(source_rows, list):  # and so are the others
+        return list(zip(source_rows, destination_rows, strict=True))
+    both = source_rows[:num_pairs].tolist(), destination_rows[:num_pairs].tolist()
     return [
         (source, destination)
         for source, destination in zip(*both, strict=True)

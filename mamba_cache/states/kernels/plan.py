@@ -30,7 +30,7 @@ RowCopy: TypeAlias = Callable[[Any, Any, int], None]
 """Copies n rows, given the sources, the destinations, and n.
 
 Rows are [at least n] int32 or int64, contiguous, on the device of what is copied. The kernels'
-twins also take lists of n ints.
+twins also take lists of n ints, none of which is to be skipped.
 """
 
 TILE_WORDS = 512
