@@ -1,9 +1,7 @@
 """Megatron Core's inference context with this package's slots for saved states, and with no cache.
 
-``megatron.installed()`` is all that the swap takes; contexts are made and driven as Megatron's
-engine does it. A stand-in for the model moves a state along, which must end as without a cache.
-
-Needs a CUDA device and pip install -e '.[megatron]'; tests/engines/megatron.sh does without both.
+``megatron.installed()`` is all that the swap takes. A stand-in for the model moves a state along,
+which must end as without a cache. Needs a CUDA device and Megatron Core; the tests need no device.
 """
 
 from __future__ import annotations
@@ -18,8 +16,12 @@ import torch
 
 from mamba_cache.integrations import megatron
 
+try:
+    import_module("megatron.core")
+except ImportError as error:
+    sys.exit(f"This example needs Megatron Core: {error}. pip install -e '.[megatron]'")
 core = partial(import_module, package="megatron.core")
-BLOCK, CONV, SSM = 128, (6, 4), (2, 3, 5)
+BLOCK, SHAPES = 128, ((6, 4), (2, 3, 5), torch.float32, torch.float32)
 SYSTEM = b"You are a librarian. Answer in one sentence, and name the shelf on which it stands. " * 8
 QUESTIONS = (b"Where are the books on birds?", b"Which shelf has the oldest maps?", b"Who drew it?")
 
@@ -30,8 +32,7 @@ def make_context(*, cached: bool) -> Any:
         num_layers=3, hidden_size=16, num_attention_heads=2, params_dtype=torch.float32
     )
     config, layers = core(".inference.config"), ["M", "*", "M"]
-    shapes = CONV, SSM, torch.float32, torch.float32
-    states = config.MambaInferenceStateConfig(layers, *shapes, mamba_chunk_size=BLOCK)
+    states = config.MambaInferenceStateConfig(layers, *SHAPES, mamba_chunk_size=BLOCK)
     settings = config.InferenceConfig(
         block_size_tokens=BLOCK, buffer_size_gb=0.002, max_requests=4, max_tokens=16 * BLOCK,
         max_sequence_length=16 * BLOCK, enable_prefix_caching=cached,
@@ -69,8 +70,7 @@ def run(*, cached: bool) -> list[tuple[int, torch.Tensor]]:
     for question in QUESTIONS:
         request = core(".inference.inference_request").DynamicInferenceRequest(
             request_id=1, prompt_tokens=torch.tensor(list(SYSTEM + question), device=device),
-            sampling_params=sampling, block_size_tokens=BLOCK,
-            enable_prefix_caching=cached,
+            sampling_params=sampling, block_size_tokens=BLOCK, enable_prefix_caching=cached,
         )  # fmt: skip
         if cached:  # engines up to 0.18 count the blocks up to the last one that has a state
             known, hashes = slots.hash_to_block_id, request.precomputed_block_hashes

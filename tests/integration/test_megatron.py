@@ -407,6 +407,6 @@ def test_what_megatron_itself_lacks_is_not_taken_for_a_missing_module(write):
 def test_without_megatron_core_the_error_says_what_to_install(write, monkeypatch, name):
     write()
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match="pip install megatron-core"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e \'\.\[megatron\]\'"):
         megatron.install()
     megatron.uninstall()

@@ -18,10 +18,12 @@ from megatron_rig import (
     find_wheels,
     host_for_cuda,
     is_before,
+    make_context,
     megatron_core,
     megatron_steps,
     random_tokens,
 )
+from pages import python_blocks
 from sources import ROOT
 
 from mamba_cache import MambaSlotAllocator
@@ -78,6 +80,16 @@ def test_the_readmes_lines_run(core, generator):
     [code] = [code for code in blocks if "megatron.install" in code]
     exec(compile(code, "README.md", "exec"), {})
     assert type(Server(core, generator).slots) is MambaSlotAllocator
+
+
+def test_the_guides_lines_run(core, capsys):
+    """But for the README's, with which it begins."""
+    part, check = (code for code in python_blocks("how-to/megatron.md") if "install()" not in code)
+    names = {"megatron": megatron, "model_config": 24, "inference_config": 8}
+    names["DynamicInferenceContext"] = lambda blocks, slots: make_context(core, blocks, slots)
+    for code in (part, check):
+        exec(compile(code, "how-to/megatron.md", "exec"), names)
+    assert capsys.readouterr().out == "0 0 0\n"
 
 
 @pytest.fixture

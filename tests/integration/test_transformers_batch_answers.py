@@ -251,3 +251,25 @@ def test_log_probabilities_of_what_was_chosen(cache, nemotron, generator):
         expected = [shares[i, ids[0, i + 1]].item() for i in at]
         assert output.logprobs == pytest.approx(expected, abs=1e-4)
     assert max(max(output.generated_tokens) for output in outputs) < VOCABULARY
+
+
+def test_an_answer_has_one_log_probability_for_each_token(cache, nemotron, generator, monkeypatch):
+    """A fork without room, computed again in its parent's step, had that of its first one twice."""
+    prompt = tokens(generator, 2 * BLOCK + 5)
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    batch(cache, [tokens(generator, 5)])
+    queues = cache._batcher._queues
+
+    def find_no_room(request, first_tokens):
+        cache._batcher.context.preempt(request.key)
+        queues._forget(request)
+        queues._preempted[request.key] = request
+        return []
+
+    monkeypatch.setattr(queues, "fork", find_no_room)
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 4}
+    options |= {"eos_token_id": None, "continuous_batching_config": config}
+    outputs = batch(cache, [prompt], **options)
+    assert answers(outputs) == [nemotron.answer(prompt, 4)] * 2
+    assert [len(output.logprobs) for output in outputs] == [4, 4]
+    assert outputs[0].logprobs == pytest.approx(outputs[1].logprobs, abs=1e-4)

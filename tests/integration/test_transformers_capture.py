@@ -155,8 +155,8 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     assert probe_capture(runner, layout) is not None
     original = capture_module._Run
 
-    def shifted(num_tokens, cuts):
-        return original(num_tokens, tuple(cut + wrong for cut in cuts))
+    def shifted(num_rows, num_tokens, cuts, num_written):
+        return original(num_rows, num_tokens, tuple(cut + wrong for cut in cuts), num_written)
 
     monkeypatch.setattr(capture_module, "_Run", shifted)
     assert probe_capture(runner, layout) is None

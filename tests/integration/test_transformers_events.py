@@ -97,9 +97,9 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     cache = make_cache(make_model("granite 4"), measure_costs=False, **room)
     order, brought, publish = random.Random(generator.initial_seed()), [], PrefixTiers._publish
 
-    def noted(self, chain, tokens, end, blocks, slot):
+    def noted(self, prompt, end, blocks, slot):
         brought.extend(blocks)
-        return publish(self, chain, tokens, end, blocks, slot)
+        return publish(self, prompt, end, blocks, slot)
 
     monkeypatch.setattr(PrefixTiers, "_publish", noted)
     stems = [text(generator, n)[0].tolist() for n in (5 * BLOCK, 3 * BLOCK + 5, 4 * BLOCK)]

@@ -38,15 +38,20 @@ from transformers_rig import (
 
 from mamba_cache.errors import (
     BlockCapacityError,
+    DoubleFreeError,
     InvalidArgumentError,
     MissingStateError,
     ModelChangedError,
 )
+from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.capture import _find_scans
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.serve.models import ServedModel
+from mamba_cache.integrations.transformers.store import SequenceRecord
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -378,7 +383,7 @@ def test_a_miss_does_not_try_every_length_that_lies_below(family, generator, mon
     tiers, size = cache._store.tiers, 40 * BLOCK
     tiers._lengths.update(range(1, size + 1))
     tried, bring = [], tiers._bring_up_to
-    monkeypatch.setattr(tiers, "_bring_up_to", lambda *a: tried.append(a[2]) or bring(*a))
+    monkeypatch.setattr(tiers, "_bring_up_to", lambda *a: tried.append(a[1]) or bring(*a))
     matches, match = [], cache._store.match
     monkeypatch.setattr(cache._store, "match", lambda *a, **k: matches.append(1) or match(*a, **k))
     cached(cache, text(generator, size))
@@ -532,6 +537,51 @@ def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streami
     assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is_late):
+    """The server stops one when another model is asked for; clients of the first never heard."""
+    prompt, runner = tokens(generator, 9), Runner(nemotron.cache())
+    config = nemotron.config(max_new_tokens=5)
+    manager = BatchManager(runner, lambda _: ArrivalDetails(config), nemotron.model)
+
+    async def ask():
+        over = asyncio.get_running_loop().create_future()
+        manager.register_result_handler("one", over.set_result)
+        if is_late:
+            runner.may_run.set()
+            manager.stop()
+            manager.add_request(prompt, "one")
+        else:
+            manager.add_request(prompt, "one")
+            manager.stop(block=False)
+            runner.may_run.set()
+        return await asyncio.wait_for(over, 30)
+
+    manager.start()
+    output = asyncio.run(ask())
+    manager.stop()
+    if is_late:
+        assert "has ended" in output.error
+    else:
+        assert output.generated_tokens == nemotron.answer(prompt, 5)
+    assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+
+
+def test_a_model_without_memory_for_batches_is_served_request_by_request(nemotron, monkeypatch):
+    """Each of its requests failed, and tried to find the memory once more."""
+    tried = []
+
+    def run_out(cache):
+        tried.append(cache)
+        raise torch.OutOfMemoryError("no memory for live states")
+
+    monkeypatch.setattr(PrefixCache, "prepare_batches", run_out)
+    settings = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
+    one = ServedModel(nemotron.model, settings, lambda *_: None)
+    assert (one.batches(), one.batches()) == (None, None)
+    assert tried == [one.cache]
+
+
 # Two caches of one model, in two threads.
 
 
@@ -612,6 +662,20 @@ def _as_on_mps(is_supported, _, *args, **kwargs):
     return is_supported(torch.device("mps"), *args, **kwargs)
 
 
+def test_what_is_cached_after_a_lost_request_is_cancelled_still_goes_below(nemotron, generator):
+    """Its end was counted twice, after which nobody was ever taken to be the last one."""
+    cache = nemotron.cache(host_cache_gb=0.05)
+    batch(cache, [tokens(generator, 5)])
+    batcher, config = cache._batcher, nemotron.config(max_new_tokens=5)
+    settings = AnswerSettingsReader(nemotron.model, None, {}).read(config, 9)
+    [request] = batcher.submit("one", tokens(generator, 9), settings, seed=0)
+    batcher.drop()
+    batcher.end(request)
+    before = cache.tier_stats()[0].entries["state"]
+    batch(cache, [tokens(generator, 2 * BLOCK)])
+    assert cache.tier_stats()[0].entries["state"] > before
+
+
 # A request that cannot be answered, among others.
 
 
@@ -675,3 +739,30 @@ def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(
     assert "tokens were being biased" in second.error
     [again] = batch(cache, [prompts[1]], generation_config=plain_one)
     assert again.generated_tokens == nemotron.answer(prompts[1], 5)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_broke_a_call_off_is_told_whatever_it_left_behind(
+    nemotron, generator, monkeypatch, is_interrupted
+):
+    """Books that it left half-way refuse what is given back after it; that is not the news."""
+    model, cache, prompt = nemotron.model, make_cache(nemotron.model), text(generator, 20)
+    close = SequenceRecord.close
+
+    def refuse(record):
+        close(record)
+        raise DoubleFreeError("block 0 has 0 references, but 1 are given back")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SequenceRecord, "close", refuse)
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            cached(cache, prompt, **NEW, stopping_criteria=[interrupt])
+    else:
+        with pytest.raises(DoubleFreeError):
+            cached(cache, prompt, **NEW)
+    monkeypatch.undo()
+    cache.reset()
+    assert_same(plain(model, prompt, **NEW), cached(cache, prompt, **NEW))

@@ -647,8 +647,8 @@ def test_callbacks_that_write_to_the_ids(model, cache, prompt, when):
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 
     def processor(ids, scores):  # what it writes is not
-        if ids.shape[1] > prompt.shape[1] + 4:
-            ids[:, prompt.shape[1] + 1] = 9
+        if ids.shape[1] == prompt.shape[1] + 5:
+            ids[:, prompt.shape[1] + 1] ^= 1  # never the token that was there
         return scores
 
     options = {"max_new_tokens": 2 * BLOCK}

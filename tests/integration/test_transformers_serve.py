@@ -24,6 +24,7 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
+from pages import python_blocks  # noqa: E402
 from serve_rig import (  # noqa: E402
     BLOCK,
     CHATML,
@@ -791,6 +792,31 @@ def test_without_the_extra_its_name_is_said(uninstalled, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=rf"needs {package}: pip install -e '\.\[serve\]'"):
         serve.install(**SETTINGS)
+
+
+# The guide.
+
+
+def test_the_guides_lines_run(server, folders, words, uninstalled, capsys):
+    ask, run = python_blocks("how-to/serve.md")
+    running = []
+    names = {
+        "MODEL": folders["main"], "messages": [{"role": "user", "content": words(60)}],
+        "Serve": lambda **options: running.append(Server(**options)),
+    }  # fmt: skip
+    run = run.replace("from transformers.cli.serve import Serve\n", "")
+    run = re.sub(r"_gb=\d", "_gb=0.02", run).replace("0.02)", "0.02, block_size_tokens=16)")
+    exec(compile(run, "how-to/serve.md", "exec"), names)
+    try:
+        assert "localhost:8000" in ask
+        code = ask.replace("http://localhost:8000", running[0].url)
+        for _ in range(2):
+            exec(compile(code, "how-to/serve.md", "exec"), names)
+            names["client"].close()
+    finally:
+        running[0].close()
+    [first, second] = re.findall(r"^(\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
+    assert (first[1], second[1]) == ("0", first[0])
 
 
 # The command.

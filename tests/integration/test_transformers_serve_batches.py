@@ -1,11 +1,13 @@
 """transformers' own server with continuous batching, of hybrid models by their caches."""
 
+import gc
 import logging
 import os
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -160,6 +162,22 @@ def test_a_client_that_goes_away_ends_its_request(server, folders, found):
         assert batcher.counts.decoded_tokens != decoded or decoded < 5000
         decoded = batcher.counts.decoded_tokens
     assert decoded < 5000
+
+
+def test_an_unloaded_model_gives_its_cache_back(server, folders, found):
+    """The thread that runs its batches kept both, beside those that were loaded next."""
+    main, state = folders["main"], server.serve._generation_state
+    expected = server.chat(main, "Anybody there?").choices[0].message.content
+    model = weakref.ref(server.timed(main).model)
+    store = weakref.ref(found[-1].find(model()).cache._store)
+    thread = state.get_manager(f"{main}@main", use_cb=True)._cb._thread
+    server.timed(main).delete_model()
+    thread.join(30)
+    gc.collect()
+    assert (model(), store()) == (None, None)
+    again = server.chat(main, "Anybody there?")
+    assert again.choices[0].message.content == expected
+    assert found[-1].find(server.timed(main).model).cache.batch_stats().counts.steps
 
 
 def test_a_request_that_cannot_be_served_fails_alone(server, folders):

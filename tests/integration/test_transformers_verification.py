@@ -16,6 +16,7 @@ from transformers_rig import (
     make_model,
     text,
 )
+from verification_rig import files_called
 
 from mamba_cache.context import SkippedVerification, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
@@ -235,6 +236,20 @@ def test_hits_under_other_settings_and_weights(generator):
     assert cache.verification_stats().differences == CLEAN
 
 
+@pytest.mark.parametrize(
+    ("setting", "file"),
+    [({"verify_hits": 1.0}, "verification.py"), ({"log_requests": True}, "request_log.py")],
+)
+def test_it_costs_nothing_when_it_is_off(generator, setting, file):
+    def files_of_a_hit(**settings):
+        cache, prompt = make_cache(make_model("granite 4"), **settings), text(generator, 3 * BLOCK)
+        cached(cache, prompt)
+        return files_called(lambda: cached(cache, prompt))
+
+    assert file not in files_of_a_hit()
+    assert file in files_of_a_hit(**setting)
+
+
 def test_misuse_is_refused():
     cache = make_verified()
     with pytest.raises(InvalidArgumentError, match="max_hits"):
@@ -302,7 +317,7 @@ def test_generate_and_batches_write_one_log(generator, caplog):
     def reason(given, **options):
         caplog.clear()
         cache.generate_batch([given], one, **options)
-        [message] = caplog.messages
+        [message] = [one.message for one in caplog.records if one.name == "mamba_cache.requests"]
         return message.partition("skipped_tokens=")[2]
 
     cached(cache, prompt)

@@ -16,7 +16,8 @@ import pytest
 import torch
 import vllm_rig
 from align_states import Group, Model, States
-from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, save_model, serve, serve_drafts
+from pages import python_blocks
+from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, random_tokens, save_model, serve, serve_drafts
 
 from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
 from mamba_cache.integrations import vllm as adapter
@@ -78,6 +79,17 @@ def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
     assert wrong.tokens["cold", 0] != own.tokens["cold", 0] or any(
         wrong.tokens[request] != own.tokens[request] for request in HITS
     )
+
+
+def test_the_guides_lines_run(saved):
+    name, folder = saved
+    [code] = [code for code in python_blocks("how-to/vllm.md") if "LLM(model" in code]
+    names = {"model": folder, "LLM": lambda model, **options: Engine(model, name, **options)}
+    before = adapter.stats()
+    exec(compile(code, "how-to/vllm.md", "exec"), names)
+    with names["llm"] as engine:
+        engine.ask("guide", random_tokens(600, seed=1))
+    assert adapter.stats().steps > before.steps
 
 
 @pytest.fixture(scope="module")

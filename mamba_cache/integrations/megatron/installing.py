@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mamba_cache._extras import install_hint
 from mamba_cache.errors import MambaSlotCapacityError, MissingExtraError, UnsupportedVersionError
 from mamba_cache.integrations.megatron.stepping import (
     compute_prefix_match,
@@ -151,7 +152,7 @@ def _import_home() -> ModuleType:
         importlib.import_module("megatron.core")
     except ImportError as error:
         raise MissingExtraError(
-            "Megatron Core is not installed, or cannot be imported: pip install megatron-core"
+            f"Megatron Core is not installed, or cannot be imported: {install_hint('megatron')}"
         ) from error
     try:
         return importlib.import_module(_HOME)

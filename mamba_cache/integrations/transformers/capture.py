@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -24,21 +24,13 @@ _RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
 
 @dataclass(slots=True)
 class _Run:
-    """One forward whose states are captured.
+    """One forward whose states are captured."""
 
-    Attributes:
-        num_tokens: Tokens that it computes of each.
-        cuts: Where the scans are cut, in tokens from the first computed one, ascending.
-        pieces: What the last scan had as its state at each cut; None once a layer took it.
-        num_written: By cut, tensors that were captured.
-        num_rows: Sequences that it computes, all of the same length.
-    """
-
-    num_tokens: int
-    cuts: tuple[int, ...]
-    pieces: Sequence[torch.Tensor] | None = None
-    num_written: list[int] = field(default_factory=list)
-    num_rows: int = 1
+    num_rows: int  # sequences that it computes
+    num_tokens: int  # of each
+    cuts: tuple[int, ...]  # of the scans, in tokens from the first computed one, ascending
+    num_written: list[int]  # by cut, tensors that were captured
+    pieces: Sequence[torch.Tensor] | None = None  # the last scan's states, until a layer took them
 
 
 _current = threading.local()
@@ -53,10 +45,6 @@ class StateCapture:
     sequence in pieces, each from the state of the one before: the same calls as if the prompt were
     computed in several forwards, but projections, attention and MLPs run once over all of it. What
     enters a convolution or a sliding window passes through the cache's layers and is read there.
-
-    Args:
-        model: The model; its modules are searched for scans.
-        layers: What each layer of its cache keeps.
     """
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[LayerParts]) -> None:
@@ -97,9 +85,8 @@ class StateCapture:
             captured whole. A position that is missing has left garbage in its room.
         """
         positions = sorted(rooms)
-        run = _Run(num_tokens, tuple(position - start for position in positions))
-        run.num_rows = num_rows
-        run.num_written = [0] * len(positions)
+        cuts = tuple(position - start for position in positions)
+        run = _Run(num_rows, num_tokens, cuts, [0] * len(cuts))
         captured: set[int] = set()
         with ExitStack() as undo:
             for owner, name in self._scans:

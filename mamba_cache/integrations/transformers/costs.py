@@ -108,19 +108,9 @@ class Spending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheStats(CacheStats):
-    """``CacheStats`` of a prefix cache, and what it spent and saved.
+    """``CacheStats`` of a prefix cache, and what it spent and saved: see ``Spending``.
 
     Each request is a hit, a miss or a declined hit.
-
-    Attributes:
-        declined_hits: As in ``Spending``, like those that follow.
-        declined_tokens: Tokens.
-        declined_loads: Prompts.
-        splits: States.
-        declined_splits: Positions.
-        seconds_splitting: Seconds, estimated.
-        seconds_restoring: Seconds.
-        seconds_saved: Seconds, estimated.
     """
 
     declined_hits: int
@@ -247,12 +237,9 @@ class CostModel:
     def forward(
         self, num_tokens: int, start: int, num_cuts: int = 0
     ) -> AbstractContextManager[None]:
-        """Measure the forward inside.
+        """Measure the forward inside, over ``num_tokens`` tokens from ``start`` on.
 
-        Args:
-            num_tokens: Tokens of one sequence that it computes.
-            start: Tokens before them.
-            num_cuts: Where its scans are divided, to take states out.
+        Its scans are divided in ``num_cuts`` places, to take states out.
         """
         return self._timed(partial(self._learn_forward, num_tokens, start, num_cuts))
 
@@ -268,21 +255,11 @@ class CostModel:
             self._free.append((start, end))
 
     def forward_seconds(self, num_tokens: int, start: int) -> float | None:
-        """Return what a forward takes, None if that is not known.
-
-        Args:
-            num_tokens: Tokens of one sequence that it computes.
-            start: Tokens before them.
-        """
+        """Return what a forward takes, None if that is not known."""
         return (self._rest if start else self._whole).at(num_tokens)
 
     def prefill_seconds(self, num_tokens: int, start: int) -> float | None:
-        """Return about what it takes to compute tokens, None if no forward was measured.
-
-        Args:
-            num_tokens: Tokens of one sequence.
-            start: Tokens before them.
-        """
+        """Return about what it takes to compute tokens, None if no forward was measured."""
         known = self.forward_seconds(num_tokens, start)
         for curve in (self._whole, self._rest):
             known = curve.anywhere(num_tokens) if known is None else known
@@ -297,11 +274,7 @@ class CostModel:
         return statistics.median(self._cuts) if self._cuts else None
 
     def uses(self, saving: float | None) -> bool:
-        """Decide whether a hit is used.
-
-        Args:
-            saving: The seconds that it saves, None if that is not known.
-        """
+        """Decide whether a hit is used that saves so many seconds, None if that is not known."""
         if saving is None:
             return True
         if saving > 0:

@@ -49,12 +49,6 @@ class ModelFingerprint:
     Settings give a key: with other settings other prefixes are found, and with the same ones again
     those of before. Weights are compared by content with what they were when they were first seen.
 
-    Args:
-        model: The model.
-        weights_check: How much of the weights each call compares: "full" all of it, "sample" the
-            first 64 KiB of each tensor and in turn one sixteenth of the rest, "off" nothing but
-            which tensors they are and PyTorch's counters of writes.
-
     Attributes:
         key: Names the settings as they were when ``begin`` was called last.
 
@@ -80,17 +74,16 @@ class ModelFingerprint:
             run: Forwards of the model, which has run before, so that nothing is made only now.
         """
         self._settings.refresh()
-        settings, weights = dict(self._settings.values), self._contents()
-        tensors = dict(self._settings.tensors)  # else a new one could get the address of an old one
+        # It holds the tensors: else a new one could get the address of an old one.
+        before, weights = self._settings.reading, self._contents()
         run()
         self._settings.refresh()
-        others, other_weights = self._settings.values, self._contents()
-        del tensors
+        after, other_weights = self._settings.reading, self._contents()
         changed = {
             path
-            for before, after in ((settings, others), (weights, other_weights))
-            for path in before.keys() | after.keys()
-            if before.get(path) != after.get(path)
+            for one, other in ((before.values, after.values), (weights, other_weights))
+            for path in one.keys() | other.keys()
+            if one.get(path) != other.get(path)
         }
         self._settings.leave_out(frozenset(changed))
 
@@ -113,7 +106,7 @@ class ModelFingerprint:
             self._check_modes()
         self.key = self._current_key()
         self._weights.begin(
-            self._settings.tensors, is_read_anew=self._is_unchecked, may_differ=may_differ
+            self._settings.reading.tensors, is_read_anew=self._is_unchecked, may_differ=may_differ
         )
         self._is_unchecked = False
 
@@ -127,7 +120,7 @@ class ModelFingerprint:
 
     def portable_key(self) -> str | None:
         """Return what stands for the settings in all processes; None if nothing can."""
-        digest = self._settings.portable_digest
+        digest = self._settings.reading.portable_digest
         return None if digest is None else f"{digest} {global_settings()}"
 
     def weights_digest(self) -> str | None:
@@ -162,14 +155,14 @@ class ModelFingerprint:
         self._is_unchecked |= self._settings.refresh()
 
     def _current_key(self) -> str:
-        return f"{self._settings.digest} {global_settings()}"
+        return f"{self._settings.reading.digest} {global_settings()}"
 
     def _contents(self) -> dict[str, object]:
         kind: WeightsCheck = "off" if self._weights.kind == "off" else "full"
-        return dict(_Weights(kind).measure(self._settings.tensors))
+        return dict(_Weights(kind).measure(self._settings.reading.tensors))
 
     def _check_modes(self) -> None:
-        for path, module in self._settings.modules.items():
+        for path, module in self._settings.reading.modules.items():
             if module.training and _depends_on_mode(module):
                 raise InvalidArgumentError(
                     f"no part of the model must be in training mode, {_name(path)} is: call "
@@ -178,11 +171,11 @@ class ModelFingerprint:
 
 
 class _Weights:
-    """The tensors of a model, and what they held when they were first seen."""
+    """The tensors of a model, and what each held when it was first seen: ``expected``, by path."""
 
     def __init__(self, kind: WeightsCheck) -> None:
         self.kind: WeightsCheck = kind
-        self._expected: dict[str, object] = {}
+        self.expected: dict[str, object] = {}
         self._tensors: dict[str, list[torch.Tensor]] = {}
         self._special: dict[str, torch.Tensor] = {}
         self._flat: list[torch.Tensor] = []
@@ -193,19 +186,10 @@ class _Weights:
         self._may_differ = False
         self._num_calls = 0
 
-    @property
-    def expected(self) -> Mapping[str, object]:
-        """What each tensor held when it was first seen, by path."""
-        return self._expected
-
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool, may_differ: bool
     ) -> None:
-        """Begins to compare.
-
-        Raises:
-            ModelChangedError: They are others, and must not be.
-        """
+        """Begins to compare."""
         self._is_pending = False
         self._may_differ = may_differ
         self._num_calls += 1
@@ -226,11 +210,7 @@ class _Weights:
             self.confirm()
 
     def confirm(self) -> None:
-        """Wait for what ``begin`` began.
-
-        Raises:
-            ModelChangedError: The weights are others, and must not be.
-        """
+        """Wait for what ``begin`` began."""
         if not self._is_pending:
             return
         self._is_pending = False
@@ -259,15 +239,15 @@ class _Weights:
 
     def _take(self, found: dict[str, object], *, is_changed: bool) -> None:
         """Expect what was found, or say that it is not what was expected."""
-        known = self._expected
+        known = self.expected
         changed = [path for path, value in found.items() if known.get(path, value) != value]
         if self._may_differ:
-            self._expected = found
+            self.expected = found
         elif changed or is_changed:
             self._checksums = None
             raise _changed(changed)
         else:
-            self._expected |= found
+            self.expected |= found
 
     def _measured(self) -> Iterator[tuple[str, object]]:
         assert self._checksums is not None

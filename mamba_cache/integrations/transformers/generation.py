@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -30,21 +30,13 @@ __all__ = ["Generation", "remove_hooks"]
 
 @dataclass(slots=True)
 class _Row:
-    """One row of the batch that generates.
-
-    Attributes:
-        prompt: What it began with.
-        prefill: How that was computed; rows of the same prompt share it.
-        boundary: The last block boundary in its answer, 0 before the first.
-        states: Its conv and recurrent states there.
-        windows: Its windows there.
-    """
+    """One row of the batch that generates."""
 
     prompt: Prompt
-    prefill: Prefill
-    boundary: int = 0
-    states: list[torch.Tensor] = field(default_factory=list)
-    windows: list[torch.Tensor] = field(default_factory=list)
+    prefill: Prefill  # rows of the same prompt share it
+    boundary: int = 0  # the last block boundary in its answer, 0 before the first
+    states: list[torch.Tensor] = field(default_factory=list)  # conv and recurrent, there
+    windows: list[torch.Tensor] = field(default_factory=list)  # likewise
 
 
 class Generation:
@@ -55,19 +47,8 @@ class Generation:
     whatever ``generate`` does around it, it does as without a cache; and whoever else calls the
     model meanwhile, a streamer or a logits processor, is told by the cache, which he has not.
 
-    Args:
-        runner: The model.
-        prefiller: Computes prompts.
-        store: What is cached.
-        cache_salt: Prompts of different salts never match.
-        hint: What their sender says of them.
-        checkpoints: Of each row that ``generate`` was given, the positions that its caller named;
-            none if he named nothing.
-        eos_token_ids: Tokens that end an answer.
-        follows_rows: A row of the batch goes on with its own tokens, as in sampling; in beam
-            search rows change places, and only prompts are cached.
-        keeps_decoded: What is computed token by token is cached, as answers are; if False, only
-            what is computed as a whole.
+    Answers are cached if each row goes on with its own tokens, ``follows_rows`` (in beam search
+    rows change places), and if what is computed token by token is to be kept, ``keeps_decoded``.
 
     Attributes:
         cache: The transformers cache that ``generate`` is to use.
@@ -111,26 +92,25 @@ class Generation:
     def __enter__(self) -> Generation:
         """Arms the first forward."""
         model, store = self._runner.model, self._store
+        stand_in = partial(_stand_in_for, cache_name=self._runner.cache_name)
         self._undo = ExitStack()
-        self._undo.enter_context(replaced(store, model, "forward", self._stand_in))
+        self._undo.enter_context(replaced(store, model, "forward", stand_in))
         if self._runner.is_compiled:
             # Prompts have any length, and each new one would be compiled for itself.
             self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
         _armed[id(self.cache)] = self
         return self
 
-    def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return _stand_in_for(forward, self._runner.cache_name)
-
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Disarms it, and lets go of the prompts."""
         self._disarm()
-        for prefill in self._prefills.values():
-            prefill.record.close()
-
-    def belongs_to(self, store: PrefixStore) -> bool:
-        """Says whether what is generated is cached in ``store``."""
-        return self._store is store
+        try:
+            for prefill in self._prefills.values():
+                prefill.record.close()
+        except MambaCacheError:
+            if error is None:
+                raise
+            # What broke off in the midst of the books is what the caller must hear of.
 
     def _disarm(self) -> None:
         _armed.pop(id(self.cache), None)
@@ -139,13 +119,7 @@ class Generation:
     def watch(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Keep states at block boundaries; a stopping criterion that stops nothing.
 
-        Args:
-            input_ids: [rows, length] int64: all tokens so far, of which the last has not gone
-                through the model.
-            scores: Not read.
-
-        Returns:
-            [rows] bool, False.
+        Of ``input_ids``, [rows, length] int64, the last token has not gone through the model.
         """
         is_first, self._ids = self._ids is None, input_ids
         if is_first:
@@ -165,11 +139,7 @@ class Generation:
         return self._streamer
 
     def publish(self, output: Any) -> None:
-        """Make the answers findable, once ``generate`` has returned.
-
-        Args:
-            output: What it returned.
-        """
+        """Make the answers findable, once ``generate`` has returned ``output``."""
         if self._ids is None or not self._keeps_answers:
             return
         # Where the host does not wait for each token, as on MPS, the last one may be taken back.
@@ -191,12 +161,7 @@ class Generation:
     def first_forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Compute what is left of the prompts, in the place of the model's first forward.
 
-        Args:
-            forward: The model's forward.
-            kwargs: What ``generate`` calls it with.
-
-        Returns:
-            What ``forward`` returns, of the last token at least.
+        It is called as ``forward`` is, and returns what that does, of the last token at least.
         """
         self._disarm()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
@@ -301,11 +266,7 @@ class Generation:
         return prefill.segments[-1].start
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
-        """Return how many tokens of each row the forward of the batch computes.
-
-        Raises:
-            InvalidArgumentError: A row has fewer than the model can be given, and others do not.
-        """
+        """Return how many tokens of each row the forward of the batch computes."""
         lengths, left = {len(prompt.tokens) for prompt in prompts}, self._prefiller.fewest_tokens
         if lengths == {1}:
             return 1
@@ -443,12 +404,7 @@ _armed: dict[int, Generation] = {}
 
 
 def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
-    """Make what stands in the place of a model's forward while a ``Generation`` is open.
-
-    Args:
-        forward: The model's.
-        cache_name: The argument that takes its cache.
-    """
+    """Make what stands in the place of a model's forward while a ``Generation`` is open."""
 
     @wraps(forward)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -469,12 +425,11 @@ def _nothing(_: Any) -> None:
 
 
 def remove_hooks(store: PrefixStore) -> None:
-    """Take from a model what generations put there that broke off before they could undo it.
+    """Take from a model what generations of a store put there and could not undo.
 
-    Args:
-        store: Whose generations; those of another cache of the same model are left alone.
+    Those of another cache of the same model are left alone.
     """
     for key, generation in list(_armed.items()):
-        if generation.belongs_to(store):
+        if generation._store is store:
             _armed.pop(key, None)
     put_back(store)

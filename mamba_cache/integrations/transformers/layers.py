@@ -37,21 +37,13 @@ _KNOWN_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What one layer keeps of a sequence.
+    """What one layer keeps of a sequence."""
 
-    Attributes:
-        kind: The name of the layer's class.
-        convs: Indices of its conv states.
-        recurrents: Indices of its recurrent states.
-        has_tokens: It keeps the keys and values of all tokens.
-        window: It keeps those of as many tokens, the last ones; 0 if of none or of all.
-    """
-
-    kind: str
-    convs: tuple[int, ...]
-    recurrents: tuple[int, ...]
-    has_tokens: bool
-    window: int
+    kind: str  # the name of the layer's class
+    convs: tuple[int, ...]  # indices of its conv states
+    recurrents: tuple[int, ...]  # indices of its recurrent states
+    has_tokens: bool  # it keeps the keys and values of all tokens
+    window: int  # it keeps those of as many tokens, the last ones; 0 if of none or of all
 
 
 @dataclass(slots=True)
@@ -108,12 +100,7 @@ class SequenceMemory:
 
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:
-    """Make one batch of sequences, padded on the left with zeros.
-
-    Args:
-        memories: One row each, in the order of the rows; the same one may come repeatedly.
-        num_tokens: To what length they are padded, at least that of the longest.
-    """
+    """Make one batch of sequences of one row each, padded on the left with zeros to a length."""
     short = [num_tokens - memory.num_tokens for memory in memories]
     return SequenceMemory(
         num_tokens,
@@ -124,10 +111,7 @@ def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> Seque
 
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
-    """Find out what each layer of a cache keeps.
-
-    Args:
-        cache: A transformers cache that a forward has filled.
+    """Find out what each layer of a cache keeps that a forward has filled.
 
     Raises:
         InvalidArgumentError: A layer is of a kind that is not known, or none has a state in the
@@ -151,13 +135,7 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
-    """Return the tensors of a cache, not copied.
-
-    Args:
-        cache: A cache whose layers are ``layers``.
-        layers: As learned.
-        num_tokens: Tokens that went through it.
-    """
+    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
     memory = SequenceMemory(num_tokens)
     for layer, parts in zip(_layers(cache), layers, strict=True):
         memory.states += [_numbered(layer.conv_states)[i] for i in parts.convs]
@@ -177,12 +155,7 @@ def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Ten
 
 
 def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMemory) -> None:
-    """Fill a fresh cache; it copies what it is given.
-
-    Args:
-        cache: A cache that no forward has used.
-        layers: As learned from another cache of the same model.
-        memory: What to put in.
+    """Fill a cache that no forward has used; it copies what it is given.
 
     Raises:
         InvalidArgumentError: The cache is not of the kind that was learned.
@@ -200,11 +173,7 @@ def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMem
 
 
 class EmptyCache:
-    """An empty cache, from which others are copied.
-
-    Args:
-        cache: A transformers cache that no forward has used, or ever will.
-    """
+    """A cache that no forward has used, or ever will, from which others are copied."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -235,12 +204,7 @@ class CacheFiller:
 
     Going through the methods of each layer costs several launches a state. What these methods do to
     a layer beside storing tensors is the same for every sequence, whatever the version of
-    transformers: it is looked up once, in a cache that they filled.
-
-    Args:
-        fresh: A cache that no forward has used; it is used up.
-        layers: What each of its layers keeps.
-        sample: Some sequence of at least one token, one row.
+    transformers: it is looked up once, in the fresh cache ``fresh``, which they fill with a sample.
 
     Raises:
         InvalidArgumentError: The cache is not of the kind that was learned.
@@ -260,11 +224,7 @@ class CacheFiller:
         self._changes = [_split(changed) for changed in changes]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Make a fresh cache own what is in ``memory``, one row.
-
-        Args:
-            cache: A cache that no forward has used.
-            memory: Nobody else writes or keeps its tensors.
+        """Make a fresh cache own the tensors of ``memory``, one row, that nobody else has.
 
         Raises:
             InvalidArgumentError: The cache is not of the kind that was learned.

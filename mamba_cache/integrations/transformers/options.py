@@ -137,11 +137,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
 
     That joins what the caller gave, his ``generation_config``, the model's, and the library's
     defaults. The library joins them in one method, which is called here with what ``generate`` will
-    call it with: so it cannot come to another result.
-
-    Args:
-        model: The model.
-        options: What was passed to ``generate`` beside the prompts. Nothing of it is changed.
+    call it with: so it cannot come to another result. Nothing of ``options`` is changed.
 
     Raises:
         InvalidArgumentError: Something that is set cannot be served; the message says why.
@@ -181,10 +177,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
 def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """Decides whether the answers of a batch can be made, and returns the configuration of them.
 
-    Args:
-        model: The model.
-        config: A ``GenerationConfig``, or None for the model's.
-        options: What changes it, such as ``max_new_tokens``.
+    ``options`` change the ``config`` that was given, or the model's where it is None.
 
     Returns:
         A configuration of its own, joined as ``generate`` joins it.
@@ -222,9 +215,6 @@ class OptionsReader:
     """Reads the options of a model's calls, and knows those of the last call again.
 
     Joining configurations takes the library half a millisecond.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -235,9 +225,6 @@ class OptionsReader:
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
         """Does what ``read_options`` does.
-
-        Args:
-            options: What was passed to ``generate`` beside the prompts.
 
         Raises:
             InvalidArgumentError: Something that is set cannot be served.

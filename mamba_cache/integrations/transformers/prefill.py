@@ -22,7 +22,6 @@ from mamba_cache.integrations.transformers.layers import (
     read_layers,
 )
 from mamba_cache.integrations.transformers.prompts import PromptHint
-from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
@@ -38,36 +37,23 @@ _DECODED = 8
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens that one forward computes.
+    """Tokens that one forward computes."""
 
-    Attributes:
-        start: Position of the first one.
-        end: Position after the last one.
-        checkpoints: Positions inside it, or at its end, whose states are kept: multiples of the
-            block size.
-    """
-
-    start: int
-    end: int
+    start: int  # position of the first one
+    end: int  # position after the last one
+    # Positions inside it, or at its end, whose states are kept: multiples of the block size.
     checkpoints: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Prefill:
-    """A prompt that is being computed.
+    """A prompt that is being computed."""
 
-    Attributes:
-        tokens: Its token ids.
-        cache: The transformers cache that it is computed into.
-        record: What of it is cached.
-        segments: What is left to compute; empty if all of it was restored.
-        logits: [1, vocabulary]: what follows, if all of it was restored and that is known.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    cache: Any
-    record: SequenceRecord
-    segments: list[Segment]
+    tokens: npt.NDArray[np.int32]  # its token ids
+    cache: Any  # the transformers cache that it is computed into
+    record: SequenceRecord  # what of it is cached
+    segments: list[Segment]  # what is left to compute; empty if all of it was restored
+    # [1, vocabulary]: what follows, if all of it was restored and that is known.
     logits: torch.Tensor | None = None
 
 
@@ -85,9 +71,6 @@ class Prefiller:
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
         is_stepwise: After the first forward, or after a restored state, the model must be given
             single tokens.
-        is_step_exact: A single token leaves behind what it does in a prefill, but for rounding.
-
-    Attributes:
         fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
             exact, else 1. A prompt of one token is computed at once all the same.
     """
@@ -104,7 +87,7 @@ class Prefiller:
         segment_tokens: int,
         may_shrink: bool,
         is_stepwise: bool,
-        is_step_exact: bool = True,
+        fewest_tokens: int,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -115,7 +98,7 @@ class Prefiller:
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
         self._is_stepwise = is_stepwise
-        self.fewest_tokens = 1 if is_step_exact else 2
+        self.fewest_tokens = fewest_tokens
 
     def begin(
         self,
@@ -184,39 +167,33 @@ class Prefiller:
         cache_salt: ExtraKey,
         hint: PromptHint = _NO_HINT,
         checkpoints: Collection[int] = (),
-        is_retry: bool = False,
     ) -> Prefill:
-        """Restores the longest cached prefix of a prompt and computes the rest.
-
-        Args:
-            tokens: As in ``begin``, like the others.
-            cache: It is filled.
-            end: How many of the tokens.
-            min_computed: How many are to be computed in any case.
-            cache_salt: Prompts of different salts never match.
-            hint: What its sender says of it.
-            checkpoints: Positions whose states are kept in any case.
-            is_retry: The prompt is counted already.
+        """Restores the longest cached prefix of a prompt, as ``begin`` does, and computes the rest.
 
         Returns:
             The prompt; close its record when it is done.
         """
-        bounds: dict[str, Any] = {"end": end, "min_computed": min_computed}
-        bounds |= {"cache_salt": cache_salt, "hint": hint, "checkpoints": checkpoints}
-        prefill = self.begin(tokens, cache, **bounds, is_retry=is_retry)
-        try:
-            self.run(prefill, prefill.segments)
-        except BaseException as error:
-            prefill.record.close()
-            if not self.retry(prefill, error):
-                raise
-        else:
-            return prefill
-        return self.compute(tokens, cache, **bounds, is_retry=True)
-
-    def put_back(self) -> None:
-        """Undoes what a forward that broke off has replaced in the model's code."""
-        put_back(self._capture)
+        is_retry = False
+        while True:
+            prefill = self.begin(
+                tokens,
+                cache,
+                end=end,
+                min_computed=min_computed,
+                cache_salt=cache_salt,
+                hint=hint,
+                checkpoints=checkpoints,
+                is_retry=is_retry,
+            )
+            try:
+                self.run(prefill, prefill.segments)
+            except BaseException as error:
+                prefill.record.close()
+                if not self.retry(prefill, error):
+                    raise
+                is_retry = True
+            else:
+                return prefill
 
     def retry(self, prefill: Prefill, error: BaseException) -> bool:
         """Prepare for computing a prompt again, in smaller segments, if that can help.
@@ -287,20 +264,11 @@ class Prefiller:
             yield captured
 
     def expected_saving(self, cached_tokens: int, new_tokens: int) -> float | None:
-        """Return the seconds by which a hit is faster than none, None if that is not known.
-
-        Args:
-            cached_tokens: Tokens that it does not compute.
-            new_tokens: Tokens that follow them.
-        """
+        """Return the seconds by which a hit is faster than none, None if that is not known."""
         return self._saving(cached_tokens, cached_tokens + new_tokens)
 
     def break_even_tokens(self, new_tokens: int) -> int | None:
-        """Return from how many cached tokens on a hit wins, None if that is not known.
-
-        Args:
-            new_tokens: Tokens that follow them.
-        """
+        """Return from how many cached tokens on a hit wins, None if that is not known."""
         size = self._store.layout.block_size_tokens
         lengths = {size * step << power for power in range(12) for step in (2, 3)} | {size}
         gains = {n: self._saving(n, n + new_tokens) for n in lengths}
@@ -424,15 +392,7 @@ class Prefiller:
         end: int,
         named: Collection[int],
     ) -> set[int]:
-        """Decides after which tokens states are kept.
-
-        Args:
-            record: The prompt.
-            num_tokens: Of the prompt.
-            start: Tokens restored.
-            end: Tokens restored or computed.
-            named: What the caller named.
-        """
+        """Decides after which of the tokens from ``start`` to ``end`` states are kept."""
         size, found = self._store.layout.block_size_tokens, record.match.skip_tokens
         facts = PlacementFacts(
             prompt_tokens=num_tokens,

@@ -53,20 +53,13 @@ from mamba_cache.integrations.transformers.prompts import (
     pad_prompts,
     read_prompt,
 )
+from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
-from mamba_cache.integrations.transformers.verification import (
-    PromptWatch,
-    verify_prefixes,
-)
-from mamba_cache.slots import (
-    SLOT_POLICIES,
-    CheckpointPlacement,
-    SlotEvictionPolicy,
-    SlotPool,
-)
+from mamba_cache.integrations.transformers.verification import PromptWatch, verify_prefixes
+from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
 from mamba_cache.tiers import TierStats
@@ -76,7 +69,7 @@ __all__ = ["PrefixCache"]
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
-_MOST_CHUNK_TOKENS = 8192
+_MOST_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch
 _FEWEST_SLOTS = 16
 """From which on the default policy learns: with fewer a chat must go on from its last state."""
 
@@ -214,8 +207,15 @@ class PrefixCache:
         self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
         self._guard = CallGuard(self._take_back)
-        self._placement = placement
-        self._segment_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
+        most_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
+        self._batcher_settings = BatcherSettings(
+            max_requests=max_batch_size,
+            chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), block_size_tokens),
+            placement=placement,
+            saves_answers=reuse_answers and is_step_exact,
+            fewest_tokens=1 if is_step_exact else 2,
+        )
+        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
         self._store = PrefixStore(
             layout,
             num_slots=num_slots,
@@ -229,17 +229,16 @@ class PrefixCache:
         self._prefiller = Prefiller(
             self._runner,
             self._store,
-            filler=CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
+            filler=self._filler,
             capture=self._capture,
             placement=placement,
             costs=self._costs,
-            segment_tokens=self._segment_tokens,
+            segment_tokens=most_tokens,
             may_shrink=segment_tokens is None,
             is_stepwise=fault is not None,
-            is_step_exact=is_step_exact,
+            fewest_tokens=self._batcher_settings.fewest_tokens,
         )
         self._fault = fault
-        self._max_batch_size = max_batch_size
         self._batcher: Batcher | None = None
         self._trace_log = None
         if trace_path is not None:
@@ -321,7 +320,17 @@ class PrefixCache:
         served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
-        with self._watch(served, cache_salt, hint, named) as generation:
+        with Generation(
+            self._runner,
+            self._prefiller,
+            self._store,
+            cache_salt=cache_salt,
+            hint=hint,
+            checkpoints=named,
+            eos_token_ids=served.eos_token_ids,
+            follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
+            keeps_decoded=self._reuse_answers,
+        ) as generation:
             own = options.get("stopping_criteria") or ()
             criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
             arguments = {
@@ -473,7 +482,7 @@ class PrefixCache:
 
         begin()
         configure(batcher, manager.batching_config)
-        batcher.warm_up(self._max_batch_size)
+        batcher.warm_up(self._batcher_settings.max_requests)
         manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
@@ -481,12 +490,7 @@ class PrefixCache:
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:
-        """Returns what runs batches; the first time it takes room for their live states.
-
-        Raises:
-            InvalidArgumentError: The model cannot be served in batches.
-            UnresumableModelError: The model computes something else for several requests at once.
-        """
+        """Returns what runs batches; the first time it takes room for their live states."""
         if torch.is_autocast_enabled(self._home[0].type):
             raise InvalidArgumentError(
                 "generate_batch cannot be called under autocast: the context keeps keys and values "
@@ -499,19 +503,8 @@ class PrefixCache:
                 "generate_batch cannot serve a model that must be given single tokens after a "
                 f"restored state ({self._fault}); generate serves it"
             )
-        layout, fewest = self._store.layout, self._prefiller.fewest_tokens
         batcher = Batcher(
-            self._runner,
-            self._store,
-            CacheFiller(self._runner.new_cache(), layout.layers, layout.sample),
-            self._capture,
-            BatcherSettings(
-                max_requests=self._max_batch_size,
-                chunk_tokens=_chunk_tokens(self._segment_tokens, layout.block_size_tokens),
-                placement=self._placement,
-                saves_answers=self._reuse_answers and fewest == 1,
-                fewest_tokens=fewest,
-            ),
+            self._runner, self._store, self._filler, self._capture, self._batcher_settings
         )
         check_batcher(batcher, self._runner)
         self._batcher = batcher
@@ -776,7 +769,7 @@ class PrefixCache:
     def _remove_hooks(self) -> None:
         """Free the model of what a call put there that broke off."""
         remove_hooks(self._store)
-        self._prefiller.put_back()
+        put_back(self._capture)
         self._runner.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -825,25 +818,6 @@ class PrefixCache:
         device = self._runner.model.device
         return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
 
-    def _watch(
-        self,
-        served: ServedOptions,
-        cache_salt: ExtraKey,
-        hint: PromptHint,
-        checkpoints: Sequence[Sequence[int]],
-    ) -> Generation:
-        return Generation(
-            self._runner,
-            self._prefiller,
-            self._store,
-            cache_salt=cache_salt,
-            hint=hint,
-            checkpoints=checkpoints,
-            eos_token_ids=served.eos_token_ids,
-            follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
-            keeps_decoded=self._reuse_answers,
-        )
-
 
 def _read_policy(
     eviction: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
@@ -869,11 +843,6 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
     return max(most // block_size_tokens, 1) * block_size_tokens
 
 
-def _chunk_tokens(segment_tokens: int, block_size_tokens: int) -> int:
-    """Returns how much of prompts one step of a batch computes beside those that decode."""
-    return max(min(segment_tokens, _MOST_CHUNK_TOKENS), block_size_tokens)
-
-
 def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size: int) -> None:
     sizes = [("block_size_tokens", block_size_tokens, "the model's SSM chunk", chunk_size)]
     if segment_tokens is not None:
@@ -889,16 +858,8 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size:
 def _probe(
     runner: ModelRunner, block_size_tokens: int, on_unresumable: str
 ) -> tuple[PrefixLayout, str | None, bool]:
-    """Learns what the model keeps, why several tokens do not go on from it, and if single ones do.
-
-    Raises:
-        InvalidArgumentError: ``on_unresumable`` is unknown, or ``probe`` refuses the model.
-        UnresumableModelError: It does not go on correctly, and nothing is to be done about it.
-    """
-    if on_unresumable not in ("error", "step"):
-        raise InvalidArgumentError(
-            f"on_unresumable must be 'error' or 'step', got {on_unresumable!r}"
-        )
+    """Learns what the model keeps, why several tokens do not go on from it, and if one does."""
+    check_choice("on_unresumable", on_unresumable, ("error", "step"))
     result = probe(runner, block_size_tokens)
     if result.fault and on_unresumable == "error":
         raise UnresumableModelError(
@@ -910,12 +871,7 @@ def _probe(
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
-    """Counts what a budget holds.
-
-    Raises:
-        InvalidArgumentError: The budget is no finite number >= 0.
-        BudgetError: It holds nothing.
-    """
+    """Counts what a budget holds."""
     if not isinstance(budget_gb, (int, float)) or not 0 <= budget_gb < math.inf:
         raise InvalidArgumentError(f"{name} must be a finite number >= 0, got {budget_gb!r}")
     if not unit_bytes:

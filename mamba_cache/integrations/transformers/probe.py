@@ -50,31 +50,20 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """One tensor that a run leaves behind.
+    """One tensor that a run leaves behind."""
 
-    Attributes:
-        layer: The layers before this one have shaped it.
-        name: What it is.
-        tensor: [1, ...].
-        token_axis: Its axis of tokens, each of which must be right; None: it has none.
-    """
-
-    layer: int
+    layer: int  # the layers before this one have shaped it
     name: str
     tensor: torch.Tensor
-    token_axis: int | None = None
+    token_axis: int | None = None  # of tokens each of which must be right
 
 
 def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
-    """Run random tokens whole, in two parts, and token by token, and compare.
+    """Run random tokens whole, in two parts, the first a block, and token by token, and compare.
 
     The runs in parts begin with a cache that went through a slot and a KV block. All that the
     layers keep is compared, and the logits. What rounding does to this model is measured: whole
     runs over embeddings that are rounded otherwise differ from each other by no more.
-
-    Args:
-        runner: The model.
-        block_size_tokens: The length of the first part.
 
     Raises:
         InvalidArgumentError: The model's cache is not of a kind that can be taken apart.
@@ -239,7 +228,7 @@ def _run(
     if position:
         write_layers(cache, layout.layers, start)
     for part in parts:
-        logits.append(runner.forward_all(part, cache, position))
+        logits.append(runner.forward(part, cache, position, logits_to_keep=0))
         position += len(part)
     memory = read_layers(cache, layout.layers, position)
     traces = _traces(layout, memory)

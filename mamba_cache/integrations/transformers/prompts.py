@@ -29,17 +29,11 @@ _ID_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One row of a batch without its padding.
+    """One row of a batch without its padding."""
 
-    Attributes:
-        tokens: Token ids.
-        padding: Columns on the left that are not part of it.
-        key: The same for rows of the same tokens, and for no others.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    padding: int
-    key: bytes
+    tokens: npt.NDArray[np.int32]  # token ids
+    padding: int  # columns on the left that are not part of it
+    key: bytes  # the same for rows of the same tokens, and for no others
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +105,7 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
 def pad_prompts(
     prompts: Any, vocabulary: int, pad_token_id: int | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a batch of prompts of different lengths, padded on the left.
-
-    Args:
-        prompts: A list of prompts, each a list of token ids.
-        vocabulary: Token ids are less than this.
-        pad_token_id: What they are padded with; the mask says where, so it may be None.
-        device: Where the batch is made.
+    """Make a batch of prompts, a list of lists of token ids, padded on the left.
 
     Returns:
         ``input_ids`` and ``attention_mask``, [prompts, length of the longest] int64 each.
@@ -151,11 +139,7 @@ def pad_prompts(
 
 
 def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
-    """Return the token ids of each of some prompts, of which there may be none.
-
-    Args:
-        prompts: A collection of what ``read_prompt`` takes.
-        vocabulary: Token ids are less than this.
+    """Return the token ids of each of a collection of prompts, of which there may be none.
 
     Raises:
         InvalidArgumentError: It is none, or one of them is no such prompt.

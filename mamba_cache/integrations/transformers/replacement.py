@@ -17,23 +17,14 @@ ABSENT = object()
 
 @dataclass(slots=True)
 class _Replacement:
-    """An attribute that is replaced now.
-
-    Attributes:
-        owner: Whose it is.
-        name: What it is called.
-        original: What was there.
-        is_own: It was an attribute of the object itself, not of its class.
-        substitute: What stands in its place.
-        users: Who wants it replaced, by identity.
-    """
+    """An attribute that is replaced now."""
 
     owner: Any
     name: str
     original: Any
-    is_own: bool
+    is_own: bool  # it was an attribute of the object itself, not of its class
     substitute: Any
-    users: dict[int, object] = field(default_factory=dict)
+    users: dict[int, object] = field(default_factory=dict)  # who wants it replaced, by identity
 
 
 class _Replacements:
@@ -79,7 +70,11 @@ class _Replacements:
         del self._now[key]
 
     def original(self, namespace: Any, name: str) -> Any:
-        """Return what an attribute would be if nobody had replaced it."""
+        """Return what an attribute would be if no call had replaced it.
+
+        ``namespace`` is where the attributes of an object lie, such as ``vars(owner)``. An
+        attribute that is only there to stand before that of the class is ``ABSENT``.
+        """
         if self._now:  # another thread may be about to replace something else
             for now in list(self._now.values()):
                 if now.name == name and vars(now.owner) is namespace:
@@ -87,12 +82,14 @@ class _Replacements:
         return namespace[name]
 
     def put_back(self, user: object) -> None:
-        """Release whatever ``user`` still has replaced."""
+        """Undo what calls of ``user`` replaced that were broken off before they could undo it."""
         for key in list(self._now):
             self.release(key, user)
 
 
 _replacements = _Replacements()
+original = _replacements.original
+put_back = _replacements.put_back
 
 
 @contextmanager
@@ -114,21 +111,3 @@ def replaced(user: object, owner: Any, name: str, replace: Callable[[Any], Any])
         yield
     finally:
         _replacements.release((id(owner), name), user)
-
-
-def original(namespace: Any, name: str) -> Any:
-    """Return what an attribute would be if no call had replaced it.
-
-    Args:
-        namespace: Where the attributes of an object lie, such as ``vars(owner)``.
-        name: The attribute's.
-
-    Returns:
-        It; ``ABSENT`` if it is there only to stand before that of the class.
-    """
-    return _replacements.original(namespace, name)
-
-
-def put_back(user: object) -> None:
-    """Undo what calls of ``user`` replaced that were broken off before they could undo it."""
-    _replacements.put_back(user)

@@ -32,12 +32,8 @@ _Tokens = Sequence[int] | npt.NDArray[np.int32]
 class ModelRunner:
     """Runs a model over parts of a sequence.
 
-    Args:
-        model: A causal language model of transformers.
-        weights_check: How much of the weights each call compares.
-
     Attributes:
-        model: As given.
+        model: A causal language model of transformers.
         fingerprint: Whether it is still the same.
         cache_name: The argument of the model's forward that takes its cache.
 
@@ -108,23 +104,13 @@ class ModelRunner:
             self._empty_cache = EmptyCache(transformers().DynamicCache(config=config))
         return self._empty_cache.copy()
 
-    def forward(self, tokens: _Tokens, cache: Any, start: int) -> torch.Tensor:
-        """Computes tokens of one sequence.
-
-        Args:
-            tokens: Their ids.
-            cache: What the model's layers kept of the tokens before; it is updated.
-            start: How many those are.
-
-        Returns:
-            [1, len(tokens), vocabulary] logits, or of the last token alone where the model can
-            leave out the others.
-        """
-        return self._forward(tokens, cache, start, logits_to_keep=1)
-
-    def forward_all(self, tokens: _Tokens, cache: Any, start: int) -> torch.Tensor:
-        """Does the same, and returns the logits of all tokens."""
-        return self._forward(tokens, cache, start, logits_to_keep=0)
+    def forward(
+        self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1
+    ) -> torch.Tensor:
+        """Computes tokens of one sequence, from position ``start`` on: see ``forward_rows``."""
+        ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
+        positions = torch.arange(start, start + len(tokens), device=ids.device)
+        return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
 
     def try_out(self) -> None:
         """Computes a few tokens, at once and then one more."""
@@ -156,18 +142,6 @@ class ModelRunner:
     def placement(self) -> tuple[torch.device, torch.dtype]:
         """Returns the model's device and dtype."""
         return self.model.device, self.model.dtype
-
-    def _forward(
-        self,
-        tokens: _Tokens,
-        cache: Any,
-        start: int,
-        *,
-        logits_to_keep: int,
-    ) -> torch.Tensor:
-        ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
-        positions = torch.arange(start, start + len(tokens), device=ids.device)
-        return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
 
     def forward_rows(
         self,
@@ -201,12 +175,7 @@ class ModelRunner:
         return logits
 
     def output(self, logits: torch.Tensor, cache: Any) -> Any:
-        """Makes what the model's forward returns.
-
-        Args:
-            logits: [rows, tokens, vocabulary].
-            cache: The transformers cache that it would have updated.
-        """
+        """Makes what the model's forward returns: logits [rows, tokens, vocabulary] and a cache."""
         return self._output_type(**{"logits": logits, self.cache_name: cache})
 
     @property
@@ -239,12 +208,7 @@ class ModelRunner:
 
 
 def _check_rope(model: Any) -> None:
-    """Checks that a token's rotary embedding depends on its position alone.
-
-    Raises:
-        UnresumableModelError: It does not: with more tokens, those of all positions are others, so
-            that keys computed for a shorter sequence are wrong in a longer one.
-    """
+    """Checks that a token's rotary embedding depends on its position alone."""
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from functools import partial
 from operator import attrgetter, getitem, is_
@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 
 from mamba_cache.integrations.transformers.replacement import ABSENT, original
 
-__all__ = ["ModelSettings", "global_settings", "is_same"]
+__all__ = ["ModelSettings", "Reading", "global_settings", "is_same"]
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, Enum,
@@ -59,72 +59,29 @@ class ModelSettings:
     reads from a list that it closes over is not seen. What a call of a cache has replaced for its
     length counts as what was there before.
 
-    Args:
-        model: A module.
-
     Attributes:
-        left_out: Paths of what a forward rewrites by itself, which is no setting.
+        reading: What was read last; nothing before the first ``refresh``.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._identities = _Identities()
-        self._reading: _Reading | None = None
-        self.left_out: frozenset[str] = frozenset()
+        self._left_out: frozenset[str] = frozenset()
+        self.reading = Reading(self._identities, self._left_out)
 
     def leave_out(self, paths: frozenset[str]) -> None:
-        """Read these paths no more."""
-        self.left_out |= paths
-        self._reading = None
+        """Read no more what lies at these paths: a forward rewrites it, so it is no setting."""
+        self._left_out |= paths
+        self.reading = Reading(self._identities, self._left_out)
 
     def refresh(self) -> bool:
         """Read the model again if anything changed since; say whether it had to."""
-        if self._reading is not None and self._reading.is_current():
+        if self.reading.digest and self.reading.is_current():
             return False
-        reading = _Reading(self._identities, self.left_out)
+        reading = Reading(self._identities, self._left_out)
         reading.read(self._model)
-        self._reading = reading
+        self.reading = reading
         return True
-
-    @property
-    def digest(self) -> str:
-        """Names all settings as they were read last."""
-        assert self._reading is not None
-        return self._reading.digest
-
-    @property
-    def portable_digest(self) -> str | None:
-        """Names all settings so that another process names equal ones alike.
-
-        There a function counts by what its code does, for two processes may number different ones
-        alike. None if something closes over tensors, or counts by which object it is: no name tells
-        what is in it.
-        """
-        assert self._reading is not None
-        if not self._reading.is_portable:
-            return None
-        digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
-        for code in self._reading.codes:
-            _add_code(digest, code)
-        return digest.hexdigest()
-
-    @property
-    def values(self) -> Mapping[str, str]:
-        """What was read, by path."""
-        assert self._reading is not None
-        return self._reading.values
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that were found, by path; one that is found twice has the first path."""
-        assert self._reading is not None
-        return self._reading.tensors
-
-    @property
-    def modules(self) -> Mapping[str, torch.nn.Module]:
-        """The modules that were found, by path."""
-        assert self._reading is not None
-        return self._reading.modules
 
 
 class _Identities:
@@ -176,8 +133,15 @@ def _names_of_slots(thing: object) -> list[str]:
     return sorted(name for name in names if not name.startswith("__"))
 
 
-class _Reading:
-    """One walk through a model, and what tells cheaply whether another would find the same."""
+class Reading:
+    """One walk through a model, and what tells cheaply whether another would find the same.
+
+    Attributes:
+        values: What was read, by path.
+        tensors: The tensors that were found, by path; one that is found twice has the first path.
+        modules: The modules that were found, by path.
+        digest: Names all settings; empty before the walk.
+    """
 
     def __init__(self, identities: _Identities, left_out: frozenset[str]) -> None:
         self._identities = identities
@@ -199,11 +163,12 @@ class _Reading:
         self._cell_values: list[object] = []
         self._counted: list[torch.Tensor] = []
         self._unread: list[object] = []
-        self.codes: list[types.CodeType] = []
+        self._codes: list[types.CodeType] = []
         self._versions: list[int] = []
         self.digest = ""
 
     def read(self, model: torch.nn.Module) -> None:
+        """Walk through a model."""
         self._read("model", model, 0)
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             self._read_hooks(name, getattr(torch_modules, name))
@@ -213,9 +178,19 @@ class _Reading:
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     @property
-    def is_portable(self) -> bool:
-        """Whether all that counts by which object it is is code, or was read elsewhere."""
-        return not self._counted and all(id(thing) in self._paths for thing in self._unread)
+    def portable_digest(self) -> str | None:
+        """Names all settings so that another process names equal ones alike.
+
+        There a function counts by what its code does, for two processes may number different ones
+        alike. None if something closes over tensors, or counts by which object it is and was not
+        read elsewhere: no name tells what is in it.
+        """
+        if self._counted or any(id(thing) not in self._paths for thing in self._unread):
+            return None
+        digest = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        for code in self._codes:
+            _add_code(digest, code)
+        return digest.hexdigest()
 
     def is_current(self) -> bool:
         """Compare what was read, all of it in loops that Python runs in C."""
@@ -361,7 +336,7 @@ class _Reading:
 
     def _read_function(self, path: str, function: types.FunctionType, depth: int) -> None:
         code = function.__code__
-        self.codes.append(code)
+        self._codes.append(code)
         self.values[path] = (
             f"function {function.__module__}.{function.__qualname__} "
             f"{self._identities.number(code)}"
@@ -447,7 +422,7 @@ class _Reading:
             is_plain = isinstance(value, _PLAIN)
             self.values[f"{path}.{name}"] = repr(value) if is_plain else self._name(value)
             if isinstance(value, types.FunctionType):
-                self.codes.append(value.__code__)
+                self._codes.append(value.__code__)
 
     def _name(self, thing: Any) -> str:
         name = getattr(thing, "__qualname__", type(thing).__name__)
@@ -505,20 +480,17 @@ def global_settings() -> tuple[object, ...]:
     Autocast, the precision of float32 products, reductions in lower precision, deterministic
     algorithms, which attention kernels are allowed, and the default dtype.
     """
-    return tuple(_global_settings())
-
-
-def _global_settings() -> Iterator[object]:
-    for device in ("cpu", "cuda"):
-        is_on = torch.is_autocast_enabled(device)
-        yield (device, torch.get_autocast_dtype(device)) if is_on else None
-    yield torch.get_default_dtype()
-    yield torch.are_deterministic_algorithms_enabled()
+    found: list[object] = [
+        (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
+    ]
+    found += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     for read in _SWITCHES:
         try:
-            yield read()
+            found.append(read())
         except RuntimeError as error:  # noqa: PERF203 - the old and the new names of one switch were both used
-            yield str(error)
+            found.append(str(error))
+    return tuple(found)
 
 
 def _switches() -> Iterator[Any]:

@@ -40,7 +40,19 @@ if TYPE_CHECKING:
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
     from mamba_cache.integrations.transformers.verification import PromptWatch
 
-__all__ = ["PrefixHit", "PrefixStore", "SequenceRecord"]
+__all__ = ["PrefixHit", "PrefixStore", "SequenceRecord", "SoughtPrompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class SoughtPrompt:
+    """A prompt that is looked up."""
+
+    chain: BlockHashChain  # its tokens, hashed
+    tokens: npt.NDArray[np.int32]  # its token ids
+    min_computed: int  # tokens of it that are left to compute in any case
+    with_logits: bool  # but of a prompt that is cached whole, with the logits that follow, none
+    cache_salt: ExtraKey  # the salt of the chain
+    is_told: bool  # whether observers are told the tokens of what is brought from lower tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +72,10 @@ class PrefixHit:
 
 
 class PrefixStore:
-    """Blocks and slots, their books and their tensors.
-
-    Args:
-        layout: What they are made of.
-        num_blocks: KV blocks.
-        num_slots: Slots.
-        eviction: Which slots are given up first.
-        max_pinned_share: Of blocks and of slots, how much pinned prompts may hold together.
-        max_salt_share: Of blocks and of slots, how much prompts of one salt may hold.
-        clock: Returns the seconds by which pins end.
+    """Blocks and slots, their books and their tensors; settings are those of ``PrefixCache``.
 
     Attributes:
-        layout: As given.
+        layout: What blocks and slots are made of.
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
@@ -142,11 +145,7 @@ class PrefixStore:
 
     @outside_inference_mode
     def share(self, layout: BatchLayout) -> SharedStore:
-        """Return what a context needs to have its prefixes here as well.
-
-        Args:
-            layout: What it keeps of the model.
-        """
+        """Return what a context that keeps ``layout`` needs to have its prefixes here as well."""
         assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
         kv_cache = layout.kv_cache(self.tensors.blocks, self.kv_blocks.pool_size)
         return SharedStore(
@@ -188,36 +187,22 @@ class PrefixStore:
         if self.tiers is not None:
             self.tiers.let_go()
 
-    def match(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        *,
-        min_computed_tokens: int,
-        with_logits: bool,
-    ) -> PrefixHit:
-        """Finds how much of a sequence is cached; nothing changes.
-
-        Args:
-            chain: The sequence, hashed.
-            tokens: Its token ids.
-            min_computed_tokens: Tokens that must be left to compute.
-            with_logits: None need be left if the logits that follow are cached.
-        """
-        size = self.layout.block_size_tokens
+    def match(self, prompt: SoughtPrompt) -> PrefixHit:
+        """Finds how much of a prompt is cached; nothing changes."""
+        size, chain, tokens = self.layout.block_size_tokens, prompt.chain, prompt.tokens
         match = find_prefix(
             chain.hashes,
             chain.num_tokens,
             self.kv_blocks,
             self.slots,
             block_size_tokens=size,
-            min_computed_tokens=min_computed_tokens,
+            min_computed_tokens=prompt.min_computed,
         )
         if match.miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK:  # parts are cached as well
             match = replace(match, miss_reason=MissReason.NO_KV_MATCH)
-        if with_logits and (hit := self._match_whole(match, chain, tokens)) is not None:
+        if prompt.with_logits and (hit := self._match_whole(match, chain, tokens)) is not None:
             return hit
-        last = len(tokens) - min_computed_tokens
+        last = len(tokens) - prompt.min_computed
         for depth in range(match.kv_matched_blocks, -1, -1):
             start = depth * size
             if start + size - 1 <= match.skip_tokens:
@@ -252,14 +237,14 @@ class PrefixStore:
         self.forget_logits(slot)
         self.tensors.save_state(slot, memory)
         if memory.logits is not None and memory.logits.dtype is self.layout.logits_dtype:
-            self._with_logits[slot] = int(self.slots.generations[slot])
+            self.trust_logits(slot)
 
     def save_logits(self, slot: int, logits: torch.Tensor | None) -> None:
         """Copies the logits that follow a cached state to it, if they are known only now."""
         if logits is None or logits.dtype is not self.layout.logits_dtype or self.has_logits(slot):
             return
         self.tensors.save_logits(slot, logits)
-        self._with_logits[slot] = int(self.slots.generations[slot])
+        self.trust_logits(slot)
 
     def trust_logits(self, slot: int) -> None:
         """Notes that the logits in a slot belong to the state that was loaded with them."""
@@ -276,14 +261,22 @@ class PrefixStore:
         part = chain.part_hash(depth, tokens)
         return self.kv_blocks.find_block(part[0], part.digest(0))
 
-    def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
-        """Make a state, or a block, unfindable that is known to be wrong, in tiers too.
+    def find_end(
+        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
+    ) -> tuple[int, int | None]:
+        """Returns the hash id of a sequence's first ``end`` tokens, and the block that ends there.
 
-        Args:
-            block: The block; of a state, that at whose end it is.
-            digest: Of the block.
-            kind: Which of both.
+        The block is None if it is not cached.
         """
+        depth, rest = divmod(end, self.layout.block_size_tokens)
+        if rest:
+            found = chain.part_hash(depth, tokens[end - rest : end])
+        else:
+            found = chain.hashes[depth - 1 : depth]
+        return found[0], self.kv_blocks.find_block(found[0], found.digest(0))
+
+    def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
+        """Make a block, or the state at its end, unfindable that is wrong, in tiers too."""
         log = None if self.watch is None else self.watch.log
         with nullcontext() if log is None else log.removing("verification_failed"):
             if kind is EntryKind.STATE:
@@ -305,13 +298,7 @@ class PrefixStore:
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
 
-        Args:
-            block: The block.
-            chain: What it ends.
-            depth: Whole blocks of the chain before it.
-            tokens: What it holds.
-            told: What observers are told that it holds.
-            cache_salt: The salt of the chain.
+        Observers are told that it holds ``told``.
 
         Returns:
             As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
@@ -336,12 +323,7 @@ class PrefixStore:
     ) -> SequenceRecord:
         """Matches a prompt and holds what was found until the record is closed.
 
-        Args:
-            tokens: Token ids of the prompt.
-            cache_salt: Sequences of different salts never match.
-            lora_id: Likewise for adapters.
-            min_computed: Tokens of the prompt that are left to compute in any case.
-            with_logits: But for prompts that are cached whole, with the logits that follow.
+        The arguments are those of ``SoughtPrompt``; ``lora_id`` stands for the model's settings.
 
         Raises:
             InvalidArgumentError: What is given are no token ids, or no salt.
@@ -354,14 +336,7 @@ class PrefixStore:
         chain.append(tokens)
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
-        hit = self.find(
-            chain,
-            tokens,
-            min_computed=min_computed,
-            with_logits=with_logits,
-            is_told=is_told,
-            cache_salt=cache_salt,
-        )
+        hit = self.find(SoughtPrompt(chain, tokens, min_computed, with_logits, cache_salt, is_told))
         record = SequenceRecord(
             self, chain, tokens, hit, lora_id, cache_salt=cache_salt, is_told=is_told
         )
@@ -369,47 +344,16 @@ class PrefixStore:
             record.tier = "host"
         return record
 
-    def find(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        *,
-        min_computed: int,
-        with_logits: bool,
-        is_told: bool,
-        cache_salt: ExtraKey,
-    ) -> PrefixHit:
-        """Finds how much of a sequence is cached, once what lies below has been brought.
-
-        Args:
-            chain: The sequence, hashed.
-            tokens: Its token ids.
-            min_computed: Tokens that must be left to compute.
-            with_logits: None need be left if the logits that follow are cached.
-            is_told: Whether observers are told the tokens of what is brought.
-            cache_salt: The salt of the chain.
-        """
+    def find(self, prompt: SoughtPrompt) -> PrefixHit:
+        """Finds how much of a prompt is cached, once what lies below has been brought."""
         if self.tiers is not None:
-            self.tiers.bring(
-                chain,
-                tokens,
-                min_computed=min_computed,
-                with_logits=with_logits,
-                is_told=is_told,
-                cache_salt=cache_salt,
-            )
-        return self.match(chain, tokens, min_computed_tokens=min_computed, with_logits=with_logits)
+            self.tiers.bring(prompt)
+        return self.match(prompt)
 
     def offer(
         self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], lora_id: ExtraKey
     ) -> None:
-        """Offer what is cached of a sequence's whole blocks to the tiers below.
-
-        Args:
-            chain: The sequence, hashed.
-            tokens: Its token ids.
-            lora_id: The key that it was computed under.
-        """
+        """Offer what is cached of a sequence's whole blocks to the tiers below."""
         if self.tiers is None or lora_id in self.live_dtypes:
             return
         hashes, size = chain.hashes, self.layout.block_size_tokens
@@ -546,20 +490,11 @@ class _PartIndex:
 class SequenceRecord:
     """One sequence that is being computed, and what of it is cached.
 
-    Args:
-        store: Where it is cached.
-        chain: Its tokens so far, hashed.
-        tokens: Its token ids so far.
-        hit: What of them was found.
-        lora_id: The key that it was matched under.
-        cache_salt: The salt that it was matched under.
-        is_told: Whether observers are told the tokens of what it makes findable.
-
     Attributes:
         match: What of its whole blocks was found.
         has_logits: All of it was found, and the logits that follow.
         num_published: Blocks that are findable, from the sequence's start.
-        cache_salt: As given.
+        cache_salt: The salt that it was matched under.
         tier: Where what was found lay: "gpu", or "host" if it was brought from there.
         asked: Positions at which the caller asked for a state.
     """
@@ -627,12 +562,7 @@ class SequenceRecord:
         return other
 
     def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
-        """Tells a policy that knows prompts of this one, once it has been matched.
-
-        Args:
-            hint: What its sender says.
-            num_usable: Tokens of it that could be skipped at most.
-        """
+        """Tells a policy that knows prompts of this one, of which ``num_usable`` can be skipped."""
         slots, match = self._store.slots, self.match
         if not slots.knows_prompts:
             return
@@ -798,7 +728,9 @@ class SequenceRecord:
             tokens=self._tokens[first * size : end] if self._is_told else None,
             owner=self.cache_salt,
         )
-        self._offer_blocks(first, holders)
+        for index, holder in enumerate(holders, first + 1):
+            if holder is not None:
+                self._offer(EntryKind.KV, index * size, holder)
         # A block whose hash id belongs to another content stays private, and nothing after it can
         # be found.
         self.num_published += holders.index(None) if None in holders else len(holders)
@@ -807,10 +739,8 @@ class SequenceRecord:
         hashes, slots = self._chain.hashes, self._store.slots
         for position in sorted(self._reserved):
             # First: who breaks this off leaves a reservation to be taken back, and none twice.
-            slot, index = (
-                self._reserved.pop(position),
-                position // self._store.layout.block_size_tokens,
-            )
+            slot = self._reserved.pop(position)
+            index = position // self._store.layout.block_size_tokens
             is_published = position in captured and index <= self.num_published
             block = self._block_ending_at(index) if is_published else None
             if block is None:
@@ -820,18 +750,12 @@ class SequenceRecord:
 
     def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
         """Keeps the state where the sequence stands, in the middle of a block or at its end."""
-        depth, rest = divmod(num_tokens, self._store.layout.block_size_tokens)
-        hashes = self._chain.hashes
-        part = self._tokens[num_tokens - rest : num_tokens]
-        if rest:
-            hash_id = self._chain.part_hash(depth, part)[0]
-            block = self._store.find_part(self._chain, depth, part)
-        elif depth:
-            hash_id = hashes[depth - 1]
-            block = self._store.kv_blocks.find_block(hash_id, hashes.digest(depth - 1))
-        if not num_tokens or (block is None and not rest):
+        if not num_tokens:
             return
-        if block is None:
+        depth, rest = divmod(num_tokens, self._store.layout.block_size_tokens)
+        hash_id, block = self._store.find_end(self._chain, self._tokens, num_tokens)
+        if block is None and rest:
+            part = self._tokens[num_tokens - rest : num_tokens]
             block = self._publish_part(memory, num_tokens, depth, part)
         if block is None:
             return
@@ -875,11 +799,6 @@ class SequenceRecord:
         self._tokens_to_state = position
         self._store.counters.saved_states += 1
         self._offer(EntryKind.STATE, position, block)
-
-    def _offer_blocks(self, first: int, holders: Sequence[int | None]) -> None:
-        for index, holder in enumerate(holders, first + 1):
-            if holder is not None:
-                self._offer(EntryKind.KV, index * self._store.layout.block_size_tokens, holder)
 
     def _offer(self, kind: EntryKind, end: int, block: int) -> None:
         """Offer what is findable now to the tiers below, unless it is of other dtypes."""

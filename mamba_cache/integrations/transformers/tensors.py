@@ -12,7 +12,7 @@ from torch.nn import functional
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 
-__all__ = ["PrefixLayout", "PrefixTensors", "to_device_indices"]
+__all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device", "to_device"]
 
 _ALIGNMENT = 16
 """Bytes: what the widest access of a GPU needs, so no kernel runs slower on a tensor in a slot."""
@@ -20,37 +20,21 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class _SlotGroup:
-    """Tensors in a slot that are alike, one after the other: one call makes the views of all.
+    """Tensors in a slot that are alike, one after the other: one call makes the views of all."""
 
-    Attributes:
-        indices: Which of the slot's tensors they are.
-        dtype: Of each.
-        shape: How many there are, one row, and the shape of each.
-        strides: In elements. A tensor has no gaps; between two may be some that align them.
-        start: The first element of the first, if all of the slot were of this dtype.
-        name: Of its states in a pool; empty for windows and logits.
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # which of the slot's tensors they are
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    name: str
+    shape: tuple[int, ...]  # how many there are, one row, and the shape of each
+    strides: tuple[int, ...]  # of elements; only between two tensors may be gaps, to align them
+    start: int  # the first element of the first, if all of the slot were of this dtype
+    name: str  # of its states in a pool; empty for windows and logits
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenGroup:
-    """Layers' keys and values of one shape and dtype, which one tensor keeps.
+    """Layers' keys and values of one shape and dtype, which one tensor keeps."""
 
-    Attributes:
-        indices: Which of ``SequenceMemory.tokens`` they are.
-        heads: Heads of each.
-        head_dim: Numbers that a head has of a token.
-        dtype: Of each.
-    """
-
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # which of ``SequenceMemory.tokens`` they are
     heads: int
     head_dim: int
     dtype: torch.dtype
@@ -63,14 +47,11 @@ class PrefixLayout:
     the windows of sliding-window layers and the logits that follow, one after the other in one row
     of bytes: a state is restored by one copy. A block holds keys and values of all other layers.
 
-    Args:
-        layers: What each layer of the model's cache keeps.
-        sample: What such a cache held of some sequence, one row, and the logits after it.
-        block_size_tokens: Tokens of one block.
+    It is learned from what such a cache held of some sequence, one row, and the logits after it.
 
     Attributes:
-        layers: As given.
-        block_size_tokens: As given.
+        layers: What each layer of the model's cache keeps.
+        block_size_tokens: Tokens of one block.
         state_kinds: The kinds of layers that keep a state, by name, and what one of them keeps.
         state_places: By state, in the order of ``SequenceMemory.states``, what it is called in a
             pool of states, and which of those of this name it is.
@@ -141,12 +122,7 @@ class PrefixLayout:
         return any(parts.has_tokens or parts.window for parts in self.layers)
 
     def slot_views(self, row: torch.Tensor, num_tokens: int) -> SequenceMemory:
-        """Returns the tensors in a row of bytes, windows in their full width.
-
-        Args:
-            row: [bytes_per_slot] uint8.
-            num_tokens: What ``SequenceMemory.num_tokens`` is to be.
-        """
+        """Returns the tensors in a row of bytes, [bytes_per_slot], windows in their full width."""
         views: dict[int, torch.Tensor] = {}
         for group in self._slot_groups:  # every hit makes them, so not one by one
             typed = row.view(group.dtype)
@@ -160,13 +136,9 @@ class PrefixLayout:
         )
 
     def pool_views(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the states in all slots as a ``StatePool`` has them.
+        """Returns the states in slots, [num_slots, bytes_per_slot], as a ``StatePool`` has them.
 
-        Args:
-            slots: [num_slots, bytes_per_slot] uint8.
-
-        Returns:
-            [num_layers, num_slots, *shape] by name; not copied.
+        By name [num_layers, num_slots, *shape]; not copied.
         """
         views = {}
         for group in self._slot_groups:
@@ -195,20 +167,18 @@ class PrefixLayout:
 class PrefixTensors:
     """Room for saved states and for keys and values. Whose they are is for others to know.
 
-    Args:
-        layout: What a slot and a block are made of.
-        num_slots: Slots.
-        num_blocks: KV blocks, the one that padding is written to not counted.
+    Attributes:
+        slots: [num_slots, bytes_per_slot] uint8.
+        blocks: [layers, num_blocks + 1, block_size_tokens, heads, head_dim] of each group of
+            layers. Of a layer keys come first, then values; padding is written to the last block.
     """
 
     @outside_inference_mode
     def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
         self._layout = layout
         size, device = layout.block_size_tokens, layout.device
-        self._slots = torch.zeros(
-            num_slots, layout.bytes_per_slot, dtype=torch.uint8, device=device
-        )
-        self._tokens = [
+        self.slots = torch.zeros(num_slots, layout.bytes_per_slot, dtype=torch.uint8, device=device)
+        self.blocks = [
             torch.zeros(
                 (len(group.indices), num_blocks + 1, size, group.heads, group.head_dim),
                 dtype=group.dtype,
@@ -217,26 +187,13 @@ class PrefixTensors:
             for group in layout.token_groups
         ]
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """[num_slots, bytes_per_slot] uint8: what is in the slots."""
-        return self._slots
-
-    @property
-    def blocks(self) -> list[torch.Tensor]:
-        """[layers, num_blocks + 1, block_size_tokens, heads, head_dim] of each group of layers.
-
-        Of a layer keys come first, then values; the last block is the one for padding.
-        """
-        return self._tokens
-
     def clear(self) -> None:
         """Gives the memory back."""
-        self._slots, self._tokens = self._slots[:0].clone(), []
+        self.slots, self.blocks = self.slots[:0].clone(), []
 
     def room(self, slot: int, num_tokens: int) -> SequenceMemory:
         """Returns the tensors of a slot, to be written; windows are of their full width."""
-        return self._layout.slot_views(self._slots[slot], num_tokens)
+        return self._layout.slot_views(self.slots[slot], num_tokens)
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
         """Copies the states, windows and logits of a one-row ``memory`` into a slot."""
@@ -258,21 +215,17 @@ class PrefixTensors:
     def save_tokens(
         self, block_ids: Sequence[int], memory: SequenceMemory, start: int, end: int
     ) -> None:
-        """Copies keys and values into blocks.
+        """Copies keys and values from ``start`` to ``end`` of a sequence into consecutive blocks.
 
-        Args:
-            block_ids: Where they go, consecutive blocks of the sequence.
-            memory: A sequence, one row.
-            start: Position of the first of the blocks.
-            end: Position after the last token that is copied; the last block need not be full.
+        The first block begins at ``start``; the last one need not be full.
         """
         size = self._layout.block_size_tokens
         full, rest = divmod(end - start, size)
-        for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
+        for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
             tokens = tokens.to(pool.dtype)
             if full:
-                ids = to_device_indices(block_ids[:full], pool.device)
+                ids = ints_to_device(block_ids[:full], pool.device)
                 blocks = tokens[:, :, : full * size]
                 shape = (len(group.indices), group.heads, full, size, group.head_dim)
                 pool.index_copy_(1, ids, blocks.view(shape).permute(0, 2, 3, 1, 4))
@@ -282,32 +235,30 @@ class PrefixTensors:
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
         """Returns a prefix in tensors of its own: one copy of its state, one of its KV blocks.
 
-        Args:
-            slot: Where its state is saved.
-            block_ids: Its blocks, from the sequence's start.
-            num_tokens: Tokens of it; the last block need not be full.
-
-        Returns:
-            One row. States are views of one row of bytes, keys and values of one tensor. The logits
-            are those that were saved there last, perhaps with another state.
+        One row. States are views of one row of bytes, keys and values of one tensor. The logits are
+        those that were saved there last, perhaps with another state.
         """
-        saved = self._layout.slot_views(self._slots[slot].clone(), num_tokens)
+        saved = self._layout.slot_views(self.slots[slot].clone(), num_tokens)
         saved.windows = self._layout.trim_windows(saved.windows, num_tokens)
         found: dict[int, torch.Tensor] = {}
-        for pool, group in zip(self._tokens, self._layout.token_groups, strict=True):
-            ids = to_device_indices(block_ids, pool.device)
+        for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
+            ids = ints_to_device(block_ids, pool.device)
             tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
             found.update(zip(group.indices, tokens.unsqueeze(1).unbind(), strict=True))
         saved.tokens = [found[index] for index in sorted(found)]
         return saved
 
 
-def to_device_indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Brings ints to the device without waiting for what is enqueued there."""
-    indices = torch.tensor(values, device="cpu")
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Brings a tensor of the host to the device without waiting for what is enqueued there."""
     if device.type != "cuda":
-        return indices.to(device)
-    return indices.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Does the same for ints."""
+    return to_device(torch.tensor(values, device="cpu"), device)
 
 
 _Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]

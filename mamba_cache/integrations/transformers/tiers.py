@@ -8,8 +8,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -31,7 +30,7 @@ from mamba_cache.errors import (
 from mamba_cache.integrations.transformers.costs import CostModel
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixHit, PrefixStore
+from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
 from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
@@ -93,16 +92,8 @@ class PrefixTiers:
     brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
     time. For the disk and the store a call waits only where they are not known to be slower than
     the model, and no longer than the model would take; what comes later stays in host memory.
-
-    Args:
-        store: What is kept beside the model.
-        runner: The model.
-        costs: Knows what it takes to compute tokens.
-        host_cache_gb: Budget of the host tier, in GiB.
-        disk_cache_path: Where the disk tier is; None: there is none.
-        disk_cache_gb: What it may take, in GiB.
-        shared: A store that other processes use too, or its URL; None: there is none.
-        hash_secret: Key of the block hashes. Default: with a disk, one that lies there.
+    Settings are those of ``PrefixCache``; without ``hash_secret`` one is made, which lies on the
+    disk if there is one.
 
     Attributes:
         hasher: Makes the hashes of blocks; with a disk or a store, the same in each process.
@@ -132,8 +123,16 @@ class PrefixTiers:
         self._path = None if disk_cache_path is None else Path(disk_cache_path).expanduser()
         self._store, self._runner, self._costs = store, runner, costs
         layout, on_gpu = store.layout, store.layout.device.type == "cuda"
-        self._lay_out()
-        self._has_kv = bool(store.tensors.blocks)
+        tensors = store.tensors
+        # Whether the logits that follow a state are with it.
+        self._flags = torch.zeros(
+            (1, len(tensors.slots), _FLAG_BYTES), dtype=torch.uint8, device=layout.device
+        )
+        self._layouts = {
+            EntryKind.STATE: RowLayout([tensors.slots[None], self._flags], sums_chunks=on_gpu),
+            EntryKind.KV: RowLayout(tensors.blocks, sums_chunks=on_gpu),
+        }
+        self._has_kv = bool(tensors.blocks)
         shares = {EntryKind.STATE: _STATE_SHARE if self._has_kv else 1.0}
         shares[EntryKind.KV] = 1 - shares[EntryKind.STATE]
         formats = {
@@ -155,8 +154,6 @@ class PrefixTiers:
         self._keys: dict[ExtraKey, str | None] = {}
         self._key: str | None = None
         self._last_has_logits = False
-        self._is_told = False
-        self._salt: ExtraKey = None
         self._late: Prefetch | None = None
         self._num_declined = 0
         self._has_declined = False
@@ -177,19 +174,6 @@ class PrefixTiers:
             )
             self._closes_remote = weakref.finalize(self, self._remote.close)
         self._begin()
-
-    def _lay_out(self) -> None:
-        """Say how the rows of the store lie in its tensors."""
-        tensors, on_gpu = self._store.tensors, self._store.layout.device.type == "cuda"
-        slots = tensors.slots
-        # Whether the logits that follow a state are with it.
-        self._flags = torch.zeros(
-            (1, slots.shape[0], _FLAG_BYTES), dtype=torch.uint8, device=slots.device
-        )
-        self._layouts = {
-            EntryKind.STATE: RowLayout([slots[None], self._flags], sums_chunks=on_gpu),
-            EntryKind.KV: RowLayout(tensors.blocks, sums_chunks=on_gpu),
-        }
 
     def _make_copies(self) -> Transfers:
         device = self._store.layout.device
@@ -230,8 +214,7 @@ class PrefixTiers:
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the model's settings, in all processes.
 
-        Args:
-            lora_id: What stands for them in this one: the fingerprint's key.
+        In this one ``lora_id`` stands for them, the fingerprint's key.
         """
         fingerprint: ModelFingerprint = self._runner.fingerprint
         if not self._knows_weights:  # they could not be read at the reset: in training mode
@@ -249,14 +232,9 @@ class PrefixTiers:
         end: int,
         block: int,
     ) -> None:
-        """Have something copied to the host tier when the call is over.
+        """Have a block, or the state at its end, copied to the host tier when the call is over.
 
-        Args:
-            kind: What it is.
-            chain: The sequence, hashed.
-            tokens: Its tokens.
-            end: Tokens of it up to the end of the block, or to the state.
-            block: The block that is found by that.
+        ``end`` counts the sequence's tokens up to there.
         """
         if self._key is None:
             return
@@ -297,62 +275,32 @@ class PrefixTiers:
             if self._link is not None:
                 self._link.offer(offer.facts)
 
-    def bring(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        *,
-        min_computed: int,
-        with_logits: bool,
-        is_told: bool,
-        cache_salt: ExtraKey,
-    ) -> None:
+    def bring(self, prompt: SoughtPrompt) -> None:
         """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
 
-        Args:
-            chain: The prompt, hashed.
-            tokens: Its tokens.
-            min_computed: Tokens that are left to compute in any case,
-            with_logits: but where all are cached, with the logits that follow.
-            is_told: Whether observers are told the tokens of what becomes findable.
-            cache_salt: In whose share of blocks and slots it counts.
+        What is brought counts in the share of blocks and slots that the prompt's salt has.
         """
         self._host.poll()
         if self._link is not None:
             self._link.poll()
-        self._is_told, self._salt, self._has_declined = is_told, cache_salt, False
-        self._waited_seconds = 0.0
+        self._has_declined, self._waited_seconds = False, 0.0
         if self._key is None:
             return
-        num_tokens = len(tokens)
-        last = num_tokens if with_logits else num_tokens - min_computed
-        match = partial(
-            self._store.match,
-            chain,
-            tokens,
-            min_computed_tokens=min_computed,
-            with_logits=with_logits,
-        )
-        for end in self._ends_below(chain, tokens, last, match):
-            hit = match()
-            if end <= hit.match.skip_tokens:
+        num_tokens = len(prompt.tokens)
+        left = num_tokens - prompt.min_computed
+        for end in self._ends_below(prompt, num_tokens if prompt.with_logits else left):
+            match = self._store.match(prompt).match
+            here = match.skip_tokens
+            if end <= here:
                 return
-            if end > num_tokens - min_computed and end < num_tokens:
+            if left < end < num_tokens:
                 continue
-            here = hit.match.skip_tokens
             computing = self._costs.prefill_seconds(end - here, here)
-            matched = list(hit.match.block_ids)
-            is_usable = self._bring_up_to(chain, tokens, end, matched, computing)
-            if is_usable and (end <= num_tokens - min_computed or self._last_has_logits):
+            is_usable = self._bring_up_to(prompt, end, list(match.block_ids), computing)
+            if is_usable and (end <= left or self._last_has_logits):
                 return
 
-    def _ends_below(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        last: int,
-        match: Callable[[], PrefixHit],
-    ) -> list[int]:
+    def _ends_below(self, prompt: SoughtPrompt, last: int) -> list[int]:
         """Return where states of a prompt end that lie below and may be used, the last one first.
 
         Of thousands of lengths at which some prompt's state ended, those are looked at that lie in
@@ -365,10 +313,9 @@ class PrefixTiers:
         asks = self._link is not None and self._remote is not None and self._remote.is_healthy
         if not ends and not asks:
             return []
-        found = match().match
-        depth = self._depth_below(
-            chain, tokens, found.kv_matched_blocks, last // size if asks else max(ends) // size
-        )
+        found = self._store.match(prompt).match
+        most = last // size if asks else max(ends) // size
+        depth = self._depth_below(prompt, found.kv_matched_blocks, most)
         if asks:
             ends.update(range(size, depth * size + 1, size))
             if not self._has_kv:
@@ -379,45 +326,30 @@ class PrefixTiers:
         unknown = [
             end
             for end in usable
-            if not self._host.has(EntryKind.STATE, _digest(chain, tokens, end, size))
+            if not self._host.has(EntryKind.STATE, _digest(prompt.chain, prompt.tokens, end, size))
         ]
-        lower = set(self._found(EntryKind.STATE, chain, tokens, unknown))
+        lower = set(self._found(EntryKind.STATE, prompt, unknown))
         return sorted({*usable} - ({*unknown} - lower), reverse=True)
 
-    def _depth_below(
-        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], matched: int, most: int
-    ) -> int:
-        """Count the leading blocks of a prompt that are here or below, up to ``most`` of them.
-
-        Args:
-            chain: The prompt, hashed.
-            tokens: Its tokens.
-            matched: How many are here.
-            most: How many are looked for.
-        """
+    def _depth_below(self, prompt: SoughtPrompt, matched: int, most: int) -> int:
+        """Count a prompt's first ``most`` blocks up to one that is neither here nor below."""
         if not self._has_kv:
             return most
-        size, hashes = self._store.layout.block_size_tokens, chain.hashes
+        size, hashes = self._store.layout.block_size_tokens, prompt.chain.hashes
         missing = [
             size * (index + 1)
             for index in range(matched, most)
             if not self._host.has(EntryKind.KV, hashes.digest(index))
         ]
-        lower = self._found(EntryKind.KV, chain, tokens, missing)
+        lower = self._found(EntryKind.KV, prompt, missing)
         gap = next((end for end in missing if end not in lower), None)
         return most if gap is None else gap // size - 1
 
-    def _found(
-        self,
-        kind: EntryKind,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        ends: Sequence[int],
-    ) -> list[int]:
+    def _found(self, kind: EntryKind, prompt: SoughtPrompt, ends: Sequence[int]) -> list[int]:
         """Return after how many tokens of a prompt entries end that lower tiers have."""
         if self._link is None or not ends:
             return []
-        keys = [self._facts(kind, chain, tokens, end).key for end in ends]
+        keys = [self._facts(kind, prompt.chain, prompt.tokens, end).key for end in ends]
         return [end for end, found in zip(ends, self._find(keys), strict=True) if found]
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
@@ -429,18 +361,13 @@ class PrefixTiers:
         return found
 
     def _bring_up_to(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        end: int,
-        matched: list[int],
-        computing: float | None,
+        self, prompt: SoughtPrompt, end: int, matched: list[int], computing: float | None
     ) -> bool:
         """Bring a state and the blocks before it; say whether they are there now.
 
         It would take about ``computing`` seconds to compute them; None: nobody knows.
         """
-        size = self._store.layout.block_size_tokens
+        size, chain, tokens = self._store.layout.block_size_tokens, prompt.chain, prompt.tokens
         depth, rest = divmod(end, size)
         matched = matched[:depth]
         ends = [size * (index + 1) for index in range(len(matched), depth)]
@@ -457,18 +384,17 @@ class PrefixTiers:
         kv_blocks.retain_memory_blocks(held)
         try:
             try:
-                blocks = kv_blocks.allocate_memory_blocks(len(ends), owner=self._salt)
+                blocks = kv_blocks.allocate_memory_blocks(len(ends), owner=prompt.cache_salt)
             except BlockCapacityError:
                 return False
             held += blocks
-            return self._load(chain, tokens, end, wanted, blocks, held[-1])
+            return self._load(prompt, end, wanted, blocks, held[-1])
         finally:
             kv_blocks.release_memory_blocks(held)
 
-    def _load(  # noqa: PLR0917 (one prefix, part by part)
+    def _load(
         self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
+        prompt: SoughtPrompt,
         end: int,
         wanted: Sequence[EntryFacts],
         blocks: list[int],
@@ -479,7 +405,7 @@ class PrefixTiers:
         leases: list[HostLease] = []
         if store.slots.has_state(last_block):
             return False
-        [slot] = store.slots.reserve_slots([last_block], owner=self._salt)
+        [slot] = store.slots.reserve_slots([last_block], owner=prompt.cache_salt)
         if slot is None:
             return False
         is_committed = False
@@ -507,7 +433,7 @@ class PrefixTiers:
             host.use(leases)
             host.count_restored(len(leases))
             store.forget_logits(slot)
-            is_committed = self._publish(chain, tokens, end, blocks, slot)
+            is_committed = self._publish(prompt, end, blocks, slot)
             return is_committed
         finally:
             for lease in leases:
@@ -515,43 +441,29 @@ class PrefixTiers:
             if not is_committed:
                 store.slots.cancel_reserved([slot])
 
-    def _publish(
-        self,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        end: int,
-        blocks: list[int],
-        slot: int,
-    ) -> bool:
+    def _publish(self, prompt: SoughtPrompt, end: int, blocks: list[int], slot: int) -> bool:
         """Make loaded blocks and their state findable; say whether they are."""
-        store, hashes = self._store, chain.hashes
-        depth, rest = divmod(end, store.layout.block_size_tokens)
-        part_tokens = tokens[end - rest : end]
-        part = store.find_part(chain, depth, part_tokens) if rest else None
-        whole = blocks[:-1] if rest and part is None else blocks
+        store, size = self._store, self._store.layout.block_size_tokens
+        chain, hashes, salt = prompt.chain, prompt.chain.hashes, prompt.cache_salt
+        depth, rest = divmod(end, size)
+        part = prompt.tokens[end - rest : end]
+        has_part = rest > 0 and store.find_part(chain, depth, part) is None
+        whole = blocks[:-1] if has_part else blocks
         first = depth - len(whole)
         if whole:
-            parent, size = hashes[first - 1] if first else None, store.layout.block_size_tokens
-            told = tokens[first * size : depth * size] if self._is_told else None
             holders = store.kv_blocks.register_kv_block_hashes(
                 whole,
                 hashes[first:depth],
-                parent_hash=parent,
-                tokens=told,
-                owner=self._salt,
+                parent_hash=hashes[first - 1] if first else None,
+                tokens=prompt.tokens[first * size : depth * size] if prompt.is_told else None,
+                owner=salt,
             )
             if None in holders:
                 return False
-        if rest:
-            if part is None:
-                told = part_tokens if self._is_told else None
-                part = store.register_part(
-                    blocks[-1], chain, depth, part_tokens, told=told, cache_salt=self._salt
-                )
-            hash_id, block = chain.part_hash(depth, part_tokens)[0], part
-        else:
-            hash_id = hashes[depth - 1]
-            block = store.kv_blocks.find_block(hash_id, hashes.digest(depth - 1))
+        if has_part:
+            told = part if prompt.is_told else None
+            store.register_part(blocks[-1], chain, depth, part, told=told, cache_salt=salt)
+        hash_id, block = store.find_end(chain, prompt.tokens, end)
         if block is None:
             return False
         store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[end])
@@ -728,11 +640,7 @@ def _digest(
 
 
 def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:
-    """Return rows within a budget.
-
-    Raises:
-        BudgetError: It holds none.
-    """
+    """Return rows within a budget."""
     num_rows = budget // layout.row_bytes if layout.tensors else 0
     if layout.tensors and not num_rows:
         raise BudgetError(

@@ -28,22 +28,13 @@ from mamba_cache.tiers import EntryKind
 if TYPE_CHECKING:  # it starts this
     from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 
-__all__ = [
-    "IdleVerifier",
-    "PromptWatch",
-    "verify_prefixes",
-]
+__all__ = ["IdleVerifier", "PromptWatch", "verify_prefixes"]
 
 _log = logging.getLogger(__name__)
 
 
 class PromptWatch:
     """What is done about the prompts of a store beside counting them.
-
-    Args:
-        store: Where they are looked up.
-        verify_hits: What part of the hits is verified.
-        logs: Log a line for each prompt.
 
     Attributes:
         sampler: Chooses hits; None: nothing is verified.
@@ -62,12 +53,7 @@ class PromptWatch:
         self.brought: set[Hashable] = set()
 
     def counted(self, record: SequenceRecord, start: int) -> None:
-        """Hear of a prompt that is counted.
-
-        Args:
-            record: What was found of it.
-            start: How much of that is used.
-        """
+        """Hear of a prompt that is counted, of which ``start`` tokens are restored."""
         name = f"generate-{self._num_prompts}"
         self._num_prompts += 1
         tokens, chain, (salt, lora_id) = record.prompt
@@ -88,15 +74,9 @@ class PromptWatch:
         start: int,
         tier: str,
     ) -> None:
-        """Hear what was found of a prompt.
+        """Hear what was found of a prompt, where it lay, and how much of it is used: ``start``.
 
-        Args:
-            request: Whose; its keys are those of its hashes.
-            tokens: Its tokens.
-            chain: These, hashed.
-            match: What was found.
-            start: How much of that is used.
-            tier: Where it lay.
+        The keys of ``request`` are those of its hashes.
         """
         if self.log is not None:
             declined = "below_break_even" if match.skip_tokens and not start else None
@@ -131,14 +111,8 @@ class PromptWatch:
 def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: int | None) -> int:
     """Compute prefixes again that prompts went on from, compare them, remove what differs.
 
-    Args:
-        store: Where they are cached.
-        prefiller: Computes them.
-        key: What stands for the model's settings now.
-        count: How many at most; None: all that wait.
-
-    Returns:
-        How many were.
+    ``key`` stands for the model's settings now. At most ``count`` are verified, None: all that
+    wait; it is returned how many were.
     """
     sampler = None if store.watch is None else store.watch.sampler
     done = 0

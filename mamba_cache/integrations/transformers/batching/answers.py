@@ -28,42 +28,25 @@ _WARPERS = {
 
 @dataclass(slots=True)
 class AnswerSettings:
-    """How the answers to one prompt are made.
+    """How the answers to one prompt are made."""
 
-    Attributes:
-        max_new_tokens: Tokens of each at most.
-        num_answers: How many there are.
-        eos_token_ids: Tokens that end one; the token is its last.
-        is_greedy: The likeliest token is taken; otherwise one is drawn.
-        temperature: What logits are divided by.
-        top_k: Of how many of the likeliest tokens one is drawn; 0: of all.
-        top_p: What the tokens of which one is drawn make up together.
-        min_p: What a token must have of the likeliest one's probability.
-        make_processors: Makes, for the tokens of a prompt, the library's processors, which are
-            called for each token of one answer by itself: those that are not among the four above,
-            and these with them, in the library's order. None: there are no others.
-        stops: The library's criterion that looks for stop strings; None: there are none.
-    """
-
-    max_new_tokens: int
-    num_answers: int
-    eos_token_ids: frozenset[int]
-    is_greedy: bool
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_new_tokens: int  # tokens of each at most
+    num_answers: int  # how many there are
+    eos_token_ids: frozenset[int]  # tokens that end one; the token is its last
+    is_greedy: bool  # the likeliest token is taken; otherwise one is drawn
+    temperature: float = 1.0  # what logits are divided by
+    top_k: int = 0  # of how many of the likeliest tokens one is drawn; 0: of all
+    top_p: float = 1.0  # what the tokens of which one is drawn make up together
+    min_p: float = 0.0  # what a token must have of the likeliest one's probability
+    # Makes, for the tokens of a prompt, the library's processors, which are called for each token
+    # of one answer by itself: those that are not among the four above, and these with them, in the
+    # library's order. None: there are no others.
     make_processors: Callable[[Sequence[int]], Any] | None = None
-    stops: Any = None
+    stops: Any = None  # the library's criterion that looks for stop strings; None: there are none
     _longest_stop: int = field(default=0)
 
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Says whether an answer ends with a stop string.
-
-        Args:
-            prompt: Tokens of the prompt.
-            answer: Tokens of the answer so far, at least one.
-        """
+        """Says whether an answer ends with a stop string."""
         if self.stops is None:
             return False
         # A stop string may begin in the prompt, as for generate. So long is none in tokens.
@@ -72,13 +55,7 @@ class AnswerSettings:
 
 
 class AnswerSettingsReader:
-    """Reads the settings of the requests of one call.
-
-    Args:
-        model: The model.
-        tokenizer: The tokenizer of stop strings, None if there are none.
-        options: What changes every configuration, such as ``max_new_tokens``.
-    """
+    """Reads the settings of one call's requests, whose configurations ``options`` changes."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._model = model
@@ -89,10 +66,6 @@ class AnswerSettingsReader:
 
     def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
         """Returns the settings of a prompt's answers.
-
-        Args:
-            config: The prompt's ``GenerationConfig``, or None for the model's.
-            prompt_tokens: Length of the prompt.
 
         Raises:
             InvalidArgumentError: Something that is set cannot be served.

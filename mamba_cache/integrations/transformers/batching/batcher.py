@@ -56,21 +56,14 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherSettings:
-    """What a batcher may use.
+    """What a batcher may use."""
 
-    Attributes:
-        max_requests: Requests that run at once.
-        chunk_tokens: Tokens of prompts in one step.
-        placement: Where states inside a prompt are saved, beside its last complete block.
-        saves_answers: Keep what is computed while decoding.
-        fewest_tokens: What a chunk of a prompt must have at least.
-    """
-
-    max_requests: int
-    chunk_tokens: int
+    max_requests: int  # requests that run at once
+    chunk_tokens: int  # tokens of prompts in one step
+    # Where states inside a prompt are saved, beside its last complete block.
     placement: CheckpointPlacement
-    saves_answers: bool
-    fewest_tokens: int
+    saves_answers: bool  # keep what is computed while decoding
+    fewest_tokens: int  # what a chunk of a prompt must have at least
 
 
 @dataclass(slots=True)
@@ -130,32 +123,17 @@ class _AtTheEnd:
 
 @dataclass(slots=True)
 class _Decoding:
-    """The requests that decode, while they stay the same.
+    """The requests that decode, while they stay the same."""
 
-    Attributes:
-        ids: Their names, as the step has them.
-        requests: In the same order.
-        by_row: By row of the batch; None: nobody's.
-        size: Rows of the batch.
-        is_simple: The likeliest token is taken for all of them.
-    """
-
-    ids: tuple[Hashable, ...] = ()
-    requests: list[BatchRequest] = field(default_factory=list)
-    by_row: list[BatchRequest | None] = field(default_factory=list)
-    size: int = 0
-    is_simple: bool = True
+    ids: tuple[Hashable, ...] = ()  # as the step has them
+    requests: list[BatchRequest] = field(default_factory=list)  # in the same order
+    by_row: list[BatchRequest | None] = field(default_factory=list)  # of the batch
+    size: int = 0  # rows of the batch
+    is_simple: bool = True  # the likeliest token is taken for all of them
 
 
 class Batcher:
     """Runs requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes.
-
-    Args:
-        runner: The model.
-        store: What is cached, and where its KV blocks are.
-        filler: Fills caches of it.
-        capture: Takes states out of the middle of a forward; None: none are saved there.
-        settings: What it may use.
 
     Attributes:
         context: The requests' memory, and the cache.
@@ -231,7 +209,6 @@ class Batcher:
         self.counts = BatchCounts()
         self._decoding = _Decoding()
         self._num_requests = 0
-        self._num_unfinished = 0
         self._limits = (settings.chunk_tokens, settings.max_requests)
         self._is_eager = ""
         self._wants_logprobs = False
@@ -245,13 +222,9 @@ class Batcher:
         is_eager: str = "",
         wants_logprobs: bool = False,
     ) -> None:
-        """Says how the requests that follow are run.
+        """Says how the requests that follow are run: in what the settings have, or in less of it.
 
-        Args:
-            chunk_tokens: Tokens of prompts in one step; no more than the settings say.
-            max_requests: Requests that run at once, likewise.
-            is_eager: Why no CUDA graphs are used, if so.
-            wants_logprobs: Keep the log-probability of each token.
+        If no CUDA graphs are to be used, ``is_eager`` says why.
         """
         own = self._settings
         self._limits = (
@@ -275,16 +248,8 @@ class Batcher:
     ) -> list[BatchRequest]:
         """Lets a prompt wait for its turn.
 
-        Args:
-            request_id: A name for it.
-            prompt: Token ids.
-            settings: How its answers are made.
-            seed: Of the draws of the first answer; those of the others follow from it.
-            cache_salt: Prompts of different salts never share anything.
-            checkpoints: Positions at which others branch off.
-            will_continue: As in ``Request``, like the next: hints for a policy that takes them.
-            source: See there.
-            tell: Called with the name of each answer and each token of it.
+        ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
+        ``tell`` is called with the name of each answer and each token of it.
 
         Returns:
             A request for each of its answers. The first is called as asked, the others have
@@ -331,7 +296,6 @@ class Batcher:
             )
         first.children = made[1:]
         self._num_requests += len(made)
-        self._num_unfinished += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
         if self._store.trace_log is not None:
             self._store.trace_log.add(
@@ -347,11 +311,7 @@ class Batcher:
         return made
 
     def _longest_beside_pins(self, prepared: PreparedRequest) -> int:
-        """Return how many tokens a sequence may have: alone, each must fit beside what is pinned.
-
-        Raises:
-            SequenceLengthError: The prompt has more.
-        """
+        """Return how many tokens a sequence may have: alone, each must fit beside the pins."""
         longest, pins = self.context.config.max_sequence_length, self._store.pins
         if not len(pins):
             return longest
@@ -374,10 +334,9 @@ class Batcher:
     def warm_up(self, most_requests: int | None = None) -> None:
         """Captures the decode step for the batches that may come, while nobody runs.
 
-        Args:
-            most_requests: How many requests may run at once; None: those that wait.
+        They have as many requests as may run at once; None: those that wait.
         """
-        count = min(self._limits[1], max(most_requests or self._num_unfinished, 1))
+        count = min(self._limits[1], max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
         parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
         lies_at = tuple(tensor.data_ptr() for tensor in parameters)
@@ -402,10 +361,10 @@ class Batcher:
         logits = self._compute_decodes(step)
         if computed:
             self._prefill.write_states(computed)
-        tokens, told = self._choose(step, logits, computed)
+        tokens, firsts = self._choose(step, logits, computed)
         # By now all is enqueued: the comparison of the weights was done beside it.
         self._runner.fingerprint.confirm()
-        return self._commit(step, tokens, told, computed)
+        return self._commit(step, tokens, firsts, computed)
 
     def _begin(self) -> Step | None:
         """Begins a step, unless all requests are answered without one."""
@@ -481,12 +440,12 @@ class Batcher:
 
     def _choose(
         self, step: Step, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
-    ) -> tuple[npt.NDArray[np.int64], dict[Hashable, dict[Hashable, int]]]:
+    ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
         """Chooses the step's tokens, and brings them to the host: all that waits for the device.
 
         Returns:
-            A token for each request that samples, in the step's order; and the first tokens of the
-            children of those that have just got theirs, by their names.
+            A token for each request that samples, in the step's order; and by name those of prompts
+            that are computed now, and of the forks that these are to have.
         """
         pieces: list[torch.Tensor] = []
         probabilities: list[torch.Tensor] = []
@@ -497,38 +456,34 @@ class Batcher:
             if not decoding.is_simple:
                 draws = [one.draw() if one else None for one in decoding.by_row]
             self._add(pieces, probabilities, logits, draws)
-        names: list[Hashable] = []
+        chosen: list[BatchRequest] = []
         for chunks in computed:
             rows, draws = [], []
             for number, part in enumerate(chunks.requests):
                 if not part.samples:
                     continue
-                request = self._queues.find_scheduled(part.request_id)
+                request = self._queues.scheduled[part.request_id]
                 forks = [] if request.answer else request.children
                 for one in (request, *forks):
-                    names.append(one.key)
+                    chosen.append(one)
                     rows.append(number)
                     draws.append(one.draw())
             if rows:
                 self._add(pieces, probabilities, _rows_of(chunks.logits, rows), draws)
         if not pieces:
             return np.zeros(0, dtype=np.int64), {}
-        host = self._fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        host = _fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
         if probabilities:
-            self._note_probabilities(self._fetch(torch.cat(probabilities)), step, names, size)
-        found = dict(zip(names, host[size:].tolist(), strict=True))
-        tokens = [found[part.request_id] for part in step.prefills if part.samples]
+            found = _fetch(torch.cat(probabilities))
+            of_decoded = found[:size][step.decode_rows] if size else found[:0]
+            requests = [*(decoding.requests if size else ()), *chosen]
+            values = [*of_decoded.tolist(), *found[size:].tolist()]
+            for request, value in zip(requests, values, strict=True):
+                request.logprobs.append(value)
+        firsts = {one.key: token for one, token in zip(chosen, host[size:].tolist(), strict=True)}
+        tokens = [firsts[part.request_id] for part in step.prefills if part.samples]
         decoded = host[:size][step.decode_rows] if size else host[:0]
-        of_children = {
-            part.request_id: {
-                child.key: found[child.key]
-                for child in self._queues.find_scheduled(part.request_id).children
-                if child.key in found
-            }
-            for part in step.prefills
-            if part.samples
-        }
-        return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), of_children
+        return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
 
     def _add(
         self,
@@ -543,37 +498,16 @@ class Batcher:
             chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
             probabilities.append(chosen[:, 0])
 
-    def _note_probabilities(
-        self, host: npt.NDArray[Any], step: Step, names: Sequence[Hashable], size: int
-    ) -> None:
-        pairs = list(zip(self._decoding.requests, host[:size][step.decode_rows], strict=False))
-        if not size:
-            pairs = []
-        for request, value in pairs:
-            request.logprobs.append(float(value))
-        of_prefills = dict(zip(names, host[size:].tolist(), strict=True))
-        for part in step.prefills:
-            if part.samples:
-                request = self._queues.find_scheduled(part.request_id)
-                for one in (request, *request.children):
-                    if one.key in of_prefills and not (one is not request and one.answer):
-                        one.logprobs.append(of_prefills[one.key])
-
-    def _fetch(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        if tensor.device.type == "cpu":
-            return np.asarray(tensor.numpy())
-        return np.asarray(tensor.cpu().numpy())  # pragma: no cover - tests/gpu run it
-
     def _commit(
         self,
         step: Step,
         tokens: npt.NDArray[np.int64],
-        of_children: dict[Hashable, dict[Hashable, int]],
+        firsts: dict[Hashable, int],
         computed: Sequence[ComputedChunks],
     ) -> list[BatchRequest]:
         num_decodes = len(step.decode_rows)
         decoded = self._decoding.requests if num_decodes else []
-        chunks = [(self._queues.find_scheduled(p.request_id), p) for p in step.prefills]
+        chunks = [(self._queues.scheduled[p.request_id], p) for p in step.prefills]
         self.context.commit_step(tokens)
         self.counts.steps += 1
         self.counts.prefill_forwards += len(computed)
@@ -586,19 +520,18 @@ class Batcher:
         values = tokens.tolist()
         forks: list[tuple[BatchRequest, int]] = []
         for request in sampled:
-            firsts = of_children.get(request.key)
-            if firsts and not request.answer:
+            if request.children and not request.answer:
                 made = self._queues.fork(request, firsts)
                 forks += [(child, firsts[child.key]) for child in made]
         over, self._over = self._over, []
         for request, value in [*zip(sampled, values, strict=True), *forks]:
             if self._take(request, value):
                 self._offer(request)
-                self._queues.finish(request)
-                over.append(self._end(request))
+                self.end(request)
+                over.append(request)
         tiers = self._store.tiers
         # A copy is waited for, so it comes when nobody else does, or when much has gathered.
-        if tiers is not None and (not self._num_unfinished or tiers.num_offers > _MOST_OFFERS):
+        if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MOST_OFFERS):
             tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(
@@ -644,34 +577,22 @@ class Batcher:
         probabilities: list[torch.Tensor] = []
         self._add(pieces, probabilities, logits, [request.draw()])
         for probability in probabilities:
-            request.logprobs.append(float(self._fetch(probability)[0]))
-        is_over = self._take(request, int(self._fetch(pieces[0])[0]))
+            request.logprobs.append(float(probability[0]))
+        is_over = self._take(request, int(pieces[0][0]))
         if is_over:
-            self._over.append(self._end(request))
+            request.end()
+            self._over.append(request)
         return is_over
 
-    def _end(self, request: BatchRequest) -> BatchRequest:
-        request.end()
-        self._num_unfinished -= 1
-        return request
-
-    def cancel(self, request: BatchRequest) -> None:
+    def end(self, request: BatchRequest) -> None:
         """Ends a request between two steps; what it cached stays findable."""
-        self._queues.cancel(request)
-        self._end(request)
-
-    def draw_seed(self) -> int:
-        """Draws a seed from PyTorch's generator."""
-        return int(torch.randint(2**62, (), device="cpu"))
+        self._queues.end(request)
+        request.end()
 
     def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Computes sequences as requests whose last token is decoded, and forgets them.
 
-        Args:
-            sequences: At least two tokens each.
-
-        Returns:
-            [vocabulary] logits after the last token of each.
+        Of at least two tokens each; returns [vocabulary] logits after the last one of each.
         """
         blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
         before.misses = Counter(before.misses)
@@ -721,8 +642,11 @@ class Batcher:
         self._queues.clear()
         self._decoding = _Decoding()
         self._over.clear()
-        self._num_unfinished = 0
         self._has_listeners = False
+
+
+def _fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    return np.asarray(tensor.cpu().numpy())
 
 
 def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -31,21 +31,7 @@ _TOLERANCES = {True: 1e-3, False: 0.15}
 
 
 class BatchCall:
-    """The arguments of one call, read and checked.
-
-    Args:
-        runner: The model.
-        inputs: As for ``PrefixCache.generate_batch``, like all that follow.
-        generation_config: See there.
-        batching_config: See there.
-        seeds: See there.
-        tokenizer: See there.
-        streamer: See there.
-        cache_salt: See there.
-        checkpoints: See there.
-        will_continue: See there.
-        source: See there.
-        options: See there.
+    """The arguments of ``PrefixCache.generate_batch``, read and checked.
 
     Attributes:
         prompts: Token ids of each.
@@ -93,11 +79,7 @@ class BatchCall:
         self._batching = batching_config
 
     def _read_streamers(self, streamer: Any, count: int) -> list[Any]:
-        """Returns a streamer of transformers, or None, for each prompt.
-
-        Raises:
-            InvalidArgumentError: There is not one for each, or one cannot tell its answers apart.
-        """
+        """Returns a streamer of transformers, or None, for each prompt."""
         if streamer is None or callable(streamer):
             return [None] * count
         if hasattr(streamer, "put"):  # some of these are endless when one asks what is in them
@@ -122,17 +104,7 @@ class BatchCall:
     def run(
         self, batcher: Batcher, *, warms_up: bool, shows_progress: bool, records_timestamps: bool
     ) -> dict[str, Any]:
-        """Runs the requests to their ends.
-
-        Args:
-            batcher: What runs them.
-            warms_up: Capture CUDA graphs before the first token.
-            shows_progress: Show a bar.
-            records_timestamps: Return when each token was there.
-
-        Returns:
-            A ``GenerationOutput`` for each request id.
-        """
+        """Runs the requests to their ends; returns a ``GenerationOutput`` for each request id."""
         configure(batcher, self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
         if warms_up:
@@ -201,11 +173,7 @@ def configure(batcher: Batcher, batching_config: Any) -> None:
 
 
 def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
-    """Compares a batch of requests with each of them by itself.
-
-    Args:
-        batcher: Nobody runs on it.
-        runner: The model.
+    """Compares a batch of requests with each of them by itself, while nobody runs.
 
     Raises:
         UnresumableModelError: They differ by more than rounding.
@@ -254,11 +222,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    """Returns what was given for all prompts, or for each.
-
-    Raises:
-        InvalidArgumentError: It is a list that has not one for each.
-    """
+    """Returns what was given for all prompts, or for each."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -288,11 +252,7 @@ def _why_eager(use_cuda_graph: Any) -> str:
 
 
 def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
-    """Returns a ``GenerationOutput`` of a request.
-
-    Args:
-        request: It may not be over yet.
-        has_timestamps: Say when each token was there.
+    """Returns a ``GenerationOutput`` of a request, which may not be over yet.
 
     Raises:
         UnsupportedVersionError: transformers has no such thing.

@@ -38,13 +38,6 @@ class DecodeStep:
 
     All it reads lies at addresses that never change, and nothing of it waits for the device, so
     that it can be captured in a CUDA graph.
-
-    Args:
-        runner: The model.
-        context: The requests' memory.
-        layout: What its tensors are to the model's layers.
-        filler: Makes caches of the model.
-        attention: What its attention layers call.
     """
 
     @outside_inference_mode
@@ -70,13 +63,9 @@ class DecodeStep:
         self._caches: dict[int, Any] = {}
 
     def compute(self, num_rows: int) -> torch.Tensor:
-        """Computes the step whose metadata are on the device.
+        """Computes the step whose metadata are on the device, for the rows below ``num_rows``.
 
-        Args:
-            num_rows: Rows of the batch; all decoding requests are in rows below it.
-
-        Returns:
-            [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
+        Returns [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
         """
         metadata = self._metadata
         places, tokens, positions, slots = self._kernels.sort_by_row(

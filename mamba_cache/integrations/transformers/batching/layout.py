@@ -17,14 +17,10 @@ __all__ = ["BatchLayout"]
 class BatchLayout:
     """The states and KV blocks of a context, as the layers of a model's cache see them.
 
-    Args:
-        layout: What each layer of the model keeps.
-
     Attributes:
-        layout: As given.
+        layout: What each layer of the model keeps.
         state_spec: What one live state, and one slot, holds.
         kv_spec: What one KV block holds.
-        num_attention_layers: Layers that keep the keys and values of all tokens.
         num_state_layers: Layers that keep a state.
 
     Raises:
@@ -40,7 +36,6 @@ class BatchLayout:
                 "and a context keeps the keys and values of all tokens; generate serves it"
             )
         self.kv_spec = _kv_spec(layout.initial.tokens)
-        self.num_attention_layers = len(layout.initial.tokens) // 2
         self._places = layout.state_places
         self.state_spec = StateSpec.of(
             *(LayerKind(name, number, kind) for name, (number, kind) in layout.state_kinds.items())
@@ -48,14 +43,9 @@ class BatchLayout:
         self.num_state_layers = sum(kind.num_layers for kind in self.state_spec.kinds)
 
     def kv_cache(self, blocks: Sequence[torch.Tensor], pool_size: int) -> torch.Tensor:
-        """Returns keys and values as a context has them.
+        """Returns what ``PrefixTensors.blocks`` holds as a context has it, not copied.
 
-        Args:
-            blocks: As ``PrefixTensors.blocks`` are.
-            pool_size: How many of them there are, the one for padding included.
-
-        Returns:
-            [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim]; not copied.
+        [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim].
         """
         if blocks:
             keys = blocks[0]
@@ -66,11 +56,7 @@ class BatchLayout:
     def views(self, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Returns the states of tensors [num_layers, rows, *shape] as layers see them.
 
-        Args:
-            tensors: By the names of ``state_spec``.
-
-        Returns:
-            [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
+        [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
         """
         return [tensors[name][layer] for name, layer in self._places]
 
@@ -95,20 +81,14 @@ class BatchLayout:
     ) -> SequenceMemory:
         """Returns what a model's cache is filled with.
 
-        Args:
-            states: [rows, *shape] each.
-            kv: [num_layers, 2, rows, kv_heads, num_tokens, head_dim] keys and values.
-            num_tokens: Tokens whose effect is in them.
+        Of states [rows, *shape] each, and [num_layers, 2, rows, kv_heads, num_tokens, head_dim]
+        keys and values.
         """
         return SequenceMemory(num_tokens, states, [], list(kv.flatten(0, 1).unbind()))
 
 
 def _kv_spec(tokens: Sequence[torch.Tensor]) -> KVCacheSpec:
-    """Returns what one token's keys and values are.
-
-    Raises:
-        InvalidArgumentError: They differ from layer to layer, or keys from values.
-    """
+    """Returns what one token's keys and values are."""
     shapes = {(t.shape[1], t.shape[3], t.dtype) for t in tokens}
     if not shapes:
         return KVCacheSpec(num_layers=0, num_kv_heads=1, head_dim=1, dtype=torch.float32)

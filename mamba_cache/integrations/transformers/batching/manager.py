@@ -8,16 +8,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.errors import MambaCacheError, ModelChangedError, PoisonedError
+from mamba_cache.errors import MambaCacheError, ModelChangedError, PoisonedError, StepOrderError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 
-__all__ = ["SERVER", "ArrivalDetails", "BatchManager", "BatchRunner"]
+if TYPE_CHECKING:  # which imports this
+    from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+
+__all__ = ["SERVER", "ArrivalDetails", "BatchManager"]
 
 
 SERVER = "transformers server"
@@ -26,84 +31,50 @@ SERVER = "transformers server"
 
 @dataclass(frozen=True, slots=True)
 class ArrivalDetails:
-    """What the server knows of a request beside its prompt.
+    """What the server knows of a request beside its prompt."""
 
-    Attributes:
-        config: Its ``GenerationConfig``.
-        tokenizer: For stop strings.
-        cache_salt: Prompts of different salts never share anything.
-        checkpoints: Positions at which others will branch off.
-        tell_cached: Called with the tokens of the prompt that were not computed.
-        will_continue: Whether a longer prompt is to follow; None: nobody knows.
-    """
-
-    config: Any
-    tokenizer: Any = None
-    cache_salt: ExtraKey = None
-    checkpoints: Sequence[int] = ()
+    config: Any  # its ``GenerationConfig``
+    tokenizer: Any = None  # for stop strings
+    cache_salt: ExtraKey = None  # prompts of different salts never share anything
+    checkpoints: Sequence[int] = ()  # positions at which others will branch off
+    # Called with the tokens of the prompt that were not computed.
     tell_cached: Callable[[int], None] | None = None
-    will_continue: bool | None = None
-
-
-class BatchRunner(Protocol):
-    """Who lets a manager use the model: a ``PrefixCache``."""
-
-    def run_batches(self, manager: BatchManager) -> None:
-        """Call ``manager.run`` with a batcher, alone with the model."""
-
-    def reset(self) -> None:
-        """Forget all that is cached."""
+    will_continue: bool | None = None  # whether a longer prompt is to follow; None: nobody knows
 
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A request that somebody waits for.
-
-    Attributes:
-        request_id: Its name.
-        tokens: Its prompt.
-        details: See there.
-        is_streaming: Every token is told as it comes.
-        request: What runs of it; None before.
-        is_cancelled: Nobody waits for it any more.
-        deliver: Hands an output to who waits; None before he says how.
-        num_told: Tokens of it that were.
-    """
+    """A request that somebody waits for."""
 
     request_id: str
     tokens: list[int]
     details: ArrivalDetails
-    is_streaming: bool
-    request: BatchRequest | None = None
-    is_cancelled: bool = False
-    deliver: Callable[[Any], None] | None = None
-    num_told: int = 0
+    is_streaming: bool  # every token is told as it comes
+    request: BatchRequest | None = None  # what runs of it
+    is_cancelled: bool = False  # nobody waits for it any more
+    deliver: Callable[[Any], None] | None = None  # None before somebody says how he hears of it
+    num_told: int = 0  # tokens of it that were
 
 
 class BatchManager:
     """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
 
     It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
-
-    Args:
-        runner: Lets it use the model.
-        describe: Returns what is known of the request that is being added, given its tokens.
-        model: The model.
-        batching_config: The server's ``ContinuousBatchingConfig``; None: it has none.
+    ``describe`` says what is known of a request that is being added, given its tokens.
 
     Attributes:
-        batching_config: As given.
+        batching_config: The server's ``ContinuousBatchingConfig``; None: it has none.
     """
 
     def __init__(
         self,
-        runner: BatchRunner,
+        cache: PrefixCache,
         describe: Callable[[list[int]], ArrivalDetails],
         model: Any,
         batching_config: Any = None,
     ) -> None:
         self.batching_config = batching_config
-        self._runner = runner
+        self._cache = cache
         self._describe = describe
         self._model = model
         self._lock = threading.Lock()
@@ -112,6 +83,7 @@ class BatchManager:
         self._untold: dict[str, list[Any]] = {}  # outputs of those that nobody listens to yet
         self._wake = threading.Event()
         self._is_stopped = False
+        self._is_over = False  # nobody looks at what arrives
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         self.batch_processor = None
@@ -121,7 +93,7 @@ class BatchManager:
         self._thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
-        """End all requests, and the thread."""
+        """End the thread when all requests that there are have been answered."""
         self._is_stopped = True
         self._wake.set()
         if block:
@@ -130,12 +102,7 @@ class BatchManager:
     def add_request(
         self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
     ) -> str:
-        """Have a prompt answered.
-
-        Args:
-            input_ids: Its tokens.
-            request_id: A name for it.
-            streaming: Deliver an output with each token, not one at the end.
+        """Have a prompt answered; with ``streaming`` there is an output with each token.
 
         Returns:
             The name; another one if a request of this name runs, for clients may choose it.
@@ -147,15 +114,16 @@ class BatchManager:
             while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
                 arrival.request_id += "'"
             self._arrivals[arrival.request_id] = arrival
+            is_over = self._is_over
         self._wake.set()
+        if is_over:
+            self._fail_all(StepOrderError("the thread that runs requests has ended"))
         return arrival.request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Say who hears of a request, before it is added or after; in the running event loop.
+        """Say who hears of a request, before it is added or after.
 
-        Args:
-            request_id: The request.
-            callback: Called in the loop with each ``GenerationOutput``.
+        ``callback`` is called in the running event loop with each ``GenerationOutput``.
         """
         loop = asyncio.get_running_loop()
 
@@ -181,9 +149,18 @@ class BatchManager:
         self._wake.set()
 
     def _work(self) -> None:
-        while not self._is_stopped:
+        try:
+            self._run_until_stopped()
+        finally:
+            with self._lock:
+                self._is_over = True
+            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+            del self._cache, self._model  # the server keeps this when the model is unloaded
+
+    def _run_until_stopped(self) -> None:
+        while True:
             try:
-                self._runner.run_batches(self)
+                self._cache.run_batches(self)
             except BaseException as error:
                 self._fail_all(error)
                 if not isinstance(error, Exception):
@@ -191,13 +168,15 @@ class BatchManager:
                     raise
                 if isinstance(error, MambaCacheError) and not self._recovers(error):
                     return
+            if self._is_stopped and not self._arrivals:
+                return
             self._wake.wait()
 
     def _recovers(self, error: MambaCacheError) -> bool:
         """Begin anew after an error that would come again."""
         if isinstance(error, (ModelChangedError, PoisonedError)):
             try:
-                self._runner.reset()
+                self._cache.reset()
             except MambaCacheError as reason:
                 self.background_thread_status.fatal_error = reason
                 return False
@@ -206,11 +185,9 @@ class BatchManager:
     def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
         """Run what has arrived, and what arrives meanwhile, until nobody waits.
 
-        Args:
-            batcher: What runs requests.
-            begin: Looks at the model when there is something new.
+        ``begin`` looks at the model when there is something new.
         """
-        while not self._is_stopped:
+        while True:
             self._wake.clear()
             with self._lock:
                 known = list(self._arrivals.values())
@@ -237,7 +214,7 @@ class BatchManager:
                 arrival.request_id,
                 arrival.tokens,
                 settings,
-                seed=batcher.draw_seed(),
+                seed=int(torch.randint(2**62, (), device="cpu")),
                 cache_salt=details.cache_salt,
                 checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
                 will_continue=details.will_continue,
@@ -248,7 +225,7 @@ class BatchManager:
 
     def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
         if arrival.request is not None and not arrival.request.is_over:
-            batcher.cancel(arrival.request)
+            batcher.end(arrival.request)
         with self._lock:
             for kept in (self._arrivals, self._listeners, self._untold):
                 kept.pop(arrival.request_id, None)

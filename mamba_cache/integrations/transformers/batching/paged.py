@@ -18,7 +18,7 @@ from mamba_cache.integrations.transformers.batching.kernels import (
     paged_attention_torch,
 )
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
-from mamba_cache.states import CopyBackend, kernels_for
+from mamba_cache.states import kernels_for
 
 __all__ = ["PAGED", "PagedAttention", "register_attention"]
 
@@ -94,16 +94,13 @@ class PagedAttention:
     Args:
         model: The model.
         kv_cache: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        backend: What computes it.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, kv_cache: torch.Tensor, backend: CopyBackend = "auto"
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
         self._flat = kv_cache.flatten(2, 3)
         self._kernels, self._writes = (
-            kernels_for(backend, kv_cache.device, kernels=f"{_KERNELS}.{name}", twins=twins)
+            kernels_for("auto", kv_cache.device, kernels=f"{_KERNELS}.{name}", twins=twins)
             for name, twins in (
                 ("paged_attention", paged_attention_torch),
                 ("decode_inputs", decode_inputs_torch),
@@ -153,13 +150,8 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token's keys and values of each row; stands in for a cache layer's ``update``.
 
-        Args:
-            layer: Which attention layer's they are. The attention that is called next is its.
-            keys: [rows, kv_heads, 1, head_dim].
-            values: Likewise.
-
-        Returns:
-            Keys and values, as given.
+        They are those of an attention layer, whose attention is called next:
+        [rows, kv_heads, 1, head_dim] each, and returned as given.
         """
         self._layer = layer
         self._writes.write_tokens(self._flat[layer], self._slots, keys, values)
@@ -168,12 +160,8 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Attend to the keys and values of the layer that was updated last.
 
-        Args:
-            query: [rows, heads, 1, head_dim].
-            options: What the model's layer passes to its attention function.
-
-        Returns:
-            [rows, 1, heads, head_dim].
+        Of a query [rows, heads, 1, head_dim] the result is [rows, 1, heads, head_dim]; options are
+        those that the model's layer passes to its attention function.
 
         Raises:
             InvalidArgumentError: The model asks for what is not served here.

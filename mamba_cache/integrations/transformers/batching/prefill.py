@@ -18,26 +18,20 @@ from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory, read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import to_device_indices
+from mamba_cache.integrations.transformers.tensors import ints_to_device
 
 __all__ = ["ComputedChunks", "PrefillStep"]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunks:
-    """What a forward over chunks of prompts left.
+    """What a forward over chunks of prompts left."""
 
-    Attributes:
-        requests: The chunks, in the order of the rows.
-        logits: [rows, vocabulary] after the last token of each.
-        states: Their live states by name, [num_layers, rows, *shape], to be put into their rows.
-        rows: [rows] int64 on the device: these rows.
-    """
-
-    requests: tuple[ScheduledRequest, ...]
-    logits: torch.Tensor
+    requests: tuple[ScheduledRequest, ...]  # the chunks, in the order of the rows
+    logits: torch.Tensor  # [rows, vocabulary] after the last token of each
+    # Their live states by name, [num_layers, rows, *shape], to be put into their rows.
     states: dict[str, torch.Tensor]
-    rows: torch.Tensor
+    rows: torch.Tensor  # [rows] int64 on the device: these rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +47,8 @@ class PrefillStep:
     """Computes the chunks of a step with the model's own attention.
 
     Each forward takes sequences that begin and end at the same positions, for which no padding is
-    needed. It goes on from copies of their live states, and of their keys and values.
-
-    Args:
-        runner: The model.
-        context: The requests' memory.
-        layout: What its tensors are to the model's layers.
-        filler: Fills caches of the model.
-        capture: Takes states out of the middle of a forward; None: none are saved there.
-        rectangle_tokens: Tokens of all sequences of one forward, those before the chunks included.
+    needed, and of no more than ``rectangle_tokens`` together, those before the chunks included. It
+    goes on from copies of their live states, and of their keys and values.
     """
 
     def __init__(
@@ -85,11 +72,7 @@ class PrefillStep:
         self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
 
     def compute(self, step: Step) -> list[ComputedChunks]:
-        """Computes all chunks of a step: keys, values and checkpoints are written, states are not.
-
-        Args:
-            step: The step in flight.
-        """
+        """Computes all chunks of a step: keys, values and checkpoints are written, not states."""
         chunks, is_captured = self._place(step), True
         computed = []
         for group in self._group(chunks):
@@ -111,7 +94,7 @@ class PrefillStep:
 
     def read_states(self, rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns live rows, on the device, and copies of the states there by name."""
-        at = to_device_indices(rows, self._context.device)
+        at = ints_to_device(rows, self._context.device)
         live = self._context.live_states.tensors
         return at, {name: tensor.index_select(1, at) for name, tensor in live.items()}
 
@@ -209,6 +192,6 @@ class PrefillStep:
         pools = self._context.slot_allocator.states.tensors
         for position, states in saved.items():
             slots = [dict(chunk.request.checkpoints)[position] for chunk in group]
-            to = to_device_indices(slots, self._context.device)
+            to = ints_to_device(slots, self._context.device)
             for name, state in states.items():
                 pools[name].index_copy_(1, to, state)

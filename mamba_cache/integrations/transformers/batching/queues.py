@@ -14,7 +14,7 @@ from mamba_cache.integrations.transformers.batching.requests import (
     branch_positions,
     common_blocks,
 )
-from mamba_cache.integrations.transformers.store import PrefixHit, PrefixStore
+from mamba_cache.integrations.transformers.store import PrefixHit, PrefixStore, SoughtPrompt
 
 __all__ = ["BatchQueues"]
 
@@ -39,6 +39,7 @@ class BatchQueues:
     Attributes:
         decoding: By the context's name, the requests that decode.
         running: Those that hold memory, the oldest first.
+        scheduled: Those whose chunk is computed in the step.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class BatchQueues:
         self._waiting: dict[Hashable, BatchRequest] = {}
         self._prefilling: dict[Hashable, BatchRequest] = {}
         self._preempted: dict[Hashable, BatchRequest] = {}
-        self._scheduled: dict[Hashable, BatchRequest] = {}
+        self.scheduled: dict[Hashable, BatchRequest] = {}
         self._num_admitted = 0
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class BatchQueues:
     @property
     def has_work(self) -> bool:
         """Whether there is something to compute in the next step."""
-        return bool(self._scheduled or self.decoding)
+        return bool(self.scheduled or self.decoding)
 
     def add(self, request: BatchRequest) -> None:
         """Lets a request wait."""
@@ -83,10 +84,6 @@ class BatchQueues:
         """Forgets all requests; what they hold is dealt with by the caller."""
         for queue in self._all():
             queue.clear()
-
-    def find_scheduled(self, key: Hashable) -> BatchRequest:
-        """Returns a request whose chunk is computed in the step."""
-        return self._scheduled[key]
 
     def idle_rows(self, bound: int) -> list[int]:
         """Returns the rows below ``bound`` of prompts that no chunk of is computed in the step."""
@@ -100,13 +97,11 @@ class BatchQueues:
         )
 
     def schedule(self, budget: int, most_requests: int) -> None:
-        """Schedules chunks of prompts for the next step.
+        """Schedules chunks of prompts for the next step, of ``budget`` tokens together.
 
-        Args:
-            budget: Tokens of all of them.
-            most_requests: How many requests may hold memory.
+        No more than ``most_requests`` requests hold memory then.
         """
-        self._scheduled.clear()
+        self.scheduled.clear()
         error: CapacityError | None = None
         for request in list(self._prefilling.values()):
             if budget <= 0 or error is not None:
@@ -123,12 +118,7 @@ class BatchQueues:
                 budget, error = self._try(self._admit, request, budget)
 
     def make_work(self, budget: int, most_requests: int) -> None:
-        """Schedules until there is something to compute.
-
-        Args:
-            budget: As for ``schedule``.
-            most_requests: Likewise.
-        """
+        """Schedules until there is something to compute."""
         while True:
             self.schedule(budget, most_requests)
             if self.has_work or not len(self):  # all that there was is answered
@@ -141,7 +131,7 @@ class BatchQueues:
         assert len(self.running) > 1, "one request does not fit alone"
         request = next(reversed(self.running.values()))
         self._context.preempt(request.key)
-        self._leave(request)
+        self._forget(request)
         self._preempted[request.key] = request
         return request
 
@@ -155,27 +145,16 @@ class BatchQueues:
             queue = getattr(self, name)
             setattr(self, name, {key if k == old else k: one for k, one in queue.items()})
 
-    def finish(self, request: BatchRequest) -> None:
-        """Ends a request whose answer is complete."""
-        self._context.finish(request.key)
-        self._forget(request)
-
-    def cancel(self, request: BatchRequest) -> None:
-        """Ends a request that nobody waits for any more, between two steps."""
+    def end(self, request: BatchRequest) -> None:
+        """Ends a request, whose answer is complete or that nobody waits for, between two steps."""
         if request.key in self.running or request.key in self._preempted:
             self._context.finish(request.key)
         self._forget(request)
 
     def end_chunk(self, request: BatchRequest, num_computed: int, *, decodes: bool) -> None:
-        """Takes note that a chunk was computed.
-
-        Args:
-            request: Whose.
-            num_computed: Tokens that it has computed now.
-            decodes: Whether its next token was sampled.
-        """
+        """Takes note that a chunk was computed, and whether a token was sampled after it."""
         request.computed = num_computed
-        del self._scheduled[request.key]
+        del self.scheduled[request.key]
         if decodes:
             del self._prefilling[request.key]
             self.decoding[request.key] = request
@@ -183,11 +162,8 @@ class BatchQueues:
     def fork(self, request: BatchRequest, first_tokens: dict[Hashable, int]) -> list[BatchRequest]:
         """Forks a request that has its first token, for as many as there is room for.
 
-        The others are computed by themselves, and find what of the prompt is cached.
-
-        Args:
-            request: The request.
-            first_tokens: Of each of its children.
+        The others are computed by themselves, and find what of the prompt is cached. By name,
+        ``first_tokens`` has the token of each of its children.
 
         Returns:
             Those that go on as forks.
@@ -228,7 +204,7 @@ class BatchQueues:
             checkpoint_positions=positions,
         )
         request.branch_positions.update(positions)
-        self._scheduled[request.key] = request
+        self.scheduled[request.key] = request
         return num_tokens
 
     def _resume(self, request: BatchRequest, budget: int) -> int:
@@ -267,13 +243,16 @@ class BatchQueues:
     def _find(self, request: BatchRequest, *, with_logits: bool) -> PrefixHit:
         watch, tiers = self._store.watch, self._store.tiers
         num_restored = 0 if tiers is None else tiers.num_restored
+        prepared = request.prepared
         hit = self._store.find(
-            request.prepared.chain,
-            request.prepared.tokens,
-            min_computed=self._fewest_tokens,
-            with_logits=with_logits,
-            is_told=bool(request.prepared.request.tells_tokens),
-            cache_salt=request.prepared.request.cache_salt,
+            SoughtPrompt(
+                prepared.chain,
+                prepared.tokens,
+                self._fewest_tokens,
+                with_logits,
+                prepared.request.cache_salt,
+                is_told=bool(prepared.request.tells_tokens),
+            )
         )
         if watch is not None and tiers is not None and tiers.num_restored > num_restored:
             watch.brought.add(request.key)
@@ -307,7 +286,7 @@ class BatchQueues:
 
     def _begin(self, request: BatchRequest, skip_tokens: int) -> None:
         request.computed = skip_tokens
-        for queue in (self.running, self._prefilling, self._scheduled):
+        for queue in (self.running, self._prefilling, self.scheduled):
             queue[request.key] = request
 
     def _number(self, request: BatchRequest) -> None:
@@ -333,15 +312,11 @@ class BatchQueues:
         """Says whether a prompt of this step will save a state of a longer prefix of a request."""
         if request.waited_steps >= _MOST_WAITED_STEPS:
             return False
-        for other in self._scheduled.values():
+        for other in self.scheduled.values():
             position = common_blocks(request, other) * self._block_size
             if position > max(skip_tokens, other.computed) and position in other.branch_positions:
                 return True
         return False
-
-    def _leave(self, request: BatchRequest) -> None:
-        for queue in (self.running, self.decoding, self._prefilling, self._scheduled):
-            queue.pop(request.key, None)
 
     def _forget(self, request: BatchRequest) -> None:
         for queue in self._all():
@@ -350,5 +325,5 @@ class BatchQueues:
     def _all(self) -> Iterable[dict[Hashable, BatchRequest]]:
         return (
             self.decoding, self.running, self._waiting, self._prefilling, self._preempted,
-            self._scheduled,
+            self.scheduled,
         )  # fmt: skip

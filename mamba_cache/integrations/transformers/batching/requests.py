@@ -17,59 +17,38 @@ __all__ = ["BatchRequest", "branch_positions", "common_blocks"]
 
 @dataclass(slots=True, eq=False)
 class BatchRequest:
-    """One answer to one prompt.
+    """One answer to one prompt."""
 
-    Attributes:
-        request_id: What its caller calls it.
-        prepared: Its prompt, checked and hashed, and its first token if that was chosen from cached
-            logits; the context knows it by another name.
-        settings: How the answer is made.
-        seed: Of its draws.
-        reusable_blocks: Leading blocks that it need not compute if they are cached.
-        parent: The request of the same prompt that it is to be a fork of.
-        children: Those that are to be forks of it, once it has its first token.
-        tell: Called with each token.
-        answer: Its tokens so far.
-        logprobs: Their log-probabilities, if they are asked for.
-        timestamps: When each was there, likewise.
-        most_tokens: Of its answer, as many as it may have and as there is room for.
-        error: Why it could not run.
-        is_over: It has ended, one way or the other.
-        cached_tokens: Of its prompt, not computed when it was first admitted.
-        computed: Tokens that it had computed before the chunk that is scheduled.
-        admitted: Its number in the order of admissions; -1 before.
-        waited_steps: Steps in which it let others go first.
-        branch_positions: Where a state of it is saved because others branch off there.
-        created_time: Seconds of ``time.perf_counter``.
-        started_time: When it was first admitted; -1 before.
-        finished_time: When it ended; -1 before.
-        num_prompt_tokens: Tokens of its prompt.
-        processors: The library's processors of its answer; None: it has none.
-    """
-
-    request_id: str
+    request_id: str  # what its caller calls it
+    # Its prompt, checked and hashed, and its first token if that was chosen from cached logits; the
+    # context knows it by another name.
     prepared: PreparedRequest
-    settings: AnswerSettings
-    seed: int
-    reusable_blocks: int
-    parent: BatchRequest | None = None
+    settings: AnswerSettings  # how the answer is made
+    seed: int  # of its draws
+    reusable_blocks: int  # leading blocks that it need not compute if they are cached
+    parent: BatchRequest | None = None  # the request of the same prompt that it is to be a fork of
+    # Those that are to be forks of it, once it has its first token.
     children: list[BatchRequest] = field(default_factory=list)
-    tell: Callable[[int], None] | None = None
-    answer: list[int] = field(default_factory=list)
+    tell: Callable[[int], None] | None = None  # called with each token
+    answer: list[int] = field(default_factory=list)  # its tokens so far
+    # Their log-probabilities, if they are asked for.
     logprobs: list[float] = field(default_factory=list)
-    timestamps: list[float] = field(default_factory=list)
-    most_tokens: int = 0
-    error: str | None = None
-    is_over: bool = False
-    cached_tokens: int = 0
-    computed: int = 0
-    admitted: int = -1
-    waited_steps: int = 0
+    timestamps: list[float] = field(default_factory=list)  # when each was there, likewise
+    most_tokens: int = 0  # of its answer, as many as it may have and as there is room for
+    error: str | None = None  # why it could not run
+    is_over: bool = False  # it has ended, one way or the other
+    cached_tokens: int = 0  # of its prompt, not computed when it was first admitted
+    computed: int = 0  # tokens that it had computed before the chunk that is scheduled
+    admitted: int = -1  # its number in the order of admissions; -1 before
+    waited_steps: int = 0  # steps in which it let others go first
+    # Where a state of it is saved because others branch off there.
     branch_positions: set[int] = field(default_factory=set)
+    # Seconds of ``time.perf_counter``.
     created_time: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108
-    started_time: float = -1.0
-    finished_time: float = -1.0
-    num_prompt_tokens: int = field(init=False)
+    started_time: float = -1.0  # when it was first admitted; -1 before
+    finished_time: float = -1.0  # when it ended; -1 before
+    num_prompt_tokens: int = field(init=False)  # tokens of its prompt
+    # The library's processors of its answer; None: it has none.
     processors: Any = field(init=False, default=None)
     _prompt: list[int] = field(default_factory=list)
 
@@ -110,9 +89,11 @@ class BatchRequest:
     def draw(self) -> Draw:
         """Returns how its next token is chosen."""
         tokens: list[int] = []
+        if not self.answer:  # a fork that found no room draws its first token once more
+            self.logprobs.clear()
         if self.settings.make_processors is not None:
             tokens = [*self.prompt, *self.answer]
-            if not self.answer:  # a fork that found no room draws its first token once more
+            if not self.answer:
                 self.processors = self.settings.make_processors(self.prompt)
         number = len(self.answer)
         return Draw(self.settings, self.seed, number, tokens, self.processors, self.refuse)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.tensors import to_device
 
 __all__ = ["Draw", "Sampler", "uniforms"]
 
@@ -20,22 +21,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True)
 class Draw:
-    """Whose token is chosen.
+    """Whose token is chosen."""
 
-    Attributes:
-        settings: How.
-        seed: Of its draws.
-        number: Tokens of the answer before it.
-        tokens: Prompt and answer so far, where the library's processors are given them.
-        processors: These; None: there are none.
-        refuse: Called with what they raise, for which no token of this answer is chosen.
-    """
-
-    settings: AnswerSettings
-    seed: int
-    number: int
+    settings: AnswerSettings  # how
+    seed: int  # of its draws
+    number: int  # tokens of the answer before it
+    # Prompt and answer so far, where the library's processors are given them.
     tokens: Sequence[int] = ()
-    processors: Any = None
+    processors: Any = None  # these; None: there are none
+    # Called with what they raise, for which no token of this answer is chosen.
     refuse: Callable[[Exception], None] | None = None
 
 
@@ -68,11 +62,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> 
 
 
 class Sampler:
-    """Chooses tokens; nothing waits for the device.
-
-    Args:
-        device: Where logits are.
-    """
+    """Chooses tokens; nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +104,7 @@ class Sampler:
     def _uniforms(self, draws: Sequence[Draw | None]) -> torch.Tensor:
         seeds = np.array([one.seed if one else 0 for one in draws], dtype=np.uint64)
         numbers = np.array([one.number if one else 0 for one in draws], dtype=np.uint64)
-        return self._send(torch.from_numpy(uniforms(seeds, numbers)))
+        return to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
 
     def _limits_of(self, draws: Sequence[Draw | None]) -> _Limits:
         settings = tuple(one.settings if one else None for one in draws)
@@ -132,12 +122,12 @@ class Sampler:
 
         def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
             values = [getattr(s, name) if s else default for s in rows]
-            return self._send(torch.tensor(values, dtype=dtype, device="cpu"))
+            return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
 
         is_greedy = torch.tensor([s is None or s.is_greedy for s in settings], device="cpu")
         self._limits = _Limits(
             settings,
-            self._send(is_greedy),
+            to_device(is_greedy, self._device),
             column("temperature", 1.0, torch.float32),
             column("top_k", 0, torch.int64),
             column("top_p", 1.0, torch.float64),
@@ -145,11 +135,6 @@ class Sampler:
             most,
         )
         return self._limits
-
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return tensor.to(self._device)
-        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _is_simple(settings: AnswerSettings) -> bool:

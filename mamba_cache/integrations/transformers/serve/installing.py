@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal
 
-from mamba_cache._checks import check_int, check_kind, check_number
+from mamba_cache._checks import check_choice, check_int, check_kind, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -116,8 +116,7 @@ def install(
         ("weights_check", weights_check, ("full", "sample", "off")),
         ("events_mode", events_mode, ("resident", "reachable")),
     ):
-        if value not in allowed:
-            raise InvalidArgumentError(f"{name} must be one of {allowed}, got {value!r}")
+        check_choice(name, value, allowed)
     if events_replay_endpoint is not None and events_endpoint is None:
         raise InvalidArgumentError(
             "events_replay_endpoint goes with events_endpoint, "
@@ -165,17 +164,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(**settings: Any) -> Iterator[None]:
-    """Install for the length of a ``with`` block.
-
-    Args:
-        settings: As for ``install``.
-
-    Raises:
-        InvalidArgumentError: As ``install`` does, like those that follow.
-        StepOrderError: It is installed already.
-        MissingExtraError: Something is not installed.
-        UnsupportedVersionError: This version cannot be served.
-    """
+    """Install for the length of a ``with`` block; it takes what ``install`` takes."""
     install(**settings)
     try:
         yield
@@ -185,9 +174,7 @@ def installed(**settings: Any) -> Iterator[None]:
 
 def _publishers(endpoint: str, options: dict[str, Any]) -> Callable[[], Any]:
     """Return what makes a publisher of KV events."""
-    from mamba_cache.integrations.events import (  # noqa: PLC0415 - an extra
-        EventPublisher,
-    )
+    from mamba_cache.integrations.events import EventPublisher  # noqa: PLC0415 - an extra
 
     return partial(EventPublisher, endpoint, **options)
 
@@ -203,11 +190,7 @@ def _check_extra() -> None:
 
 
 def _find(path: str) -> tuple[Any, str]:
-    """Return whose attribute a dotted path below the server's package names, and its name.
-
-    Raises:
-        UnsupportedVersionError: There is none.
-    """
+    """Return whose attribute a dotted path below the server's package names, and its name."""
     module, *inner, name = path.split(".")
     try:
         owner: Any = importlib.import_module(f"{_SERVING}.{module}")
@@ -253,12 +236,11 @@ def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callab
     def init_cb(self: Any, model: Any, gen_config: Any) -> None:
         one = served.find(model)
         cache = None if one is None else one.batches()
-        if cache is None:
+        if one is None or cache is None:
             original(self, model, gen_config)
-        elif self._cb is None:
-            self._cb = BatchManager(
-                cache, _describe_arrival, model, getattr(self, "_cb_config", None)
-            )
+        elif self._cb is None or self._cb is not one.manager:  # it was of a model since unloaded
+            config = getattr(self, "_cb_config", None)
+            self._cb = one.manager = BatchManager(cache, _describe_arrival, model, config)
             self._cb.start()
 
     return init_cb
@@ -273,10 +255,10 @@ def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
     config, processor = _arriving.get()
     config = copy.copy(config)
     config.use_cache = True  # for the library's own batches the server says that there is none
-    request, tokenizer = current_request.get(), getattr(processor, "tokenizer", processor)
-    if request is None:
+    served, tokenizer = current_request.get(), getattr(processor, "tokenizer", processor)
+    if served is None:
         return ArrivalDetails(config, tokenizer)
-    served, checkpoints = request, []
+    checkpoints = []
     with suppress(Exception):  # the server has read the request already, in its own way
         checkpoints = served.checkpoints(tokenizer, tokens)
 

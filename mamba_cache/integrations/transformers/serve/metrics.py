@@ -28,11 +28,7 @@ class _LoadedCaches(Collector):
 
 
 def metrics_app(caches: Callable[[], Mapping[str, PrefixCache]]) -> Any:
-    """Make an ASGI application that answers each request with the metrics of that moment.
-
-    Args:
-        caches: Returns the caches by name.
-    """
+    """Make an ASGI application that answers each request with the metrics of that moment."""
     registry = CollectorRegistry()
     registry.register(_LoadedCaches(caches))
     return make_asgi_app(registry)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mamba_cache.errors import (
     InvalidArgumentError,
+    MambaCacheError,
     ModelChangedError,
     PoisonedError,
-    UnresumableModelError,
 )
-from mamba_cache.integrations.transformers.batching.manager import SERVER
+from mamba_cache.integrations.transformers.batching.manager import SERVER, BatchManager
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
 from mamba_cache.integrations.transformers.verification import IdleVerifier
@@ -59,7 +61,9 @@ class ServedModels:
 
     def drop(self, model: Any) -> None:
         """Let go of a model that is unloaded; a call that still runs keeps it until it ends."""
-        self._by_id.pop(id(model), None)
+        served = self._by_id.pop(id(model), None)
+        if served is not None and served.manager is not None:
+            served.manager.stop(block=False)
         if self._told_model is model and self._publisher is not None and self._make_publisher:
             self._told_model = None
             self._publisher.close()
@@ -90,37 +94,24 @@ class ServedModels:
         return self._by_id.get(id(model))
 
     def caches(self, loaded: Mapping[str, Any]) -> Iterator[tuple[str, PrefixCache]]:
-        """Yield the caches that are there now, by the server's names.
-
-        Args:
-            loaded: What the server has loaded, by name; each has a ``model``.
-        """
+        """Yield the caches that are there now, by the names of what the server has loaded."""
         for name, timed in list(loaded.items()):
             served = self.find(timed.model)
             if served is not None and served.cache is not None:
                 yield name, served.cache
 
     def asked(self, model: Any) -> Any:
-        """Return what the server is to call ``generate`` of for the current request.
-
-        Args:
-            model: The model that it would call.
-        """
+        """Return what the server is to call ``generate`` of for the current request."""
         served, request = self.find(model), current_request.get()
         return model if served is None or request is None else _Asked(served, request)
 
 
 class ServedModel:
-    """One model, and its cache from the first request on that needs it.
-
-    Args:
-        model: The model.
-        settings: What its ``PrefixCache`` is made with.
-        tell: Called with the model and its cache when that is made.
+    """One model, and its cache from the first request on that needs it, of which ``tell`` is told.
 
     Attributes:
-        model: As given.
         cache: Its cache; None before it is made, and where the model can have none.
+        manager: What runs its requests in batches; None before.
     """
 
     def __init__(
@@ -132,6 +123,7 @@ class ServedModel:
         self.model = model
         self._tell_routers = tell
         self.cache: PrefixCache | None = None
+        self.manager: BatchManager | None = None
         self._settings = settings
         self._is_tried = False
         self._serves_batches: bool | None = None
@@ -162,7 +154,7 @@ class ServedModel:
             try:
                 cache.prepare_batches()
                 self._serves_batches = True
-            except (InvalidArgumentError, UnresumableModelError) as error:
+            except (MambaCacheError, torch.OutOfMemoryError) as error:
                 self._serves_batches = False
                 _log.warning("%s is served request by request: %s", self._name, error)
         return cache if self._serves_batches else None
@@ -170,9 +162,7 @@ class ServedModel:
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Do what ``model.generate`` does, through the cache where it serves that.
 
-        Args:
-            request: Is told how many tokens were cached.
-            options: What the server gives ``generate``.
+        The request is told how many tokens were cached.
         """
         cache = self.prepare()
         if cache is None:
@@ -217,11 +207,9 @@ class ServedModel:
         return self.model.generate(**options)
 
     def _renew(self, cache: PrefixCache, error: Exception) -> None:
-        """Forget what is cached, after which the cache can be used again, or gives it up.
+        """Forget what is cached, after which the cache can be used again, or give it up.
 
-        Args:
-            cache: The cache.
-            error: Why it cannot be used: the model was changed, or a call broke off.
+        ``error`` says why: the model was changed, or a call broke off.
         """
         self._num_renewals += 1
         if self._num_renewals > _MOST_RENEWALS:
