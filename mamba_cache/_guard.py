@@ -23,6 +23,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Call = tuple[int, str]
 _Errors = tuple[type[BaseException], ...]
 
+_NO_CALL: _Call = (-1, "")
+
 _SECONDS_BETWEEN_LOOKS = 0.002
 """How long one who waits for another thread's call sleeps before looking again."""
 
@@ -80,8 +82,7 @@ class CallGuard:
 
     def runs_here(self) -> bool:
         """Say whether a call of this thread is running."""
-        running = self._running.get("call")
-        return running is not None and running[0] == get_ident()
+        return self._running.get("call", _NO_CALL)[0] == get_ident()
 
     def enter(self, call: _Call, *, renews: bool = False, waits: bool = False) -> None:
         """Begin a call.
@@ -156,8 +157,8 @@ class CallGuard:
         if self._running.get("call") is call:
             del self._running["call"]
 
-    def check_readable(self, name: str) -> None:
-        """Check that what the object says now can be believed.
+    def refuse_to_read(self, name: str) -> None:
+        """Refuse a query that comes while no call of its thread runs, and a call is unproved.
 
         Args:
             name: The query.
@@ -166,8 +167,6 @@ class CallGuard:
             ConcurrentUseError: A call of another thread is running.
             PoisonedError: An earlier call broke off half-way.
         """
-        if self.runs_here():
-            return
         running = self._running.get("call")
         if running is not None and _is_running(running):
             raise _concurrent_use((get_ident(), name), running)
@@ -254,8 +253,8 @@ def query(method: _Method) -> _Method:
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard: CallGuard | None = self._guard
-        if guard is not None and guard._unproved:
-            guard.check_readable(method.__name__)
+        if guard is not None and guard._unproved and not guard.runs_here():
+            guard.refuse_to_read(method.__name__)
         return method(self, *args, **kwargs)
 
     return cast(_Method, ask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -167,12 +167,12 @@ class CacheConfig:
     log_requests: bool = False
     max_salt_share: float = 1.0
     max_pinned_share: float = 0.25
-    store: Any = None
+    store: Any = field(default=None, repr=False)  # its URL may hold a password
     store_write_on_use: int = 2
     store_patience_seconds: float = 0.03
     trace_path: str | None = None
     hash_algorithm: HashAlgorithm = "xxh3_128"
-    hash_secret: bytes | None = None
+    hash_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.ssm_chunk_alignment is None:

@@ -105,11 +105,14 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
             places, ids = range(self._length)[index], self._ids
+            if len(places) == self._length and index.step is None:
+                return self  # unnoticed: a shortcut, the longer way gives the same
             known = [ids[i] for i in places] if len(ids) >= self._length else []
             return BlockHashes._snapshot([self._digests[i] for i in places], known)
         # unnoticed: a shortcut, the longer way gives the same
         position = index if 0 <= index < self._length else range(self._length)[index]
-        return hash_id_of(self._digests[position])
+        ids = self._ids
+        return ids[position] if position < len(ids) else hash_id_of(self._digests[position])
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -197,7 +200,7 @@ def _cut_from(digests: list[bytes]) -> list[int]:
 def hash_id_of(digest: bytes) -> int:
     """Return the hash id that is cut from a digest."""
     # unnoticed: the mask keeps the same bits of a longer number
-    return max(int.from_bytes(digest[:8], "little") & _ID_MASK, 1)
+    return int.from_bytes(digest[:8], "little") & _ID_MASK or 1
 
 
 def _sha256(data: bytes) -> bytes:

@@ -656,9 +656,8 @@ class KVBlockAllocator:
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
         block_ids, parents = plan.block_ids, plan.parents
-        # Two by themselves cost less than the operations on arrays that many of them are worth.
         # unnoticed: a shortcut, the longer way gives the same
-        is_chain = are_new and len(block_ids) > 2
+        is_chain = are_new and bool(block_ids)
         if is_chain and self._tree.add_chain(*plan[:3], parents[0]):
             if self._shares is not None:
                 self._shares.own(block_ids, plan.owner)

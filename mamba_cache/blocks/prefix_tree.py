@@ -183,14 +183,22 @@ class PrefixTree:
                 if holder == block_id:
                     del self._block_of[hash_id]
             return False
-        blocks = np.array(block_ids, np.intp)
-        self.hashes[blocks] = hash_ids
-        self._digests[blocks] = digests
-        before, after = blocks[:-1], blocks[1:]
-        self._parents[after], self._parent_blocks[after] = self.hashes[before], before
-        self.num_children[before] = 1
-        self.num_children[block_ids[-1]] = 0
-        self.num_cached_children[blocks] = 0
+        blocks = as_blocks(block_ids)
+        if isinstance(blocks, list):
+            last, last_hash = self._no_block, NO_HASH
+            for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
+                self.hash_at[block_id], self._digests[block_id] = hash_id, digest
+                self._parent_at[block_id], self._parent_block_at[block_id] = last_hash, last
+                self.children_at[block_id], self.cached_children_at[block_id] = 1, 0
+                last, last_hash = block_id, hash_id
+        else:
+            self.hashes[blocks] = hash_ids
+            self._digests[blocks] = digests
+            before, after = blocks[:-1], blocks[1:]
+            self._parents[after], self._parent_blocks[after] = self.hashes[before], before
+            self.num_children[before] = 1
+            self.num_cached_children[blocks] = 0
+        self.children_at[block_ids[-1]] = 0
         self._join(block_ids[0], parent)
         return True
 

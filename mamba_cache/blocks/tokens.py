@@ -37,7 +37,7 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
             tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
-    if isinstance(tokens, Sequence) and not isinstance(tokens, str):
+    if isinstance(tokens, list) or (isinstance(tokens, Sequence) and not isinstance(tokens, str)):
         return _from_sequence(tokens)
     raise InvalidArgumentError(
         "tokens must be a sequence of ints, a numpy array or a torch tensor, "

@@ -103,26 +103,32 @@ class Admitter:
             BlockCapacityError: Not enough KV blocks.
             SequenceLengthError: The sequence has no position left to compute.
         """
-        if active.num_tokens > self._config.max_sequence_length:
+        num_tokens, hashes = active.num_tokens, active.hashes
+        if num_tokens > self._config.max_sequence_length:
             raise SequenceLengthError(
-                f"request {active.request_id!r} has {active.num_tokens} tokens; "
+                f"request {active.request_id!r} has {num_tokens} tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
-        match = self._match_on_gpu(active.hashes, active.num_tokens)
+        match = self._match_on_gpu(hashes, num_tokens)
         if resume_at is not None and self._enter_inside_block(
-            active, match, chunk_tokens, token_room, resume_at
+            active, hashes, match, chunk_tokens, token_room, resume_at
         ):
             return
         if self._tiering is None:
-            self._enter(active, match, chunk_tokens, token_room)
+            self._enter(active, hashes, match, chunk_tokens, token_room)
             return
-        found, load = self._find_below(self._tiering, active, match)
-        self._enter(active, found, chunk_tokens, token_room, load, match.skip_tokens)
+        found, load = self._find_below(self._tiering, active, hashes, match)
+        try:
+            self._enter(active, hashes, found, chunk_tokens, token_room, load, match.skip_tokens)
+        except BaseException:
+            self._cancel_load(load)
+            raise
         self._tiering.offer_used(active, found.state_matched_blocks)
 
-    def _enter_inside_block(
+    def _enter_inside_block(  # noqa: PLR0917 (as ``_enter``)
         self,
         active: ActiveRequest,
+        hashes: BlockHashes,
         match: PrefixMatch,
         chunk_tokens: int | None,
         token_room: int,
@@ -132,7 +138,8 @@ class Admitter:
 
         Args:
             active: The request.
-            match: What of its whole blocks is cached.
+            hashes: Of its whole blocks.
+            match: What of these is cached.
             chunk_tokens: As in ``admit``.
             token_room: Likewise.
             position: Where it resumes.
@@ -141,7 +148,7 @@ class Admitter:
             Whether it was admitted. If not, it holds nothing.
         """
         depth, rest = divmod(position, self._config.block_size_tokens)
-        last = active.num_tokens - self._config.min_computed_tokens
+        last = match.prompt_tokens - self._config.min_computed_tokens
         is_farther = rest and match.skip_tokens < position <= last
         # Multimodal keys belong to whole blocks, so that parts of these have no hashes.
         has_part = is_farther and not active.request.multimodal_keys
@@ -155,7 +162,7 @@ class Admitter:
         match = replace(match, state_matched_blocks=depth, skip_tokens=position, miss_reason=None)
         self._kv_blocks.retain_memory_blocks([block])  # it is read before others may have it
         try:
-            self._enter(active, match, chunk_tokens, token_room, state_block=block)
+            self._enter(active, hashes, match, chunk_tokens, token_room, state_block=block)
             if match.kv_matched_blocks == depth:  # else the whole block is there
                 self._copier.copy(block, active.block_ids[depth])
         except BlockCapacityError:
@@ -169,12 +176,12 @@ class Admitter:
         return True
 
     def _find_below(
-        self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
+        self, tiering: Tiering, active: ActiveRequest, hashes: BlockHashes, match: PrefixMatch
     ) -> tuple[PrefixMatch, PlannedLoad | None]:
         """Find where a request resumes, and keep the rows if it is by loading."""
         tiering.poll()
         refused: PrefixMatch | None = None
-        while (extended := tiering.extend(match, active.hashes)).loads_state:
+        while (extended := tiering.extend(match, hashes)).loads_state:
             assert extended != refused, "what was refused is not found again"
             # Before anything is evicted for it: what raises later must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
@@ -191,6 +198,7 @@ class Admitter:
     def _enter(  # noqa: PLR0917 (one admission, part by part)
         self,
         active: ActiveRequest,
+        hashes: BlockHashes,
         match: PrefixMatch,
         chunk_tokens: int | None,
         token_room: int,
@@ -202,6 +210,7 @@ class Admitter:
 
         Args:
             active: The request.
+            hashes: Of its complete blocks.
             match: Where it resumes.
             chunk_tokens: As in ``admit``.
             token_room: Likewise.
@@ -209,25 +218,8 @@ class Admitter:
             state_position: Where it could resume without a load. Default: where it resumes.
             state_block: The block whose slot it resumes from, if it is not the last that it skips.
         """
-        try:
-            self._try_to_enter(
-                active, match, chunk_tokens, token_room, load, state_position, state_block
-            )
-        except BaseException:
-            self._cancel_load(load)
-            raise
-
-    def _try_to_enter(  # noqa: PLR0917 (likewise)
-        self,
-        active: ActiveRequest,
-        match: PrefixMatch,
-        chunk_tokens: int | None,
-        token_room: int,
-        load: PlannedLoad | None,
-        state_position: int | None,
-        state_block: int | None,
-    ) -> None:
-        num_tokens = self._chunk_tokens(active, match.skip_tokens, chunk_tokens, token_room)
+        left = match.prompt_tokens - match.skip_tokens
+        num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
         end = match.skip_tokens + num_tokens
         admission = Admission(
             prompt_tokens=match.prompt_tokens,
@@ -252,7 +244,7 @@ class Admitter:
         except BaseException:
             self._unpin(lease)
             raise
-        active.enter_row(row, num_computed=match.skip_tokens)
+        active.enter_row(row, num_tokens=match.prompt_tokens, num_computed=match.skip_tokens)
         active.admission = admission
         active.state_position = match.skip_tokens if state_position is None else state_position
         active.num_published = match.kv_matched_blocks
@@ -264,7 +256,7 @@ class Admitter:
             if load is not None:
                 load.checkpoint = self._checkpoints.reserve_for_load(active, match.skip_tokens)
                 active.chunk.load = load
-            self._checkpoints.plan(active, active.chunk, is_admitted=True)
+            self._checkpoints.plan(active, active.chunk, hashes)
         except BaseException:
             self.release(active)
             raise
@@ -290,7 +282,8 @@ class Admitter:
             BlockCapacityError: Not enough KV blocks.
         """
         start, positions = active.num_computed, active.checkpoint_positions
-        num_tokens = self._chunk_tokens(active, start, chunk_tokens, token_room)
+        left = active.num_tokens - start
+        num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
         self._rows.grow(
             active.row, start + num_tokens, active.request_id, active.request.cache_salt
         )
@@ -374,10 +367,9 @@ class Admitter:
         self._rows.give_back(active.leave_row())
 
     def _chunk_tokens(
-        self, active: ActiveRequest, start: int, chunk_tokens: int | None, token_room: int
+        self, active: ActiveRequest, num_tokens: int, chunk_tokens: int | None, token_room: int
     ) -> int:
-        """Return how many tokens a chunk from ``start`` on has."""
-        num_tokens = active.num_tokens - start
+        """Return how many tokens a chunk has of those that are left."""
         if chunk_tokens is not None:
             num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_tokens)
         if num_tokens > token_room:

@@ -75,22 +75,22 @@ class Checkpoints:
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
 
-    def plan(self, active: ActiveRequest, chunk: Chunk, *, is_admitted: bool = False) -> None:
+    def plan(self, active: ActiveRequest, chunk: Chunk, hashes: BlockHashes | None = None) -> None:
         """Plan the checkpoints of a chunk.
 
         Args:
             active: The request, with the blocks of the chunk.
             chunk: What is computed, without checkpoints; it gets them.
-            is_admitted: Whether the request begins with it, so that a policy that knows prompts is
-                told of this one.
+            hashes: Of the request's blocks, if it begins with this chunk, so that a policy that
+                knows prompts is told of it.
         """
         if not self._is_on:
             return
         end = chunk.end
         positions = self._positions(active, chunk.start, end)
         # After the placement, which may be an embedder's and raise: a policy cannot forget again.
-        if is_admitted:
-            self._tell_policies(active)
+        if hashes is not None:
+            self._tell_policies(active, hashes)
         if not positions:
             return
         without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
@@ -290,34 +290,35 @@ class Checkpoints:
         self._slots.unpin_slots([lease])
         return lease
 
-    def _facts_of(self, active: ActiveRequest) -> PromptFacts:
+    def _facts_of(self, active: ActiveRequest, hashes: BlockHashes) -> PromptFacts:
         """Describe a request that was just matched, for a policy that knows prompts."""
-        most_skipped = max(0, active.num_tokens - self._min_computed_tokens)
+        num_tokens, request = active.num_tokens, active.request
+        most_skipped = max(0, num_tokens - self._min_computed_tokens)
         if self._paths is not None:
             return self._paths.facts(
-                active.path(self._paths, active.num_tokens),
-                active.num_tokens,
+                active.path(self._paths, num_tokens),
+                num_tokens,
                 active.num_shared_tokens,
                 most_skipped,
-                will_continue=active.request.will_continue,
-                source=active.request.source,
+                will_continue=request.will_continue,
+                source=request.source,
             )
         return PromptFacts(
-            hash_ids=active.hashes,
-            block_size_tokens=self._block_size,
-            num_matched_blocks=active.num_shared_blocks,
-            num_usable_blocks=most_skipped // self._block_size,
-            will_continue=active.request.will_continue,
-            source=active.request.source,
+            hashes,
+            self._block_size,
+            active.num_shared_blocks,
+            most_skipped // self._block_size,
+            request.will_continue,
+            request.source,
         )
 
-    def _tell_policies(self, active: ActiveRequest) -> None:
+    def _tell_policies(self, active: ActiveRequest, hashes: BlockHashes) -> None:
         """Tell of a request that was just matched the policies that know prompts."""
         tiering = self._tiering
         tells_below = tiering is not None and tiering.knows_prompts
         if not (self._slots.knows_prompts or tells_below):
             return
-        facts = self._facts_of(active)
+        facts = self._facts_of(active, hashes)
         if self._slots.knows_prompts:
             active.prompt_seen = self._slots.begin_request(facts)
         if tiering is not None and tells_below:
@@ -367,7 +368,7 @@ class Checkpoints:
                 # What is worth a row but no slot must have one until it is copied.
                 wanted = self._tiering.wants(active, proposals)
                 proposals = [
-                    replace(each, is_asked=True) if is_wanted else each
+                    each._replace(is_asked=True) if is_wanted else each
                     for each, is_wanted in zip(proposals, wanted, strict=True)
                 ]
         blocks = [active.block_before(p) for p in positions]

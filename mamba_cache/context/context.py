@@ -417,9 +417,8 @@ class DynamicInferenceContext:
             InvalidArgumentError: As in ``prepare``, or another context prepared the request.
             SequenceLengthError: As in ``prepare``.
         """
-        prepared = self._prepared(request)
-        chain = prepared.chain_for(self._preparer)
-        return self._admitter.match(chain.hashes, len(prepared.tokens))
+        _, tokens, chain = self._preparer.read(request)
+        return self._admitter.match(chain.hashes, len(tokens))
 
     @exclusive
     def prefetch(
@@ -442,13 +441,11 @@ class DynamicInferenceContext:
         """
         if timeout_seconds is not None:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
-        prepared = self._prepared(request)
-        chain = prepared.chain_for(self._preparer)
-        match = self._admitter.match(chain.hashes, len(prepared.tokens))
+        own, tokens, chain = self._preparer.read(request)
+        match = self._admitter.match(chain.hashes, len(tokens))
         if self._tiering is None:
-            request_id = prepared.request.request_id
-            return Prefetch(request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        handle = self._tiering.prefetch(prepared, chain, match, timeout_seconds)
+            return Prefetch(own.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+        handle = self._tiering.prefetch(own, tokens, chain, match, timeout_seconds)
         handle.go_on = WeakCallback(self.poll_tiers)
         return handle
 
@@ -497,13 +494,12 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         self._pins.expire()
-        prepared = self._prepared(request)
-        self.request_table.check_new(prepared.request.request_id)
-        chain = prepared.chain_for(self._preparer)
+        own, tokens, chain = self._preparer.read(request)
+        self.request_table.check_new(own.request_id)
         active = ActiveRequest(
-            prepared.request,
-            prepared.tokens,
-            chain.copy() if prepared is request else chain,  # the caller may add it again
+            own,
+            tokens,
+            chain if own is request else chain.copy(),  # the caller may add it again
             proxy(self.request_table),  # which holds it: a cycle would keep the tensors for long
             is_cached=self.config.enable_prefix_caching,
         )
@@ -867,7 +863,7 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        chain = self._prepared(request).chain_for(self._preparer)
+        _, _, chain = self._preparer.read(request)
         blocks = self.kv_block_allocator.match_prefix(chain.hashes)
         num_blocks = self.slot_allocator.num_blocks_to_state(blocks)
         return self._pins.add(blocks[:num_blocks], num_blocks * self.block_size_tokens, ttl_seconds)
@@ -1437,9 +1433,6 @@ class DynamicInferenceContext:
             raise StepOrderError(
                 f"{len(self._pins)} pins hold KV blocks: unpin them first, or reset the context"
             )
-
-    def _prepared(self, request: Request | PreparedRequest) -> PreparedRequest:
-        return request if isinstance(request, PreparedRequest) else self.prepare(request)
 
     def _side_stream(self) -> SideStream | None:
         # unnoticed: only a GPU shows it

@@ -86,15 +86,13 @@ def find_prefix(
         ``min_computed_tokens`` to compute.
     """
     block_ids = kv_blocks.match_prefix(hashes)
+    reason: MissReason | None = None
+    if not block_ids:
+        reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
+        return PrefixMatch(prompt_tokens, (), 0, 0, reason)
     usable_blocks = max(0, prompt_tokens - min_computed_tokens) // block_size_tokens
     state_blocks = slots.num_blocks_to_state(block_ids[:usable_blocks])
-
-    reason = None
-    if not len(hashes):
-        reason = MissReason.PROMPT_SHORTER_THAN_BLOCK
-    elif not block_ids:
-        reason = MissReason.NO_KV_MATCH
-    elif not state_blocks:
+    if not state_blocks:
         too_late = slots.num_blocks_to_state(block_ids)
         reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
     return PrefixMatch(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-import operator
+import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -349,7 +348,7 @@ class RequestTable:
             if shared:
                 self._kv_blocks.release_memory_blocks(shared)
             raise
-        row = self._free_rows.pop()
+        row = heapq.heappop(self._free_rows)
         self._append(row, 0, shared + blocks)
         return row
 
@@ -377,7 +376,7 @@ class RequestTable:
         computed = self.num_computed.item(row)
         num_shared, rest = divmod(computed, self.block_size_tokens)
         shared = self.block_tables[row, :num_shared].tolist()
-        rows: Int64Array = np.array(self._free_rows[: -count - 1 : -1])
+        rows: Int64Array = np.array(heapq.nsmallest(count, self._free_rows), dtype=np.int64)
         own = self._allocate(count, names, computed) if rest else []
         try:
             if shared:
@@ -385,7 +384,8 @@ class RequestTable:
         except BaseException:
             self._kv_blocks.release_memory_blocks(own)
             raise
-        del self._free_rows[-count:]
+        for _ in names:
+            heapq.heappop(self._free_rows)
         self.block_tables[rows, :num_shared] = self.block_tables[row, :num_shared]
         if own:
             self.block_tables[rows, num_shared] = own
@@ -409,7 +409,7 @@ class RequestTable:
         self.num_releases[row] += 1
         # The lowest comes next, so that few requests lie in the first rows, which an embedder may
         # compute as one batch.
-        bisect.insort(self._free_rows, row, key=operator.neg)
+        heapq.heappush(self._free_rows, row)
         self._kv_blocks.release_memory_blocks(blocks)
 
     def grow(self, row: int, num_tokens: int, name: object, owner: Hashable = NOBODY) -> None:
@@ -472,7 +472,7 @@ class RequestTable:
         self._requests.clear()
         # unnoticed: they are overwritten before they are read
         self._group = self._named = NO_REQUESTS
-        self._free_rows = list(range(len(self.block_tables)))[::-1]
+        self._free_rows = list(range(len(self.block_tables)))  # a heap
         self.block_tables[:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(np.arange(len(self.block_tables)))
         for array in (

@@ -107,31 +107,18 @@ class PreparedRequest:
     Attributes:
         request: The request.
         tokens: [prompt length] int32 prompt tokens, on the CPU; read-only.
-        hashes: Hashes of the prompt's complete blocks; none if prefix caching is off.
-        chain: What these are from, not to be appended to.
+        chain: What ``hashes`` are from, not to be appended to.
     """
 
     request: Request
     tokens: TokenArray
-    hashes: BlockHashes
     chain: BlockHashChain = field(repr=False)
     _maker: object = field(repr=False)
 
-    def chain_for(self, maker: object) -> BlockHashChain:
-        """Return the chain of block hashes, which the caller copies before it grows.
-
-        Args:
-            maker: What made this, to prove that its settings are the caller's.
-
-        Raises:
-            InvalidArgumentError: Another context made it: its blocks, limits or secret may differ.
-        """
-        if self._maker is not maker:
-            raise InvalidArgumentError(
-                f"request {self.request.request_id!r} was prepared by another context; "
-                "prepare it with the one that runs it"
-            )
-        return self.chain
+    @property
+    def hashes(self) -> BlockHashes:
+        """Hashes of the prompt's complete blocks; none if prefix caching is off."""
+        return self.chain.hashes
 
 
 class RequestPreparer:
@@ -148,12 +135,34 @@ class RequestPreparer:
         self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Check a request's tokens and hash its complete blocks.
+        """Check a request's tokens and hash its complete blocks, to be read many times.
 
         Raises:
             InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
+        return PreparedRequest(*self.read(request), self)
+
+    def read(
+        self, request: Request | PreparedRequest
+    ) -> tuple[Request, TokenArray, BlockHashChain]:
+        """Return a request, its tokens, checked, and the chain of its complete blocks.
+
+        Args:
+            request: The request; the chain of one that is prepared is copied before it grows.
+
+        Raises:
+            InvalidArgumentError: As in ``prepare``; or another context prepared it, whose blocks,
+                limits or secret may differ.
+            SequenceLengthError: As in ``prepare``.
+        """
+        if isinstance(request, PreparedRequest):
+            if request._maker is not self:
+                raise InvalidArgumentError(
+                    f"request {request.request.request_id!r} was prepared by another context; "
+                    "prepare it with the one that runs it"
+                )
+            return request.request, request.tokens, request.chain
         if not isinstance(request, Request):
             raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
         tokens = self.check_tokens(request.prompt_tokens)
@@ -169,7 +178,7 @@ class RequestPreparer:
             chain.append_checked(tokens)
         # unnoticed: None is as false
         tokens.setflags(write=False)  # the hashes are of just these tokens
-        return PreparedRequest(request, tokens, chain.hashes, chain, self)
+        return request, tokens, chain
 
     def _chain_of(self, request: Request) -> BlockHashChain:
         """Return a chain of no tokens under a request's keys."""
@@ -302,6 +311,7 @@ class Chunk(SequenceSlice):
 
     Attributes:
         is_first: The live state must be restored or zeroed before.
+        samples: It ends at the last known token, so that the next one is sampled.
         lease: The slot to restore from, if any.
         inside: Checkpoints inside the chunk; the forward writes them.
         boundary: The checkpoint at its end, copied from the live state at commit.
@@ -309,6 +319,7 @@ class Chunk(SequenceSlice):
     """
 
     is_first: bool = False
+    samples: bool = False
     lease: SlotLease | None = None
     inside: tuple[Checkpoint, ...] = ()
     boundary: Checkpoint | None = None
@@ -543,11 +554,6 @@ class ActiveRequest:
         keys = request.cache_salt, request.lora_id
         return keys == (None, None) and not request.multimodal_keys
 
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk ends at the last known token, so that the next one is sampled."""
-        return self.current_chunk.end == self.num_tokens
-
     def tokens(self, start: int, end: int) -> TokenArray:
         """Return the tokens from ``start`` to ``end``, int32."""
         split = len(self.prompt)
@@ -578,17 +584,19 @@ class ActiveRequest:
         self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None
     ) -> Chunk:
         """Return a chunk of its tokens, of which no checkpoints are planned yet."""
-        tokens = self.tokens(start, start + num_tokens)
-        return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, lease)
+        end = start + num_tokens
+        tokens, samples = self.tokens(start, end), end == self.num_tokens
+        return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, samples, lease)
 
-    def enter_row(self, row: int, *, num_computed: int) -> None:
+    def enter_row(self, row: int, *, num_tokens: int, num_computed: int) -> None:
         """Stand in a row from now on.
 
         Args:
             row: One that nobody has.
+            num_tokens: Tokens known so far.
             num_computed: Tokens whose effect will be in its live state when it begins to run.
         """
-        self._rows.num_tokens[row] = self.num_tokens
+        self._rows.num_tokens[row] = num_tokens
         self._rows.num_computed[row] = num_computed
         self.row = row
 

@@ -108,10 +108,11 @@ class SideStream:
         oldest = self._order.last_step - STEPS_REMEMBERED + 1
         step = max(self._order.newest(sources, rows), oldest)
         with self._streams.after(step % STEPS_REMEMBERED):
-            self._slots.restore_slots(sources, [row * self._live_rows for row in rows])
+            restore = self._slots.transfers.slots_to_live
+            restore(sources, [row * self._live_rows for row in rows])
         self._num_transfers = self._slots.transfers.num_calls
 
-    def save(self, rows: RowIndices, slots: RowIndices) -> None:
+    def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Enqueue the copies that end the step, on the current stream.
 
         Args:
@@ -119,7 +120,7 @@ class SideStream:
             slots: [n] the slots that its plan names.
         """
         before = self._slots.transfers.num_calls
-        self._slots.copy_live_to_slots(rows, slots)
+        self._slots.transfers.live_to_slots(rows, slots)
         self._num_transfers += self._slots.transfers.num_calls - before
 
     def end_step(self) -> None:

@@ -128,12 +128,10 @@ class PrefillWork(NamedTuple):
     Attributes:
         request_id: The request.
         chunk: The tokens, and the states that are saved between them.
-        samples: As in ``ScheduledRequest``.
     """
 
     request_id: Hashable
     chunk: Chunk
-    samples: bool
 
     def describe(self) -> ScheduledRequest:
         """Return the request's part of the step."""
@@ -145,7 +143,7 @@ class PrefillWork(NamedTuple):
             num_tokens=chunk.num_tokens,
             skip_tokens=chunk.start if chunk.is_first else 0,
             is_prefill=True,
-            samples=self.samples,
+            samples=chunk.samples,
             checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
         )
 
@@ -209,7 +207,7 @@ class Step:
         ids = self._decodes.group.ids
         if not self._prefills:
             return ids
-        return (*ids, *(request.request_id for request in self._prefills if request.samples))
+        return (*ids, *(request.request_id for request in self._prefills if request.chunk.samples))
 
 
 def plan_step(

@@ -206,7 +206,7 @@ class StepRunner:
             self._restore(plan)
             if self._tiering is not None:
                 self._tiering.begin_forward(self._num_prefill_tokens)
-            chunks = [PrefillWork(a.request_id, a.current_chunk, a.samples) for a in prefills]
+            chunks = [PrefillWork(a.request_id, a.current_chunk) for a in prefills]
             self._step = Step(work, chunks, metadata)
         except BaseException:
             self._preempt_all()
@@ -270,7 +270,7 @@ class StepRunner:
             self._counters.computed_tokens += work.num_tokens
         preempted: tuple[Hashable, ...] = ()
         if self._prefills:
-            sampling = [active for active in self._prefills if active.samples]
+            sampling = [active for active in self._prefills if active.current_chunk.samples]
             firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
             if damaged:
                 preempted = self._preempt_damaged(damaged)
@@ -374,7 +374,7 @@ class StepRunner:
         sampling = [
             (i, active)
             for i, active in enumerate(self._prefills, count)
-            if active.samples and active not in damaged
+            if active.current_chunk.samples and active not in damaged
         ]
         preempted = self._preempt_damaged(damaged) if damaged else ()
         rows = np.array([active.row for _, active in sampling], dtype=np.int64)
@@ -506,7 +506,8 @@ class StepRunner:
             return
         # Without the padding, which a kernel would look at entry by entry.
         entries, count = self._buffers.first_entries, len(plan.restores)
-        self._slots.restore_slots(entries("restore_sources", count), entries("restore_rows", count))
+        restore = self._slots.transfers.slots_to_live
+        restore(entries("restore_sources", count), entries("restore_rows", count))
 
     @property
     def cursors(self) -> torch.Tensor | None:
@@ -578,11 +579,11 @@ class StepRunner:
             return
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
         entries, count = self._buffers.first_entries, self._num_boundaries
-        save = self._side_stream.save if self._side_stream else self._slots.copy_live_to_slots
+        save = (self._side_stream or self._slots.transfers).live_to_slots
         save(entries("boundary_rows", count), entries("boundary_slots", count))
 
     def _end_chunk(self, active: ActiveRequest) -> None:
-        chunk, samples = active.current_chunk, active.samples
+        chunk = active.current_chunk
         active.num_computed = chunk.end
         if chunk.lease is not None:
             self._checkpoints.mark_used(chunk.lease)
@@ -594,8 +595,8 @@ class StepRunner:
                 listener(active, active.admission)
             active.admission = None
         self._admitter.end_chunk(active)
-        active.status = RequestStatus.DECODING if samples else RequestStatus.PREFILLING
-        if samples:
+        active.status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+        if chunk.samples:
             self._rows.saves_states[active.row] = self._checkpoints.saves_while_decoding(active)
 
     def _in_batch_order(self, sampled: Sampled) -> tuple[Int64Array, Int64Array]:
@@ -604,7 +605,7 @@ class StepRunner:
         if counts is None:
             counts = np.ones(len(tokens), dtype=np.int64)
         if self._prefills:
-            samples = [active.samples for active in self._prefills]
+            samples = [active.current_chunk.samples for active in self._prefills]
             index = np.flatnonzero([*[True] * len(self._work.group.ids), *samples])
             count = len(self._work.group.ids) + len(samples)
             all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)

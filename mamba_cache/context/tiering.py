@@ -16,7 +16,7 @@ from mamba_cache.context.prefetch import LowerTierLink, Prefetch
 from mamba_cache.context.requests import (
     ActiveRequest,
     PlannedLoad,
-    PreparedRequest,
+    Request,
     TokenArray,
 )
 from mamba_cache.errors import InvariantError
@@ -272,7 +272,8 @@ class Tiering:
 
     def prefetch(
         self,
-        prepared: PreparedRequest,
+        request: Request,
+        tokens: TokenArray,
         chain: BlockHashChain,
         match: PrefixMatch,
         timeout_seconds: float | None,
@@ -280,23 +281,23 @@ class Tiering:
         """Begin to bring what a lower tier has of a request; nothing without one.
 
         Args:
-            prepared: The request.
+            request: The request.
+            tokens: Its tokens.
             chain: Its block hashes.
             match: What the GPU and the host tier have of it.
             timeout_seconds: When it is to be given up; None: never.
         """
         if self.lower is None:
-            return Prefetch(prepared.request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+            return Prefetch(request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
         size, hashes = self._block_size, chain.hashes
-        tenant = tenant_digest(self._secret, prepared.request.cache_salt)
+        tenant = tenant_digest(self._secret, request.cache_salt)
 
         def facts_of(kind: EntryKind, index: int) -> EntryFacts:
-            tokens = prepared.tokens[index * size : (index + 1) * size]
-            content = chain.parent_digest(index), tokens
+            content = chain.parent_digest(index), tokens[index * size : (index + 1) * size]
             return self._facts_of(kind, index, tenant, hashes.digest(index), content)
 
         return self.lower.prefetch(
-            prepared.request.request_id,
+            request.request_id,
             match,
             hashes,
             facts_of,
@@ -483,7 +484,7 @@ class Tiering:
         if self._passes_all:
             worth = [True] * len(proposals)
         else:
-            own = [replace(each, prompt=active.prompt_seen_below) for each in proposals]
+            own = [each._replace(prompt=active.prompt_seen_below) for each in proposals]
             worth = self.host.would_admit(own)
         hashes = active.hashes
         return [
@@ -511,8 +512,7 @@ class Tiering:
             facts = self._facts(active)(EntryKind.STATE, index)
             generation = self._slots.generations.item(slot)
             if proposal is not None:
-                proposal = replace(
-                    proposal,
+                proposal = proposal._replace(
                     prompt=active.prompt_seen_below,
                     is_asked=proposal.is_asked or self._passes_all,
                 )

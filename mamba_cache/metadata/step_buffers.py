@@ -46,6 +46,13 @@ _PER_CHECKPOINT = (
     "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
     "checkpoint_rows", "checkpoint_slots",
 )  # fmt: skip
+_SIDE_BY_SIDE = {
+    "checkpoints": _PER_CHECKPOINT,
+    "restores": ("restore_sources", "restore_rows"),
+    "boundaries": ("boundary_rows", "boundary_slots"),
+    "boundaries_by_request": ("boundary_entries", "boundary_positions"),
+}
+"""Tensors of equally many entries, one behind the other, that are written together. Padding: -1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,10 +182,10 @@ class StepBuffers:
         self._block_tables = block_tables
         self._table_stamps = table_stamps  # unnoticed: without them tables are copied each time
         self._block_size = block_size_tokens
-        self._numbers = np.arange(max_tokens + block_size_tokens)
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
         max_requests, max_blocks = block_tables.shape
+        self._numbers = np.arange(max_blocks * block_size_tokens)
         max_chunks = min(max_tokens, max_tokens // chunk_size + 2 * max_requests)
         self._layout = _Layout(
             requests=max_requests,
@@ -249,13 +256,13 @@ class StepBuffers:
         """
         host = next(self._host_buffers)
         host.wait()
-        decodes, prefills = plan.decodes, plan.prefills
-        num_decodes, num_prefills = len(decodes.rows), len(prefills)
+        decodes = plan.decodes
+        num_decodes, num_prefills = len(decodes.rows), len(plan.prefills)
         num_decode_tokens = len(decodes.token_ids)
         max_decode_len = decodes.width if num_decodes else 0
         if decodes.query_start_loc is not None and num_decodes:
             max_decode_len = int(np.maximum.reduce(decodes.ends - decodes.starts))
-        max_seq_len, num_tokens = decodes.longest, num_decode_tokens
+        max_seq_len, bounds = decodes.longest, [0]
         host.arrays["query_start_loc"][0] = 0
         if num_decodes:
             self._fill_decodes(host, decodes)
@@ -263,10 +270,12 @@ class StepBuffers:
         host.rows = decodes.rows
         host.pad_after("decode_state_rows", num_decodes, PAD_SLOT_ID)
         if num_prefills:
-            num_tokens += self._fill_prefills(host, plan)
-            max_seq_len = max(max_seq_len, *(s.start + len(s.token_ids) for s in prefills))
+            bounds, longest = self._fill_prefills(host, plan)
+            max_seq_len = max(max_seq_len, longest)
+        num_tokens, num_chunks = num_decode_tokens + bounds[-1], 0
         # unnoticed: a shortcut, the longer way gives the same
-        num_chunks = self._fill_chunks(host, plan) if num_prefills or host.has_chunks else 0
+        if num_prefills or host.has_chunks:
+            num_chunks = self._fill_chunks(host, plan, bounds)
         host.pad(num_tokens, num_decodes + num_prefills)
         if plan.restores or host.has_restores:
             self._fill_restores(host, plan)
@@ -341,16 +350,16 @@ class StepBuffers:
         places += positions
         return places
 
-    def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> int:
-        """Write the same of prompts; return their tokens."""
+    def _fill_prefills(self, host: _HostSide, plan: StepPlan) -> tuple[list[int], int]:
+        """Write the same of prompts; return where each begins and all end, and the longest end."""
         arrays, size, numbers = host.arrays, self._block_size, self._numbers
-        index, first = len(plan.decodes.rows), len(plan.decodes.token_ids)
-        end = first
+        index, before = len(plan.decodes.rows), len(plan.decodes.token_ids)
+        end, bounds, longest = before, [0], 0
         for piece in plan.prefills:
             start, length = piece.start, len(piece.token_ids)
             first, end = end, end + length
             arrays["token_ids"][first:end] = piece.token_ids
-            np.add(numbers[:length], start, out=arrays["positions"][first:end])
+            arrays["positions"][first:end] = numbers[start : start + length]
             # As in ``_places``, but of consecutive tokens: each block is looked at once.
             block, offset = divmod(start, size)
             until = offset + length
@@ -368,7 +377,9 @@ class StepBuffers:
             host.table_stamps[index] = -1  # it grows with each chunk, so nobody asks whether it did
             index += 1
             arrays["query_start_loc"][index] = end
-        return end - len(plan.decodes.token_ids)
+            bounds.append(end - before)
+            longest = max(longest, start + length)
+        return bounds, longest
 
     def _fill_tables(self, host: _HostSide, rows: _IntArray) -> None:
         """Copy the block tables of decoding requests that are not there yet."""
@@ -382,10 +393,9 @@ class StepBuffers:
             tables[changed] = self._block_tables[rows[changed]]
             host.table_stamps[:count] = stamps
 
-    def _fill_chunks(self, host: _HostSide, plan: StepPlan) -> int:
+    def _fill_chunks(self, host: _HostSide, plan: StepPlan, bounds: list[int]) -> int:
         """Write the chunks of prompts, and where states are saved inside them; return how many."""
         size, pieces, arrays = self._chunk_size, plan.prefills, host.arrays
-        bounds = [0, *itertools.accumulate(len(piece.token_ids) for piece in pieces)]
         phases = [piece.start % size for piece in pieces]
         last = arrays["last_chunk_indices"]
         out = arrays["cu_chunk_seqlens"], arrays["chunk_seq_idx"], last
@@ -399,39 +409,27 @@ class StepBuffers:
             return num_chunks
         host.has_checkpoints = bool(entries)
 
-        chunks, conv_ends, seq_starts, rows = [], [], [], []
+        written = []
         for entry in entries:
             piece, first = pieces[entry.index], bounds[entry.index]
             end = piece.start + len(piece.token_ids)
-            chunks_after = -(-end // size) - entry.position // size
-            chunks.append(last.item(entry.index) - chunks_after)
-            conv_ends.append(first + entry.position - piece.start)
-            seq_starts.append(first)
-            rows.append(piece.row * self._live_rows)
-        host.fill("checkpoint_chunks", chunks, -1)
-        host.fill("checkpoint_conv_ends", conv_ends, -1)
-        host.fill("checkpoint_seq_starts", seq_starts, -1)
-        host.fill("checkpoint_rows", rows, PAD_SLOT_ID)
-        host.fill("checkpoint_slots", [entry.slot for entry in entries], PAD_SLOT_ID)
+            chunk = last.item(entry.index) - (-(-end // size) - entry.position // size)
+            conv_end, row = first + entry.position - piece.start, piece.row * self._live_rows
+            written.append((chunk, conv_end, first, row, entry.slot))
+        host.fill("checkpoints", written)
         return num_chunks
 
     def _fill_restores(self, host: _HostSide, plan: StepPlan) -> None:
-        host.fill("restore_sources", [source for source, _ in plan.restores], PAD_SLOT_ID)
-        restored = [row * self._live_rows for _, row in plan.restores]
-        host.fill("restore_rows", restored, PAD_SLOT_ID)
+        host.fill("restores", [(source, row * self._live_rows) for source, row in plan.restores])
         host.has_restores = bool(plan.restores)
 
     def _fill_boundaries(self, host: _HostSide, plan: StepPlan) -> None:
         arrays, saved = host.arrays, plan.boundaries
-        rows = arrays["request_rows"]
-        live_rows = [rows.item(entry.index) * self._live_rows for entry in saved]
-        host.fill("boundary_rows", live_rows, PAD_SLOT_ID)
-        host.fill("boundary_slots", [entry.slot for entry in saved], PAD_SLOT_ID)
-        entries, positions = arrays["boundary_entries"], arrays["boundary_positions"]
-        entries.fill(-1)
-        positions.fill(-1)
+        rows, by_request = arrays["request_rows"], arrays["boundaries_by_request"]
+        host.fill("boundaries", [(rows.item(e.index) * self._live_rows, e.slot) for e in saved])
+        by_request.fill(-1)
         for number, entry in enumerate(saved):
-            entries[entry.index], positions[entry.index] = number, entry.position
+            by_request[entry.index] = number, entry.position
         host.has_boundaries = bool(saved)
 
 
@@ -480,8 +478,17 @@ class _Layout:
         }
 
     def arrays(self, buffer: torch.Tensor) -> dict[str, Any]:
-        """Return each tensor of a ``buffer`` on the host as a numpy view."""
-        return {name: tensor.numpy() for name, tensor in self.views(buffer).items()}
+        """Return each tensor of a ``buffer`` on the host as a numpy view.
+
+        Likewise those that are written together, [entries, tensors].
+        """
+        arrays = {name: tensor.numpy() for name, tensor in self.views(buffer).items()}
+        for name, members in _SIDE_BY_SIDE.items():
+            (start, (count,), dtype), (second, *_) = (self._fields[each] for each in members[:2])
+            rows = buffer[start : start + len(members) * (second - start)].view(dtype)
+            width = (second - start) // dtype.itemsize
+            arrays[name] = rows.view(len(members), width)[:, :count].numpy().T
+        return arrays
 
     def used_bytes(self, num_requests: int) -> int:
         """Return the bytes to copy for a batch of ``num_requests`` requests."""
@@ -516,11 +523,12 @@ class _HostSide:
         self.width = -1
         self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
 
-    def fill(self, name: str, values: Sequence[int], padding: int) -> None:
-        """Write values from an array's beginning on, and padding over what was there before."""
-        count = len(values)
-        self.arrays[name][:count] = values
-        self.pad_after(name, count, padding)
+    def fill(self, name: str, entries: Sequence[tuple[int, ...]]) -> None:
+        """Write the entries of tensors that are written together, and padding behind them."""
+        count = len(entries)
+        if count:
+            self.arrays[name][:count] = entries
+        self.pad_after(name, count, PAD_SLOT_ID)
 
     def pad_after(self, name: str, count: int, padding: int, *, pads_all: bool = False) -> None:
         """Write padding over what was there before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from mamba_cache._checks import as_ints, check_int
 from mamba_cache.errors import InvalidArgumentError
@@ -22,8 +22,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementFacts:
+class PlacementFacts(NamedTuple):
     """What a placement decides by.
 
     Attributes:

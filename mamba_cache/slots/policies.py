@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -90,8 +89,7 @@ class SlotEvictionPolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFacts:
+class PromptFacts(NamedTuple):
     """What a policy that knows prompts is told of each request.
 
     Attributes:
@@ -111,8 +109,7 @@ class PromptFacts:
     source: Hashable = None
 
 
-@dataclass(frozen=True, slots=True)
-class StateProposal:
+class StateProposal(NamedTuple):
     """A state that could be saved.
 
     Attributes:
@@ -428,20 +425,19 @@ class HostView:
     __slots__ = ("_address", "_array", "_tensor")
 
     def __init__(self) -> None:
-        self._tensor: object = None
+        self._tensor: Any = None
         self._address = 0  # unnoticed: it is overwritten before it is read
         self._array: npt.NDArray[Any] = np.empty(0)
 
     def of(self, values: Any) -> npt.NDArray[Any]:
         """Return it as ``as_host_array`` does; it may be another one than before."""
+        if values is self._tensor and values.data_ptr() == self._address:
+            return self._array
+        array = as_host_array(values)
         # What is no tensor, or on a device, is copied as it is at this moment.
-        if getattr(values, "is_cuda", True):
-            return as_host_array(values)
-        address = values.data_ptr()
-        if values is not self._tensor or address != self._address:
-            self._array = as_host_array(values)
-            self._tensor, self._address = values, address
-        return self._array
+        if not getattr(values, "is_cuda", True):
+            self._tensor, self._address, self._array = values, values.data_ptr(), array
+        return array
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:

@@ -49,7 +49,8 @@ class StateTransfers:
         self.num_calls = 0
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
-        # unnoticed: it equals nothing that live tensors have, either way
+        # unnoticed: they equal nothing that live tensors have, either way
+        self._live_places: list[tuple[int, int]] = []
         self._live_storage: tuple[object, ...] = ()
         self._layer_states = scratch.spec.tensors
         self._quantization = quantization
@@ -127,13 +128,19 @@ class StateTransfers:
                 tensor[:, :num_rows] = math.nan if tensor.is_floating_point() else 0
 
     def _bind_live_states(self) -> None:
-        """Make the copiers anew if the embedder has put other tensors in place."""
+        """Make the copiers anew if the embedder has put other tensors in place, or other memory."""
         live = list(self._live_states())
+        # Of the same tensors at the same memory the rest is the same, and takes longer to ask for.
+        places = [(id(tensor), tensor.data_ptr()) for tensor in live]
+        if places == self._live_places:
+            return
         storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
         if storage != self._live_storage:
             self._live_to_slots = self._storing(live)
             self._slots_to_live = self._restoring(live)
             self._live_storage = storage
+        # The tensors are kept so that no others get their ids.
+        self._live, self._live_places = live, places
 
     def _storing(self, states: list[torch.Tensor]) -> StateCopier | StateQuantizer:
         if self._quantization is None:

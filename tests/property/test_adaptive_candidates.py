@@ -55,7 +55,8 @@ def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> Non
             assert values.tolist() == [model.value_of(p) for p in kept.values()]
             freed = tree.blocks_freed_by(nodes).tolist()
             assert freed == [model.blocks_freed_by(p) for p in kept.values()]
-            assert tree.orders_of_equals([*kept]) == [tree.order_of(n)[1:] for n in kept]
+            orders = tree.orders_of_equals(np.array([*kept], np.intp))
+            assert orders == [[*tree.order_of(n)[1:]] for n in kept]
             first = min(kept, key=tree.order_of)
             by_rule = min(kept.values(), key=model.order_of)
             assert kept[first] == by_rule

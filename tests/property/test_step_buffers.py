@@ -1,5 +1,7 @@
 """The tensors of a step against plain-Python loops over its plan."""
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from mamba_cache.metadata import (
     SequenceSlice,
     StepBuffers,
     StepPlan,
+    step_buffers,
 )
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
@@ -27,10 +30,14 @@ def chunk_ends(prefills, chunk):
     ]
 
 
+SIZES = st.tuples(st.sampled_from([2, 4]), st.integers(1, 2), st.sampled_from([1, 4]))
+"""Tokens of a chunk, chunks of a block, live rows of a request."""
+
+
 @st.composite
-def plans(draw):
-    chunk = draw(st.sampled_from([2, 4]))
-    block = chunk * draw(st.integers(1, 2))
+def plans(draw, sizes=SIZES):
+    chunk, chunks_of_a_block, live_rows = draw(sizes)
+    block = chunk * chunks_of_a_block
     rows = draw(st.permutations(range(MAX_REQUESTS)))
     num_decodes = draw(st.integers(0, MAX_REQUESTS))
     num_prefills = draw(st.integers(0, MAX_REQUESTS - num_decodes))
@@ -63,7 +70,7 @@ def plans(draw):
             restores=draw(pairs),
             boundaries=boundaries,
         ),
-        draw(st.sampled_from([1, 4])),
+        live_rows,
         slices[:num_decodes],
     )
 
@@ -156,13 +163,39 @@ def make_buffers(tables, stamps, chunk, block, live_rows):
     )
 
 
+def assert_equals_loops(metadata, drawn, tables):
+    """Return what the loops give."""
+    chunk, block, plan, live_rows, decodes = drawn
+    wanted = oracle(plan, decodes, tables, block, chunk, live_rows)
+    padding = {
+        "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
+        "query_start_loc": metadata.num_tokens,
+        "cu_chunk_seqlens": metadata.num_prefill_tokens,
+    }  # fmt: skip
+    for name, values in wanted.items():
+        tensor = getattr(metadata, name)
+        assert tensor[: len(values)].tolist() == values, name
+        assert set(tensor[len(values) :].flatten().tolist()) <= {padding.get(name, -1)}, name
+    rows = [piece.row for piece in (*decodes, *plan.prefills)]
+    assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
+    assert metadata.num_requests == len(rows)
+    assert metadata.num_tokens == len(wanted["token_ids"])
+    lengths = [len(piece.token_ids) for piece in decodes]
+    assert metadata.num_decode_tokens == sum(lengths)
+    assert metadata.max_decode_len == max(lengths, default=0)
+    assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
+    assert metadata.num_checkpoints == len(plan.checkpoints)
+    assert metadata.max_seq_len == max(wanted["seq_lens"], default=0)
+    return wanted
+
+
 @given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
 def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
     """Also after another plan, whose values must not shine through the padding.
 
     Where the caller says which tables have changed, those that have not are not copied again.
     """
-    chunk, block, plan, live_rows, decodes = drawn
+    chunk, block, plan, live_rows, _ = drawn
     tables = np.random.default_rng(seed).integers(
         0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
     )
@@ -173,26 +206,7 @@ def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
     addresses = None
     for _ in range(2):
         metadata = buffers.fill(plan)
-        wanted = oracle(plan, decodes, tables, block, chunk, live_rows)
-        padding = {
-            "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
-            "query_start_loc": metadata.num_tokens,
-            "cu_chunk_seqlens": metadata.num_prefill_tokens,
-        }  # fmt: skip
-        for name, values in wanted.items():
-            tensor = getattr(metadata, name)
-            assert tensor[: len(values)].tolist() == values, name
-            assert set(tensor[len(values) :].flatten().tolist()) <= {padding.get(name, -1)}, name
-        rows = [piece.row for piece in (*decodes, *plan.prefills)]
-        assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
-        assert metadata.num_requests == len(rows)
-        assert metadata.num_tokens == len(wanted["token_ids"])
-        lengths = [len(piece.token_ids) for piece in decodes]
-        assert metadata.num_decode_tokens == sum(lengths)
-        assert metadata.max_decode_len == max(lengths, default=0)
-        assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
-        assert metadata.num_checkpoints == len(plan.checkpoints)
-        assert metadata.max_seq_len == max(wanted["seq_lens"], default=0)
+        wanted = assert_equals_loops(metadata, drawn, tables)
         now = [getattr(metadata, name).data_ptr() for name in wanted]
         assert addresses in (None, now)
         addresses = now
@@ -200,3 +214,41 @@ def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
             tables[0] += 1
             if has_stamps:
                 stamps[0] += MAX_REQUESTS
+
+
+class Sent(step_buffers._HostSide):
+    """A host side with memory of its own, as there are several on a GPU."""
+
+    def __init__(self, layout, device_buffer):
+        self._device_buffer, self._buffer = device_buffer, torch.zeros_like(device_buffer)
+        super().__init__(layout, self._buffer)
+
+    def send(self, num_bytes):
+        self._device_buffer[:num_bytes] = self._buffer[:num_bytes]
+
+
+@given(
+    SIZES.flatmap(lambda sizes: st.lists(plans(st.just(sizes)), min_size=2, max_size=9)),
+    st.integers(0, 2**32 - 1),
+    st.data(),
+)
+def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed, data):
+    """What one of them was told is not asked of another, with the group of decodes before, too."""
+    chunk, block, _, live_rows, _ = steps[0]
+    rng = np.random.default_rng(seed)
+    tables = rng.integers(0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32)
+    stamps = np.arange(MAX_REQUESTS)
+    buffers = make_buffers(tables, stamps, chunk, block, live_rows)
+    hosts = [Sent(buffers._layout, buffers._device_buffer) for _ in range(3)]
+    buffers._host_buffers, buffers._cpu_arrays = itertools.cycle(hosts), None
+    groups = {}
+    for number in data.draw(st.lists(st.sampled_from(range(len(steps))), max_size=20)):
+        *sizes, plan, live_rows, decodes = steps[number]
+        # A group that goes on is the same array.
+        rows = groups.setdefault(tuple(plan.decodes.rows.tolist()), plan.decodes.rows)
+        plan = plan._replace(decodes=plan.decodes._replace(rows=rows))
+        metadata = buffers.fill(plan)
+        assert_equals_loops(metadata, (*sizes, plan, live_rows, decodes), tables)
+        changed = rng.integers(MAX_REQUESTS)
+        tables[changed] += 1
+        stamps[changed] = stamps.max() + 1

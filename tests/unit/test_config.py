@@ -179,6 +179,16 @@ def test_a_secret_is_kept() -> None:
     assert make(hash_secret=b"shared", hash_algorithm="sha256").hash_secret == b"shared"
 
 
+def test_settings_that_are_printed_tell_no_secret_and_no_password() -> None:
+    settings = make(
+        host_cache_gb=1, hash_secret=b"shared", store="valkey://me:hunter2@127.0.0.1:6379"
+    )
+    printed = f"{settings!r} {settings}"
+    assert "host_cache_gb=1" in printed
+    assert "shared" not in printed
+    assert "hunter2" not in printed
+
+
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().max_slots = 3  # type: ignore[misc]

@@ -250,7 +250,7 @@ def test_exception_while_restoring_preempts_the_step(monkeypatch):
     def fail(sources, rows):
         raise OSError("launch failed")
 
-    monkeypatch.setattr(context.slot_allocator, "restore_slots", fail)
+    monkeypatch.setattr(context.slot_allocator.transfers, "slots_to_live", fail)
     with pytest.raises(OSError, match="launch failed"):
         context.begin_step()
     context.check_invariants()
@@ -266,7 +266,7 @@ def test_exception_while_saving_publishes_nothing(monkeypatch):
     def fail(rows, slots):
         raise OSError("launch failed")
 
-    monkeypatch.setattr(context.slot_allocator, "copy_live_to_slots", fail)
+    monkeypatch.setattr(context.slot_allocator.transfers, "live_to_slots", fail)
     with pytest.raises(OSError, match="launch failed"):
         context.commit_step({"x": 1})
     assert context.match(context.prepare(request("y"))).kv_matched_blocks == 0

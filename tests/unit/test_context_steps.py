@@ -95,16 +95,17 @@ def test_tokens_are_skipped_by_the_first_chunk_alone(context):
 
 def moved(monkeypatch, context):
     """The pairs of each restore and of each copy to slots from now on."""
-    calls = {"restore_slots": [], "copy_live_to_slots": []}
+    transfers = context.slot_allocator.transfers
+    calls = {"slots_to_live": [], "live_to_slots": []}
 
     def watch(name):
-        function = getattr(context.slot_allocator, name)
+        function = getattr(transfers, name)
 
         def watched(sources, targets):
             calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
-        monkeypatch.setattr(context.slot_allocator, name, watched)
+        monkeypatch.setattr(transfers, name, watched)
 
     for name in calls:
         watch(name)

@@ -168,10 +168,28 @@ def test_live_states_may_change_their_strides_in_place(allocator, context, gener
     assert live_bits(context, 3) == slot_bits(allocator, 2)
 
 
+def test_live_states_may_have_other_memory_in_place(allocator, context, generator):
+    allocator.restore_to_live(0, 5)
+    context.mamba_conv_states.data = torch.zeros_like(context.mamba_conv_states)
+    allocator.restore_to_live(0, 6)
+    assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
+def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
+    """Copiers, which take long to make, are made once for all views of the same memory."""
+    allocator.restore_to_live(0, 5)
+    copier = allocator.transfers._slots_to_live
+    context.mamba_conv_states = context.mamba_conv_states[:]
+    allocator.restore_to_live(0, 6)
+    assert allocator.transfers._slots_to_live is copier
+    assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
 def test_live_states_of_another_kind_are_refused(allocator, context):
     context.mamba_conv_states = context.mamba_conv_states.float()
-    with pytest.raises(InvalidArgumentError, match="agree in dtype"):
-        allocator.restore_to_live(0, 5)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="agree in dtype"):
+            allocator.restore_to_live(0, 5)
 
 
 def test_one_layer_is_stored_from_tensors(allocator, generator):

@@ -118,7 +118,7 @@ def test_newest_tokens_are_kept_around_the_end_of_a_block(rows):
         Request(request_id="a", prompt_tokens=[1, 2]), np.array([1, 2]), None, rows
     )
     row = rows.take([], 1, "a")
-    request.enter_row(row, num_computed=0)
+    request.enter_row(row, num_tokens=request.num_tokens, num_computed=0)
     wanted = []
     for token in range(100, 120):
         rows.append_token(np.array([row]), np.array([token]))

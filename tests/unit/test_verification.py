@@ -1,8 +1,6 @@
 """Hits that are verified: what is found, what is removed, and that it costs nothing when off."""
 
 import logging
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
 from engine_rig import make_engine
 from tier_rig import always, make_tiered
-from verification_rig import verify
+from verification_rig import files_called, verify
 
 from mamba_cache.context import (
     DynamicInferenceContext,
@@ -315,22 +313,6 @@ def test_an_engine_counts_prefixes_for_which_there_is_no_memory(monkeypatch):
     monkeypatch.setattr("mamba_cache.reference.engine.compute_prefix", fail)
     assert engine.verify_pending(1) == 1
     assert engine.context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
-
-
-def files_called(call):
-    """Files of the package whose functions a call runs."""
-    files = set()
-
-    def profile(frame, event, _):
-        if event == "call":
-            files.add(Path(frame.f_code.co_filename).name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return files
 
 
 @pytest.mark.parametrize(

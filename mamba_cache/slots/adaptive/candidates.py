@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from enum import IntEnum
+from struct import Struct
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -45,8 +46,12 @@ _MOST_PER_LOOK: Final = 6
 
 _SWEPT_PER_REQUEST: Final = 128
 _NUM_FIELDS: Final = 15
+_NUM_ORDER: Final = 3
+"""The first of them: the order in which candidates go that are worth equally much."""
 _ROW: Final = 16
 """Numbers kept of one candidate: with one to spare, so that they fill two lines of a cache."""
+_ROW_BYTES: Final = 8 * _ROW
+_PACK_ROW: Final = Struct(f"{_NUM_FIELDS}q").pack_into
 _SPARE: Final = 256
 """Candidates beyond those that are remembered for which no array grows: one request would wait."""
 
@@ -161,8 +166,9 @@ class CandidateTree:
         self._num_made = 0
         self._version = object()  # another one whenever a candidate comes or goes
         self._num_ghosts = 0
-        self._take_id(0, 0, _PER_GROUP)  # as of what others extend already
-        self._num_kept_at[ROOT] = 1
+        self._new_id()
+        self._class_at[ROOT] = _PER_GROUP  # as of what others extend already
+        self._num_kept_at[ROOT] = self._num_made = 1
 
     def _grow(self, size: int) -> None:
         # What is known of one candidate lies side by side: a decision asks for much of a few, and
@@ -170,19 +176,19 @@ class CandidateTree:
         arrays = np.zeros((size, _ROW), np.int64)
         old = len(self._arrays) - 1
         arrays[:old] = self._arrays[:old]
-        self._arrays = arrays
+        self._arrays, self._memory = arrays, arrays.data
         (
-            self._last_uses, self._classes, self._served, self._gains, self._parents, self._depths,
-            self._num_kept, self._weights, self._servers, self._num_children, self._hashes, *_,
+            self._depths, self._last_uses, _, self._classes, self._served, self._gains,
+            self._parents, self._num_kept, self._weights, self._servers, self._num_children,
+            self._hashes, *_,
         ) = arrays.T  # fmt: skip
         # The last place is that of NO_CANDIDATE: worth less than nothing.
         self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
         # Single elements are read and written several times faster through memoryviews.
         (
-            self._last_use_at, self._class_at, self._served_at, self._gain_at, self._parent_at,
-            self._depth_at, self._num_kept_at, self._weight_at, self._server_at,
-            self._num_children_at, self._hash_at, self._birth_at, self._turn_at,
-            self._older_at, self._newer_at,
+            self._depth_at, self._last_use_at, self._birth_at, self._class_at, self._served_at,
+            self._gain_at, self._parent_at, self._num_kept_at, self._weight_at, self._server_at,
+            self._num_children_at, self._hash_at, self._turn_at, self._older_at, self._newer_at,
         ) = (column.data for column in arrays.T[:_NUM_FIELDS])  # fmt: skip
 
     # What requests ask for.
@@ -214,7 +220,7 @@ class CandidateTree:
             self._forget_oldest()
         prompt = PromptPath([*hash_ids])
         self._walk(prompt)
-        used = self._last_before(prompt, num_usable_blocks)
+        used = prompt.nodes[self._last_before(prompt, num_usable_blocks)]
         if used != ROOT:
             prompt.turn = self._turn_at[used] + (self._class_at[used] < _PER_KIND)
             self._use(used)
@@ -245,12 +251,12 @@ class CandidateTree:
         prompt.nodes, prompt.version = nodes, self._version
 
     def _last_before(self, prompt: PromptPath, depth: int) -> int:
-        """Return the deepest candidate on a path that is not below a depth."""
+        """Return where on a path the deepest candidate is that is not below a depth."""
         nodes, depth_at = prompt.nodes, self._depth_at
         place = len(nodes) - 1
         while depth_at[nodes[place]] > depth:  # the root, which is on every path, is not
             place -= 1
-        return nodes[place]
+        return place
 
     def _use(self, node: int) -> None:
         told = self._told[node]
@@ -286,10 +292,12 @@ class CandidateTree:
         """
         if prompt.version is not self._version:
             self._walk(prompt)
-        node = self._last_before(prompt, depth)
+        place = self._last_before(prompt, depth)
+        node = prompt.nodes[place]
         while self._depth_at[node] < depth:
-            above, node = node, self._add_below(node, prompt, depth, kind)
-            prompt.nodes.insert(prompt.nodes.index(above) + 1, node)
+            node = self._add_below(node, prompt, depth, kind)
+            place += 1
+            prompt.nodes.insert(place, node)
             prompt.version = self._version
         return node
 
@@ -308,12 +316,10 @@ class CandidateTree:
         if told is not None:
             klass += prompt.hint
             self._trust.count(*told)
-        new = self._take_id(path[depth - 1], depth, klass)
+        new = self._add_ghost_below(node, path[depth - 1], depth, klass, prompt.turn)
         self._told[new] = told
-        self._turn_at[new] = prompt.turn
         self._edges[new] = array("q", path[start:depth])
         self._children[node][path[start]] = new
-        self._parent_at[new] = node
         if below is not None:
             edge = self._edges[below] = self._edges[below][depth - start :]
             self._children[new][edge[0]] = below
@@ -323,32 +329,35 @@ class CandidateTree:
             self._num_children_at[node] += 1
         if not self._class_at[node] // _PER_GROUP % 2:
             self._extend(node)
-        self._begin_ghost(new, klass)
         return new
 
-    def _take_id(self, hash_id: int, depth: int, klass: int) -> int:
-        if self._free:
-            node = self._free.pop()
-        else:
-            node = len(self._edges)
-            if node == len(self._arrays) - 1:
-                self._grow(2 * len(self._arrays))
-            self._children.append({})
-            self._edges.append(_NO_EDGE)
-            self._told.append(None)
-        self._hash_at[node], self._depth_at[node], self._class_at[node] = hash_id, depth, klass
-        self._last_use_at[node] = self.clock
-        self._birth_at[node] = self._num_made
-        self._num_made += 1
+    def _new_id(self) -> int:
+        """Take an id that no candidate has."""
         self._version = object()
+        if self._free:
+            return self._free.pop()
+        node = len(self._edges)
+        if node == len(self._arrays) - 1:
+            self._grow(2 * len(self._arrays))
+        self._children.append({})
+        self._edges.append(_NO_EDGE)
+        self._told.append(None)
         return node
 
-    def _begin_ghost(self, node: int, klass: int) -> None:
-        """Begin the first spell of a candidate without a state."""
-        server = self._server_at[node] = self._server_at[self._parent_at[node]]
-        self._add_ghost(node)
-        weight = self._weight_at[node] = self._index_at[klass]
+    def _add_ghost_below(
+        self, parent: int, hash_id: int, depth: int, klass: int, turn: int = 0
+    ) -> int:
+        """Begin the first spell of a new candidate, which has no state."""
+        node, born = self._new_id(), self._num_made
+        server, older, weight = self._server_at[parent], self._older_at[ROOT], self._index_at[klass]
+        # In the order of ``_grow``. Nothing is gained or served by it, and nobody extends it.
+        fields = (depth, self.clock, born, klass, 0, 0, parent, 0, weight, server, 0, hash_id, turn)
+        _PACK_ROW(self._memory, node * _ROW_BYTES, *fields, older, ROOT)
+        self._newer_at[older] = self._older_at[ROOT] = node
+        self._num_ghosts += 1
+        self._num_made += 1
         self._served_at[server] += weight
+        return node
 
     def _extend(self, node: int) -> None:
         """Say that another candidate extends this one, which none did before."""
@@ -369,11 +378,10 @@ class CandidateTree:
         if hash_id <= 0:
             hash_id = -1 - 2 * self._num_made
         klass = CandidateKind.INSIDE * _PER_KIND
-        node = self._take_id(hash_id, depth, klass)
+        node = self._add_ghost_below(ROOT, hash_id, depth, klass)
         self._edges[node] = array("q", [1 - 2 * self._num_made])  # of no path
         self._children[ROOT][self._edges[node][0]] = node
         self._num_children_at[ROOT] += 1
-        self._begin_ghost(node, klass)
         return node
 
     def find(self, hash_id: int) -> int:
@@ -596,10 +604,10 @@ class CandidateTree:
         worth = self._served_at[node] * self._gain_at[node]
         return worth, self._depth_at[node], self._last_use_at[node], self._birth_at[node]
 
-    def orders_of_equals(self, nodes: list[int]) -> list[tuple[int, int, int]]:
-        """Return the same of many that are worth equally much."""
-        depth_at, last_use_at, birth_at = self._depth_at, self._last_use_at, self._birth_at
-        return [(depth_at[node], last_use_at[node], birth_at[node]) for node in nodes]
+    def orders_of_equals(self, nodes: npt.NDArray[np.intp]) -> list[list[int]]:
+        """Return the same of many that are worth equally much, but for the worth."""
+        orders: list[list[int]] = self._arrays.take(nodes, 0)[:, :_NUM_ORDER].tolist()
+        return orders
 
     def blocks_freed_by(self, nodes: npt.NDArray[np.intp]) -> _Int64Array:
         """Return the blocks that only the state of each of many kept candidates needs.

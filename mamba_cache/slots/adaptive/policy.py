@@ -97,11 +97,7 @@ class AdaptiveSlotPolicy:
         tree = self._tree
         nodes = [self._candidate_of(proposal) for proposal in proposals]
         # What another request of the same step is about to save needs no second slot.
-        accepted = [
-            proposal.is_asked or not tree.is_kept(node)
-            for proposal, node in zip(proposals, nodes, strict=True)
-        ]
-        new = [place for place, is_new in enumerate(accepted) if is_new]
+        new = [n for n, p in enumerate(proposals) if p.is_asked or not tree.is_kept(nodes[n])]
         for place in new:
             tree.keep(nodes[place])
         victims: list[int] = []
@@ -116,27 +112,28 @@ class AdaptiveSlotPolicy:
                 rivals = [(tree.order_of(nodes[place]), 1, place) for place in refusable]
                 if len(gone) < len(slots):
                     values = tree.values_of(cached)
-                    if gone:
-                        values[gone] = _GONE
+                    for place in gone:
+                        values[place] = _GONE
                     # Which of those worth the least goes first is asked only if one of them may.
                     # unnoticed: a shortcut, the longer way gives the same
-                    if not rivals or values.item(values.argmin()) <= min(rivals)[0][0]:
-                        place = self._lowest(cached, values)
-                        rivals.append((tree.order_of(cached.item(place)), 0, place))
+                    least = values[values.argmin()]
+                    if not rivals or least <= min(rivals)[0][0]:
+                        (depth, last_use, birth), place = self._first_of(cached, values == least)
+                        rivals.append(((int(least), depth, last_use, birth), 0, place))
                 _, is_refused, place = min(rivals)
                 node = nodes[place] if is_refused else cached.item(place)
                 if node >= 0:
                     tree.drop(node)
                 if is_refused:
                     refusable.remove(place)
-                    accepted[place] = False
+                    new.remove(place)
                     self._forget_incomplete(node)
                 else:
                     gone.append(place)
                     victims.append(slots.item(place))
-        self._granted = [nodes[place] for place in new if accepted[place]]
+        self._granted = [nodes[place] for place in new]
         self._given_up = victims.copy()
-        return SlotPlan(accepted, victims)
+        return SlotPlan([place in new for place in range(len(nodes))], victims)
 
     def on_reserved(self, slots: Sequence[int | None]) -> None:
         """Record which slots the accepted states got."""
@@ -251,7 +248,13 @@ class AdaptiveSlotPolicy:
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
         """Return the place of the lowest value; of equal ones, of the candidate that goes first."""
-        ties = (values == values.item(values.argmin())).nonzero()[0]
-        orders = self._tree.orders_of_equals(nodes[ties].tolist())
-        places: list[int] = ties.tolist()
-        return min(zip(orders, places, strict=True))[1]
+        return self._first_of(nodes, values == values[values.argmin()])[1]
+
+    def _first_of(
+        self, nodes: npt.NDArray[np.int64], are_lowest: npt.NDArray[np.bool_]
+    ) -> tuple[list[int], int]:
+        """Return which of equals goes first: what decides it, and its place."""
+        ties = are_lowest.nonzero()[0]
+        orders = self._tree.orders_of_equals(nodes[ties])
+        first = min(orders)
+        return first, ties.item(orders.index(first))
