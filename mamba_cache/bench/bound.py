@@ -43,21 +43,13 @@ class Bound(NamedTuple):
 
 
 class _Passings(NamedTuple):
-    """Requests that pass a boundary which matters: at which others part, or a prompt ends.
+    """Requests that pass a boundary which matters: at which others part, or a prompt ends."""
 
-    Attributes:
-        requests: [n] which request passes, ascending; of one request from its start on.
-        spans: [n] blocks from the boundary before it on the same path to this one.
-        before: [n] which passing was the last one of the same boundary; -1: none.
-        deeper: [n] which passing is the next one of the same request; -1: none.
-        is_usable: [n] whether the request could resume there.
-    """
-
-    requests: _Int64Array
-    spans: _Int64Array
-    before: _Int64Array
-    deeper: _Int64Array
-    is_usable: npt.NDArray[np.bool_]
+    requests: _Int64Array  # which request passes, ascending; of one request from its start on
+    spans: _Int64Array  # blocks from the boundary before it on the same path to this one
+    before: _Int64Array  # which passing was the last one of the same boundary; -1: none
+    deeper: _Int64Array  # which passing is the next one of the same request; -1: none
+    is_usable: npt.NDArray[np.bool_]  # whether the request could resume there
 
 
 def bound_of(
@@ -168,12 +160,6 @@ class _Program:
     from the passing before to this one (x), what is kept of the KV blocks up to the boundary above
     (z), and how much of the request skips these blocks (w); then, after each request, how many
     states and blocks are kept.
-
-    Args:
-        passings: Who passes what.
-        num_requests: Requests of the trace.
-        num_states: Room for states; None: any.
-        num_blocks: Room for KV blocks; None: any.
     """
 
     def __init__(
@@ -257,11 +243,7 @@ def _matrix(scipy: Any, entries: Iterator[Any], height: int, width: int) -> Any:
 
 
 def _scipy() -> Any:
-    """Return scipy.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
+    """Return scipy."""
     try:
         import scipy.optimize  # noqa: PLC0415 - an optional extra
         import scipy.sparse  # noqa: PLC0415

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mamba_cache.bench.align import run_align
 from mamba_cache.bench.control import run_control
@@ -134,9 +134,17 @@ def exit_code(error: MambaCacheError) -> int:
     return 2 if isinstance(error, cannot_run) and not isinstance(error, BudgetError) else 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says in a line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        more = "" if "--help" in message else f" ({self.prog} --help says more)"
+        self.exit(2, f"{self.prog}: {message}{more}\n")
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     about = "Measure this machine; exit with 1 if a limit is missed."
-    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser = _Parser(prog=prog, description=about)
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     for name, benchmark in BENCHMARKS.items():
         summary = benchmark.summary

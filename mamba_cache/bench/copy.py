@@ -60,21 +60,13 @@ _SPARE_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class CopyShape:
-    """The states of a model, and what copying them must reach.
+    """The states of a model, and what copying them must reach."""
 
-    Attributes:
-        name: Model and dtype of the SSM state.
-        spec: What one state holds.
-        is_reference: Whether the limits are stated for it.
-        over_indexing: How many times faster than advanced indexing, at least.
-        over_loop: The same for a loop of ``copy_``.
-    """
-
-    name: str
-    spec: StateSpec
-    is_reference: bool = False
-    over_indexing: float | None = None
-    over_loop: float | None = None
+    name: str  # model and dtype of the SSM state
+    spec: StateSpec  # what one state holds
+    is_reference: bool = False  # whether the limits are stated for it
+    over_indexing: float | None = None  # how many times faster than advanced indexing, at least
+    over_loop: float | None = None  # the same for a loop of ``copy_``
 
 
 def _spec_of(model: str, ssm_dtype: str = "float32") -> StateSpec:

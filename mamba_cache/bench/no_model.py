@@ -19,10 +19,12 @@ def smallest_state(dtype: torch.dtype = torch.float32) -> StateSpec:
     return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
 
 
-def count_as_computed(context: DynamicInferenceContext, metadata: StepMetadata) -> None:
+def count_as_computed(
+    context: DynamicInferenceContext, metadata: StepMetadata, num_layers: int = 1
+) -> None:
     """Have the states of a step counted as handed over, as if there were a model."""
     lengths = metadata.num_chunks, metadata.num_prefill_tokens
-    context.count_extractions(CapturedExtractions({0: lengths}))
+    context.count_extractions(CapturedExtractions(dict.fromkeys(range(num_layers), lengths)))
 
 
 class NoModel:

@@ -1,4 +1,7 @@
-"""Readers of options: what ``ArgumentParser`` takes as ``type``, with messages that help."""
+"""Readers of options: what ``ArgumentParser`` takes as ``type``, with messages that help.
+
+Each raises ``ArgumentTypeError`` for what it cannot read.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,21 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from math import isfinite
 
-__all__ = ["UNLIMITED", "budget", "count", "gibibytes", "one_of", "rate", "share", "wrong_name"]
+__all__ = ["UNLIMITED", "budget", "count", "one_of", "positive", "share", "wrong_name"]
 
 UNLIMITED = "unlimited"
 """What stands for a budget that never runs out."""
 
 
 def count(text: str) -> int:
-    """Read a number of things.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none, or below 1.
-    """
+    """Read a number of things, at least 1."""
     if not (text.isdecimal() and int(text)):
         raise ArgumentTypeError(f"must be an int >= 1, got {text!r}")
     return int(text)
 
 
 def budget(text: str) -> int | None:
-    """Read a budget; None if it never runs out.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither a number nor "unlimited".
-    """
+    """Read a budget; None if it never runs out."""
     if text == UNLIMITED:
         return None
     if not text.isdecimal():
@@ -37,33 +32,16 @@ def budget(text: str) -> int | None:
     return int(text)
 
 
-def gibibytes(text: str) -> float:
-    """Read a size in GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none, or not above 0.
-    """
+def positive(text: str) -> float:
+    """Read a number above 0."""
     number = _number(text)
     if number is None or number <= 0:
         raise ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
 
 
-def rate(text: str) -> float:
-    """Read how much is done in a second.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no number, or not above 0.
-    """
-    return gibibytes(text)
-
-
 def share(text: str) -> float:
-    """Read a share.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no number from 0 to 1.
-    """
+    """Read a share, from 0 to 1."""
     number = _number(text)
     if number is None or not 0 <= number <= 1:
         raise ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")

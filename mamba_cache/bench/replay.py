@@ -19,7 +19,7 @@ import numpy as np
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.bench.bound import Bound, bound_of
 from mamba_cache.bench.measure import describe_run, print_rows, progress_bar
-from mamba_cache.bench.options import budget, count, gibibytes, one_of, rate, share
+from mamba_cache.bench.options import budget, count, one_of, positive, share
 from mamba_cache.bench.replay_tiers import CostMeter, Costs, TierSizes, engine_with_tiers
 from mamba_cache.bench.traces import TOKENS_PER_HASH_ID, TraceRequest, prompt_tokens, read_trace
 from mamba_cache.bench.workload import WORKLOADS
@@ -80,20 +80,20 @@ def add_replay_options(command: Any) -> None:
     add("--placement", type=one_of(PLACEMENTS), dest="placements", metavar="NAME", help=about,
         **many)  # fmt: skip
     about = "memory for slots and KV blocks of --model's sizes, in place of both numbers"
-    add("--cache-gb", type=gibibytes, metavar="GIB", help=about)
+    add("--cache-gb", type=positive, metavar="GIB", help=about)
     about = "how much of --cache-gb slots get, one or more to compare; default: 0.25"
     add("--state-share", type=share, dest="state_shares", metavar="SHARE", help=about, **many)
     about = "states that a tier in host memory has room for; default: no tiers"
     add("--host-slots", type=count, metavar="N", help=about)
-    add("--host-gb", type=gibibytes, metavar="GIB", help="memory of it, in place of the number")
+    add("--host-gb", type=positive, metavar="GIB", help="memory of it, in place of the number")
     add("--disk-slots", type=count, metavar="N", help="states on a disk below it; default: none")
-    add("--disk-gb", type=gibibytes, metavar="GIB", help="the disk's size, in place of the number")
+    add("--disk-gb", type=positive, metavar="GIB", help="the disk's size, in place of the number")
     about = "prompt tokens that the model computes in a second; default: 12000"
-    add("--prefill-rate", type=rate, metavar="X", help=about)
+    add("--prefill-rate", type=positive, metavar="X", help=about)
     about = "GB/s of loads from the host tier; default: 20"
-    add("--host-rate", type=rate, metavar="X", help=about)
+    add("--host-rate", type=positive, metavar="X", help=about)
     about = "GB/s of reads from the disk; default: 2"
-    add("--disk-rate", type=rate, metavar="X", help=about)
+    add("--disk-rate", type=positive, metavar="X", help=about)
     about = "as for mamba-cache plan; default: nemotron-h-8b"
     add("--model", metavar="MODEL", help=about)
     about = "tell with each request whether a longer one follows, wrongly so often; default: "
@@ -116,7 +116,7 @@ def run_replay(
     policies: Sequence[str] = tuple(SLOT_POLICIES),
     placements: Sequence[str] = ("megatron", "last"),
     cache_gb: float | None = None,
-    state_shares: Sequence[float] = (0.25,),
+    state_shares: Sequence[float] | None = None,
     host_slots: int | None = None,
     host_gb: float | None = None,
     disk_slots: int | None = None,
@@ -153,7 +153,10 @@ def run_replay(
     costs = Costs.of(shape, size, **rates)
     budgets: list[_Budget] = [_Budget(each, kv_blocks) for each in slots]
     split: dict[str, Any] = {}
+    if cache_gb is None and state_shares is not None:
+        raise InvalidArgumentError(f"state_shares divide cache_gb: give both, got {state_shares}")
     if cache_gb is not None:
+        state_shares = (0.25,) if state_shares is None else state_shares
         budgets = [
             _Budget(*split_budget(model, cache_gb, each, block_size=size), each)
             for each in state_shares
@@ -208,18 +211,11 @@ def run_replay(
 
 
 class _Budget(NamedTuple):
-    """What one replay has room for.
+    """What one replay has room for."""
 
-    Attributes:
-        slots: Slots; None: enough.
-        kv_blocks: KV blocks; None: enough.
-        state_share: Which part of one budget the slots are; None: they are given.
-        tiers: What is below; None: nothing.
-    """
-
-    slots: int | None
-    kv_blocks: int | None
-    state_share: float | None = None
+    slots: int | None  # None: enough
+    kv_blocks: int | None  # None: enough
+    state_share: float | None = None  # which part of one budget the slots are
     tiers: TierSizes | None = None
 
     def described(self) -> dict[str, Any]:
@@ -238,11 +234,7 @@ class _Room(NamedTuple):
     gb: float | None
 
     def entries(self, budget: _Budget, costs: Costs) -> tuple[int, int]:
-        """Return the states and KV blocks that it holds below a budget of the GPU's.
-
-        Raises:
-            InvalidArgumentError: Both are given, or the GiB are out of range or hold no state.
-        """
+        """Return the states and KV blocks that it holds below a budget of the GPU's."""
         if self.states is not None and self.gb is not None:
             raise InvalidArgumentError(f"give {self.name}_slots or {self.name}_gb, not both")
         if self.states is not None:
@@ -260,11 +252,7 @@ class _Room(NamedTuple):
 
 
 def _tiers_below(budget: _Budget, host: _Room, disk: _Room, costs: Costs) -> TierSizes | None:
-    """Return what lies below a budget of the GPU's; None: nothing.
-
-    Raises:
-        InvalidArgumentError: As in ``_Room.entries``, or there is a disk alone.
-    """
+    """Return what lies below a budget of the GPU's; None: nothing."""
     if host.states is None and host.gb is None:
         if disk.states is not None or disk.gb is not None:
             raise InvalidArgumentError("a disk needs a host tier: give host_slots or host_gb")
@@ -292,12 +280,6 @@ def split_budget(
     model: str, cache_gb: float, state_share: float, *, block_size: int = TOKENS_PER_HASH_ID
 ) -> tuple[int, int]:
     """Return the slots and KV blocks that memory for both holds.
-
-    Args:
-        model: As for ``mamba-cache plan``.
-        cache_gb: The memory in GiB.
-        state_share: How much of it slots get, from 0 to 1.
-        block_size: Tokens of a block.
 
     Raises:
         InvalidArgumentError: The model is not known, or there is not room for one of each.
@@ -517,11 +499,7 @@ def _load(
 
 
 def _check_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Check names.
-
-    Raises:
-        InvalidArgumentError: One is not known.
-    """
+    """Check names."""
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InvalidArgumentError(f"{argument} must be of {list(known)}, got {unknown}")

@@ -27,7 +27,7 @@ from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.memory import ROW_ALIGNMENT
 from mamba_cache.tiers.slab import row_bytes_of
 
-__all__ = ["CostMeter", "Costs", "TierSizes", "engine_with_tiers"]
+__all__ = ["CostMeter", "Costs", "TierSizes", "aligned_row_bytes", "engine_with_tiers"]
 
 _GIB = 2**30
 _DISK_LATENCY = 1e-3
@@ -125,14 +125,7 @@ class Costs:
 
 
 class _SizedPlanner(LoadPlanner):
-    """Counts rows as what they stand for.
-
-    Args:
-        rates: What loading and computing take.
-        costs: The true sizes.
-        block_row_bytes: Of a row of a KV block here; 0: none is loaded.
-        state_row_bytes: Of a row of a state.
-    """
+    """Counts rows as what they stand for."""
 
     def __init__(
         self, rates: Rates, costs: Costs, *, block_row_bytes: int, state_row_bytes: int
@@ -162,14 +155,6 @@ def engine_with_tiers(
 ) -> Iterator[Engine]:
     """Make an engine around ``NoModel`` with the tiers, and end them.
 
-    Args:
-        config: Settings without tiers.
-        sizes: What tiers hold; None: there are none.
-        costs: What the tiers' planners count by.
-        keeps_kv: Whether KV blocks are limited, so that tiers keep them too.
-        policy: Which slots are evicted.
-        placement: Where states are saved.
-
     Yields:
         The engine.
 
@@ -188,7 +173,6 @@ def engine_with_tiers(
         max_tier_copies=max(config.max_tier_copies, config.max_blocks_per_request + 8),
         hash_secret=_SECRET,
     )
-    model = NoModel(keeps_kv=keeps_kv)
     rows = {
         "block_row_bytes": _block_row_bytes(config) if keeps_kv else 0,
         "state_row_bytes": ROW_ALIGNMENT,
@@ -197,7 +181,7 @@ def engine_with_tiers(
         if sizes.disk_states:
             config = _with_disk(config, sizes, folder, keeps_kv=keeps_kv)
         engine = Engine(
-            model,
+            NoModel(keeps_kv=keeps_kv),
             config,
             slot_policy=policy,
             placement=placement,
@@ -231,10 +215,14 @@ def _with_disk(
     )
 
 
+def aligned_row_bytes(num_bytes: int) -> int:
+    """Return the bytes of a row that holds so many, its checksums included."""
+    return -(-(num_bytes + _CHECKSUM_BYTES) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
 def _block_row_bytes(config: CacheConfig) -> int:
     """Return the bytes of a row of a KV block: ``NoModel`` keeps two bytes of each token."""
-    num_bytes = 2 * config.block_size_tokens + _CHECKSUM_BYTES
-    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return aligned_row_bytes(2 * config.block_size_tokens)
 
 
 def _folder(sizes: TierSizes) -> Path | None:
@@ -246,12 +234,7 @@ def _folder(sizes: TierSizes) -> Path | None:
 
 
 class CostMeter:
-    """What each request of a replay would have taken.
-
-    Args:
-        engine: Where they run, one after the other.
-        costs: Of the model.
-    """
+    """What each request of a replay would have taken."""
 
     def __init__(self, engine: Engine, costs: Costs) -> None:
         self._context, self._costs = engine.context, costs

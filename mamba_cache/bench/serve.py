@@ -75,33 +75,19 @@ _SECONDS_ON_A_GPU = 400
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How large workloads are.
+    """How large workloads are."""
 
-    Attributes:
-        requests: Of the first two workloads.
-        shared: Tokens that their prompts begin with.
-        own: Tokens of each prompt's own.
-        new: Tokens of each answer of the first.
-        fewest: Of an answer of mixed length.
-        most: Likewise, and of a rollout.
-        prompts: Of the rollouts.
-        samples: Of each.
-        static_rows: Sizes of static batches to try.
-        decode_rows: Sizes of batches whose decode steps are timed.
-        steps: How many of these.
-    """
-
-    requests: int
-    shared: int
-    own: int
-    new: int
-    fewest: int
-    most: int
-    prompts: int
-    samples: int
-    static_rows: tuple[int, ...]
-    decode_rows: tuple[int, ...]
-    steps: int
+    requests: int  # of the first two workloads
+    shared: int  # tokens that their prompts begin with
+    own: int  # tokens of each prompt's own
+    new: int  # tokens of each answer of the first
+    fewest: int  # tokens of an answer of mixed length
+    most: int  # likewise, and of a rollout
+    prompts: int  # of the rollouts
+    samples: int  # of each
+    static_rows: tuple[int, ...]  # sizes of static batches to try
+    decode_rows: tuple[int, ...]  # sizes of batches whose decode steps are timed
+    steps: int  # how many of these
 
 
 _FULL = _Scale(64, 2048, 256, 128, 16, 512, 8, 16, (32, 64, 128), (1, 8, 64), 64)
@@ -110,22 +96,14 @@ _TINY = _Scale(6, 256, 16, 6, 2, 10, 2, 3, (3, 6), (1, 3), 8)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that come all at once.
+    """Requests that come all at once."""
 
-    Attributes:
-        name: One of ``WORKLOADS``.
-        title: What figures call it.
-        prompts: The tokens of each, all equally many.
-        new_tokens: The most that each prompt's answers have.
-        samples: Answers to each prompt; if more than one, they are drawn.
-        end_tokens: Tokens that end an answer. None: each has as many as it may.
-    """
-
-    name: str
-    title: str
-    prompts: list[list[int]]
-    new_tokens: list[int]
-    samples: int = 1
+    name: str  # one of ``WORKLOADS``
+    title: str  # what figures call it
+    prompts: list[list[int]]  # the tokens of each, all equally many
+    new_tokens: list[int]  # the most that each prompt's answers have
+    samples: int = 1  # answers to each prompt; if more than one, they are drawn
+    # Tokens that end an answer. None: each has as many as it may.
     end_tokens: list[int] = field(default_factory=list)
 
     @property
@@ -162,14 +140,7 @@ class Workload:
 def make_workloads(
     names: Sequence[str], scale: _Scale, vocabulary: int, seed: int = 0
 ) -> list[Workload]:
-    """Draw workloads, the same ones for a seed.
-
-    Args:
-        names: Some of ``WORKLOADS``.
-        scale: How large they are.
-        vocabulary: Tokens are less than this.
-        seed: Of what is drawn.
-    """
+    """Draw workloads, the same ones for a seed."""
     drawn = random.Random(seed)
 
     def tokens(number: int) -> list[int]:
@@ -276,14 +247,7 @@ def _answer_one_by_one(
 def _answer_in_batches(
     subject: Subject, workload: Workload, rows: int, most_batches: int | None = None
 ) -> Outcome:
-    """Call ``model.generate`` for batches in the order of arrival, each until its longest is over.
-
-    Args:
-        subject: The model.
-        workload: Its prompts are padded on the left if they are not equally long.
-        rows: Answers of a batch.
-        most_batches: Batches to measure at most.
-    """
+    """Call ``model.generate`` for batches in the order of arrival, each until all of it is over."""
     model, outcome = subject.model, Outcome(rows=rows)
     size = max(1, rows // workload.samples)
     batches = [
@@ -342,14 +306,7 @@ def _answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) ->
 
 
 def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
-    """Return the seconds of each step in which so many requests decode and nobody else is there.
-
-    Args:
-        subject: The model.
-        cache: Computes them.
-        rows: Requests.
-        steps: How many.
-    """
+    """Return the seconds of each step in which so many requests decode and nobody else is there."""
     prompts = [subject.random(64)[0].tolist() for _ in range(rows)]
     config = _config(Workload("steps", "", prompts, [steps + 1] * rows), 0)
     found = cache.generate_batch(prompts, generation_config=config, record_timestamps=True)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._checks import check_int
 from mamba_cache.bench.measure import (
     Measurement,
     as_dicts,
@@ -122,23 +123,14 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between two checks.
+    """What happened between two checks."""
 
-    Attributes:
-        seconds: From the soak's beginning to the check.
-        busy_seconds: Of the window, the check itself left out.
-        cpu_seconds: That the process computed in them, whatever else ran on the machine.
-        requests: That came to their end, cancelled ones not counted.
-        rss_mib: Memory of the process that is resident.
-        gpu_mib: Memory on the device that PyTorch has allocated; None on the CPU.
-    """
-
-    seconds: float
-    busy_seconds: float
-    cpu_seconds: float
-    requests: int
-    rss_mib: float
-    gpu_mib: float | None
+    seconds: float  # from the soak's beginning to the check
+    busy_seconds: float  # of the window, the check itself left out
+    cpu_seconds: float  # that the process computed in them, whatever else ran on the machine
+    requests: int  # that came to their end, cancelled ones not counted
+    rss_mib: float  # memory of the process that is resident
+    gpu_mib: float | None  # memory on the device that PyTorch has allocated; None on the CPU
 
 
 def add_soak_options(command: Any) -> None:
@@ -165,8 +157,8 @@ def run_soak(
         each 120th of the time; and what every benchmark says of its run.
 
     Raises:
-        InvalidArgumentError: ``minutes`` is not positive and finite, or there is no such model or
-            device.
+        InvalidArgumentError: ``minutes`` is not positive and finite, ``seed`` is below 0, or there
+            is no such model or device.
     """
     if not 0 < minutes < math.inf or model not in MODELS:
         raise InvalidArgumentError(
@@ -174,6 +166,7 @@ def run_soak(
             f"{model!r}"
         )
     check_device(device)
+    check_int("seed", seed, minimum=0)
     soak = Soak(partial(MODELS[model], device), seed)
     broken = None
     with progress_bar("soak", 60 * minutes) as show:
@@ -220,11 +213,7 @@ class Soak:
         self._answers: list[tuple[Turn, tuple[int, ...]]] = []
 
     def run(self, seconds: float, show: Callable[[float, str], None]) -> None:
-        """Serve requests for a time, and check in between.
-
-        Args:
-            seconds: How long, checks included.
-            show: Is told how many seconds have passed, and how fast it goes.
+        """Serve requests for some seconds, and check in between; ``show`` is told how far it is.
 
         Raises:
             InvariantError: The books contradict each other, or an answer is not what the same
@@ -333,21 +322,13 @@ def print_soak(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A request that a client makes.
+    """A request that a client makes."""
 
-    Attributes:
-        prompt: [prompt length] int32 token ids below 256.
-        max_new_tokens: Tokens of the answer.
-        salt: What keeps tenants apart.
-        system_tokens: Tokens of the prompt that others begin with as well.
-        client: Who asks; None: somebody who does not come back.
-    """
-
-    prompt: npt.NDArray[np.int32]
-    max_new_tokens: int
-    salt: str | None = None
-    system_tokens: int = 0
-    client: _Client | None = None
+    prompt: npt.NDArray[np.int32]  # [prompt length] int32 token ids below 256
+    max_new_tokens: int  # tokens of the answer
+    salt: str | None = None  # what keeps tenants apart
+    system_tokens: int = 0  # tokens of the prompt that others begin with as well
+    client: _Client | None = None  # who asks; None: somebody who does not come back
 
 
 class Clients:
@@ -355,10 +336,6 @@ class Clients:
 
     Agents share long system prompts, and their tools answer at length; chats share short ones. A
     third of the clients belongs to each tenant, and tenants use the same system prompts.
-
-    Args:
-        rng: Draws everything.
-        max_tokens: Of the longest prompt and its answer together.
     """
 
     def __init__(self, rng: np.random.Generator, *, max_tokens: int) -> None:

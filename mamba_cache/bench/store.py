@@ -21,14 +21,9 @@ import torch
 
 from mamba_cache._checks import check_number
 from mamba_cache.bench.measure import Measurement, check_device, progress
-from mamba_cache.bench.no_model import NoModel
+from mamba_cache.bench.no_model import NoModel, count_as_computed
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import (
-    CapturedExtractions,
-    DynamicInferenceContext,
-    PrefetchState,
-    Request,
-)
+from mamba_cache.context import DynamicInferenceContext, PrefetchState, Request
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
@@ -68,12 +63,7 @@ class _Setting(NamedTuple):
 
 
 class _FarModel(NoModel):
-    """What stands for a model on an accelerator: the processor only waits for its forwards.
-
-    Args:
-        shape: The model's, whose states and KV blocks are cached.
-        seconds: Of a forward.
-    """
+    """What stands for a model on an accelerator: the processor only waits for its forwards."""
 
     def __init__(self, shape: HybridModelConfig, seconds: float) -> None:
         super().__init__()
@@ -90,9 +80,7 @@ class _FarModel(NoModel):
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
         """Wait, and return random logits [num_requests, 64]; states count as handed over."""
         time.sleep(self._seconds)
-        lengths = metadata.num_chunks, metadata.num_prefill_tokens
-        layers = range(self._shape.layer_pattern.count("M"))
-        caches.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
+        count_as_computed(caches, metadata, self._shape.layer_pattern.count("M"))
         return self._draw_logits(metadata)
 
 
@@ -398,11 +386,7 @@ class _Child:
         its.close()
 
     def hear(self) -> Any:
-        """Return the next thing that it says.
-
-        Raises:
-            MambaCacheError: It has ended.
-        """
+        """Return the next thing that it says."""
         try:
             return self._pipe.recv()
         except EOFError:
@@ -427,10 +411,6 @@ class _Child:
 
 
 def _check(holds: bool, otherwise: str) -> None:
-    """Take no time of what is wrong.
-
-    Raises:
-        MambaCacheError: Something is.
-    """
+    """Take no time of what is wrong."""
     if not holds:
         raise MambaCacheError(f"the benchmark of stores went wrong: {otherwise}")

@@ -165,11 +165,7 @@ class _Reader:
         self._numbers: dict[object, int] = {}
 
     def read(self, line: str, number: int) -> Iterator[TraceRequest]:
-        """Yield the request of a line; nothing if it is the first line of a log.
-
-        Raises:
-            InvalidArgumentError: It is not as described.
-        """
+        """Yield the request of a line; nothing if it is the first line of a log."""
         try:
             fields: Any = json.loads(line)
             request = self._request(fields)
@@ -196,11 +192,7 @@ class _Reader:
         return self._make(fields, length, ids)
 
     def _begin_log(self, fields: Mapping[str, Any]) -> None:
-        """Read the first line of a log.
-
-        Raises:
-            InvalidArgumentError: It is a log of another version, or of other blocks than asked for.
-        """
+        """Read the first line of a log."""
         check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=1, maximum=1)
         size = fields["block_size_tokens"]
         size = check_int("block_size_tokens", size, minimum=1, maximum=_MOST_BLOCK)

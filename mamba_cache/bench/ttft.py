@@ -128,13 +128,7 @@ def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
 
 
 class PrefixTimes:
-    """Times each way to get the first token of prompts that share a prefix.
-
-    Args:
-        subject: The model.
-        prefix: Tokens that prompts share.
-        suffix: Tokens of each prompt's own.
-        rounds: How often each way is timed, after one round to warm up.
+    """Times each way to get the first token of prompts that share a prefix, after a warm-up round.
 
     Attributes:
         seconds: The times until the first token, by way.

@@ -32,21 +32,13 @@ _WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat to measure: users take turns, and all have the same system prompt.
+    """A chat to measure: users take turns, and all have the same system prompt."""
 
-    Attributes:
-        system_tokens: Tokens of the system prompt.
-        users: How many there are.
-        turns: Of each user.
-        message_tokens: Tokens of each message.
-        answer_tokens: Tokens of each answer.
-    """
-
-    system_tokens: int = 3000
-    users: int = 2
-    turns: int = 8
-    message_tokens: int = 128
-    answer_tokens: int = 8
+    system_tokens: int = 3000  # tokens of the system prompt
+    users: int = 2  # how many there are
+    turns: int = 8  # of each user
+    message_tokens: int = 128  # tokens of each message
+    answer_tokens: int = 8  # tokens of each answer
 
     @property
     def requests(self) -> int:
@@ -81,26 +73,16 @@ class _Request:
 
 @dataclass(slots=True)
 class _User:
-    """A user's side of the chat.
+    """A user's side of the chat."""
 
-    Attributes:
-        history: [1, length] all tokens so far, or those of the system prompt.
-        past: What plain transformers has computed of them, None before the first message.
-    """
-
-    history: torch.Tensor
-    past: Any = None
+    history: torch.Tensor  # [1, length] all tokens so far, or those of the system prompt
+    past: Any = None  # what plain transformers has computed of them
 
 
 def measure_chat(
     subject: Subject, chat: Chat, rounds: int
 ) -> tuple[list[Measurement], dict[str, Any]]:
     """Measure a chat, each round with another system prompt and other messages.
-
-    Args:
-        subject: The model.
-        chat: What is said.
-        rounds: How often, after one round to warm up.
 
     Returns:
         The figures with their limits, and the chat with the median of each request's times.

@@ -180,17 +180,11 @@ def make_model(family: Family, device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """How long an answer's first token took.
+    """How long an answer's first token took."""
 
-    Attributes:
-        ids: [1, length] int64: the prompt and the answer.
-        seconds: Until the host had the first token.
-        call_seconds: Until the call had returned and the device was done with its work.
-    """
-
-    ids: torch.Tensor
-    seconds: float
-    call_seconds: float
+    ids: torch.Tensor  # [1, length] int64: the prompt and the answer
+    seconds: float  # until the host had the first token
+    call_seconds: float  # until the call had returned and the device was done with its work
 
 
 class _Streamer:
@@ -213,13 +207,9 @@ class _Streamer:
 class Subject:
     """A model, fresh prompts for it, and the ways to compute them.
 
-    Args:
-        model: On the device where it is measured.
-        family: Its name among ``FAMILIES``.
-
     Attributes:
-        model: As given.
-        family_name: As given.
+        model: On the device where it is measured.
+        family_name: Its name among ``FAMILIES``.
         family: What is known of it.
         is_cuda: Whether that is a GPU.
     """
@@ -263,12 +253,7 @@ class Subject:
         return library.DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     def forward(self, tokens: torch.Tensor, past: Any) -> int:
-        """Compute tokens over a cache and return the one that follows, and nothing else.
-
-        Args:
-            tokens: [1, length] int64.
-            past: What is computed before them; it is updated.
-        """
+        """Compute tokens over a cache and return the one that follows, and nothing else."""
         start = past.get_seq_length()
         options: dict[str, Any] = {self._cache_name: past, "use_cache": True}
         if self._takes_positions:
@@ -290,10 +275,7 @@ class Subject:
     def prefix_cache(self, *, num_tokens: int, num_calls: int, **settings: Any) -> PrefixCache:
         """Make a prefix cache that gives nothing up for the prompts of one measurement.
 
-        Args:
-            num_tokens: Different tokens that go through it.
-            num_calls: Calls of its ``generate``.
-            settings: Others of its settings.
+        ``num_tokens`` different tokens go through it, in ``num_calls`` calls of ``generate``.
         """
         state_bytes, token_bytes = self._measure_memory()
         cache = PrefixCache(

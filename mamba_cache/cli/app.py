@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from mamba_cache.cli.doctor import doctor
 from mamba_cache.cli.output import Command, Group
 from mamba_cache.cli.plan import plan
 from mamba_cache.cli.serve import serve
+from mamba_cache.cli.usage import usage_line
 from mamba_cache.errors import MambaCacheError
 
 __all__ = ["app", "bench", "main_options", "run"]
@@ -54,6 +55,9 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(run_benchmark(context.args))
 
 
+_UsageError: Any = typer.BadParameter.__base__  # its home differs between versions of typer
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"mamba-cache {__version__}")
@@ -76,8 +80,11 @@ def main_options(
 def run() -> int:
     """Run a command; return its exit code."""
     try:
-        app(prog_name="mamba-cache")
+        code = app(prog_name="mamba-cache", standalone_mode=False)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
         return exit_code(error)
-    return 0
+    except _UsageError as error:
+        print(usage_line(error, sys.argv[1:]), file=sys.stderr)
+        return 2
+    return int(code or 0)

@@ -129,10 +129,11 @@ def prune(
     path: _PathArgument,
     *,
     older_than: Annotated[
-        float | None, typer.Option(metavar="DAYS", help="Those not opened for so long.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Those not opened for so long.")
     ] = None,
     keep: Annotated[
-        float | None, typer.Option(metavar="GIB", help="The least recently opened beyond so much.")
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="The least recently opened beyond so much."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -166,11 +167,7 @@ def prune(
 
 
 def _check_says_what(is_said: bool) -> None:
-    """Check that somebody who deletes has said what.
-
-    Raises:
-        InvalidArgumentError: Nobody has.
-    """
+    """Check that somebody who deletes has said what."""
     if not is_said:
         raise InvalidArgumentError("say what to delete: --older-than DAYS, --keep GIB or --all")
 

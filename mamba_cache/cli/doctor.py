@@ -127,9 +127,6 @@ def doctor(
 def check_store(url: str) -> Iterator[Check]:
     """Put chunks into a store, find, read, compare and remove them, and time it.
 
-    Args:
-        url: As ``open_store`` takes it.
-
     Raises:
         InvalidArgumentError: It is no such URL.
     """
@@ -345,21 +342,22 @@ def _kernels() -> Iterator[Check]:
     where = "on the GPU" if on_gpu else "in Triton's interpreter, on the CPU"
     for name, fault in faults.items():
         advice = "use backend='torch' until it is understood, and report it with this table"
-        equal = f"equal to its PyTorch twin bit for bit, {where}"
-        yield Check(
-            f"kernel: {name}", "failed" if fault else "ok", fault or equal, advice if fault else ""
-        )
+        detail = fault or f"equal to its PyTorch twin bit for bit, {where}"
+        yield _judged(f"kernel: {name}", not fault, "failed", detail, advice)
+
+
+def _judged(name: str, is_ok: bool, otherwise: Status, detail: str, advice: str) -> Check:
+    return Check(name, "ok", detail) if is_ok else Check(name, otherwise, detail, advice)
 
 
 def _hits() -> Iterator[Check]:
     answers = list(play())
     skipped = sum(answer.skipped_tokens for answer in answers)
-    detail = f"{skipped:,} tokens skipped over {len(answers)} prompts of the demo"
-    if all(answer.outputs_match for answer in answers) and skipped:
-        yield Check("a hit equals a miss", "ok", f"{detail}, the same answers")
-    else:
-        advice = "do not trust hits on this machine; report it with `mamba-cache demo --json`"
-        yield Check("a hit equals a miss", "failed", f"{detail}, other answers", advice)
+    is_equal = all(answer.outputs_match for answer in answers) and skipped > 0
+    detail = f"{skipped:,} tokens skipped over {len(answers)} prompts of the demo, "
+    detail += "the same answers" if is_equal else "other answers"
+    advice = "do not trust hits on this machine; report it with `mamba-cache demo --json`"
+    yield _judged("a hit equals a miss", is_equal, "failed", detail, advice)
 
 
 def _copies() -> Iterator[Check]:
@@ -376,14 +374,9 @@ def _copies() -> Iterator[Check]:
         return
     ratio = next(iter(measure_copies(reference, [_COPIED_SLOTS])))
     detail = f"{ratio.value:.2f}x a flat copy's time: {ratio.detail}"
-    if ratio.value <= _SLOW_COPY:
-        yield Check("state copies", "ok", detail)
-    else:
-        advice = (
-            f"above {_SLOW_COPY}x: is the GPU busy, or its clock held down? "
-            "`mamba-cache bench copy` shows more"
-        )
-        yield Check("state copies", "slow", detail, advice)
+    advice = f"above {_SLOW_COPY}x: is the GPU busy, or its clock held down? "
+    advice += "`mamba-cache bench copy` shows more"
+    yield _judged("state copies", ratio.value <= _SLOW_COPY, "slow", detail, advice)
 
 
 def _cpu_copies() -> Check:
@@ -401,11 +394,8 @@ def _cpu_copies() -> Check:
 def _decisions(measure: Callable[[], Iterator[Measurement]]) -> Iterator[Check]:
     one = next(iter(measure()))
     detail = f"{one.value:,.0f} us, the limit is {one.limit:,.0f} us"
-    if one.passed:
-        yield Check(one.name, "ok", detail)
-    else:
-        advice = "is the CPU busy or slow? `mamba-cache bench control` shows more"
-        yield Check(one.name, "slow", detail, advice)
+    advice = "is the CPU busy or slow? `mamba-cache bench control` shows more"
+    yield _judged(one.name, one.passed, "slow", detail, advice)
 
 
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (

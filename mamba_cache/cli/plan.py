@@ -226,14 +226,9 @@ def make_plan(
     block_size_tokens: int | None = None,
     int8_slots: bool = False,
 ) -> Plan:
-    """Divide a GPU's memory between live states, KV blocks and slots.
+    """Divide a GPU's memory between live states, KV blocks and slots, which may be int8.
 
-    Args:
-        shape: What the model keeps.
-        workload: What it is asked.
-        memory: What there is.
-        block_size_tokens: Default: ``suggest_block_size``.
-        int8_slots: Whether slots keep SSM states in 8 bits.
+    The default of the block size is that of ``suggest_block_size``.
 
     Raises:
         InvalidArgumentError: The block size does not fit the model's chunk, or its states cannot
@@ -241,7 +236,8 @@ def make_plan(
         BudgetError: The memory does not hold the workload; the message says how many requests fit.
     """
     block = block_size_tokens or suggest_block_size(shape.ssm_chunk_size, workload)
-    slot = _slot_bytes(shape, int8_slots)
+    spec = SlotQuantization().slot_spec(shape.state_spec) if int8_slots else shape.state_spec
+    slot = spec.bytes_per_slot
     kv_block = shape.kv_spec.bytes_per_block(block)
     shared = workload.shared_tokens // block
     own_blocks = -(-workload.sequence_tokens // block) - shared
@@ -391,11 +387,7 @@ def _budgets(made: Plan) -> dict[str, int | float]:
 
 
 def _check_shared(shared: int, prompt: int) -> None:
-    """Check two options against each other, by the names that were typed.
-
-    Raises:
-        InvalidArgumentError: More is shared than prompts have.
-    """
+    """Check two options against each other, by the names that were typed."""
     if shared > prompt:
         raise InvalidArgumentError(f"--shared must be at most --prompt ({prompt}), got {shared}")
 
@@ -403,11 +395,7 @@ def _check_shared(shared: int, prompt: int) -> None:
 def _memory(
     shape: ModelShape, memory: float | None, weights: float | None, reserve: float
 ) -> GpuMemory:
-    """Return what there is, of the arguments or of this machine.
-
-    Raises:
-        InvalidArgumentError: Something is not given and cannot be found, or is out of range.
-    """
+    """Return what there is, of the arguments or of this machine."""
     if memory is not None:
         total = int(check_number("--memory", memory, maximum=_MOST_GIB) * _GIB)
     elif torch.cuda.is_available():
@@ -428,10 +416,11 @@ def _show(
     shape: ModelShape, made: Plan, tiers: Sequence[TierPlan], split: SplitOfTrace | None
 ) -> None:
     out = console()
-    layers = shape.state_spec.tensors[0].num_layers
+    layers, chunk = shape.state_spec.tensors[0].num_layers, shape.ssm_chunk_size
+    chunks = "no SSM chunks" if chunk == 1 else f"SSM chunks of {chunk} tokens"
     out.print(
         f"{shape.name}: {layers} layers with a state, {shape.kv_spec.num_layers} of attention, "
-        f"{_chunks_text(shape)}\n"
+        f"{chunks}\n"
     )
     sizes = make_table(["what", ">size", "how many", ">together"])
     for row in _size_rows(made):
@@ -458,13 +447,6 @@ def _call(name: str, settings: Mapping[str, object]) -> str:
     return "".join([f"{name}(\n", *given, ")"])
 
 
-def _chunks_text(shape: ModelShape) -> str:
-    """Say what blocks must be multiples of."""
-    if shape.ssm_chunk_size == 1:
-        return "no SSM chunks"
-    return f"SSM chunks of {shape.ssm_chunk_size} tokens"
-
-
 def _size_rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:
     config, memory = made.config, made.memory
     per_block = f"KV block of {config.block_size_tokens} tokens"
@@ -481,19 +463,10 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:
     yield "GPU", "", "", size_text(memory.total_bytes)
 
 
-def _slot_bytes(shape: ModelShape, int8_slots: bool) -> int:
-    spec = SlotQuantization().slot_spec(shape.state_spec) if int8_slots else shape.state_spec
-    return spec.bytes_per_slot
-
-
 def _count_sequences(
     workload: Workload, memory: GpuMemory, *, fixed_bytes: int, live_bytes: int, cached_bytes: int
 ) -> int:
-    """Count the sequences that fit: each takes ``cached_bytes``, and while it runs ``live_bytes``.
-
-    Raises:
-        BudgetError: They are fewer than run at once.
-    """
+    """Count the sequences that fit: each takes ``cached_bytes``, and while it runs more."""
     room, running = memory.room_bytes - fixed_bytes, workload.concurrency
     count = (room - running * live_bytes) // max(cached_bytes, 1)
     if count < running:

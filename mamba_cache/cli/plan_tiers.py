@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from rich.console import Console
 
 from mamba_cache._checks import check_number
 from mamba_cache.bench.replay import run_replay
-from mamba_cache.bench.replay_tiers import Costs
+from mamba_cache.bench.replay_tiers import Costs, aligned_row_bytes
 from mamba_cache.cli.output import make_table, size_text
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import ModelShape
 from mamba_cache.tiers import Rates
-from mamba_cache.tiers.memory import ROW_ALIGNMENT
 from mamba_cache.tiers.slab import row_bytes_of
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 _GIB: Final = 2**30
 _SHARES: Final = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-_CHECKSUM_BYTES: Final = 64
+_PREFIX: Final = 4096
 _HOST_STATE_SHARE: Final = CacheConfig(num_kv_blocks=1, max_slots=0).host_state_share
 
 
@@ -86,9 +86,6 @@ class SplitOfTrace:
     unlimited_hit_rate: float
 
 
-_PREFIX: Final = 4096
-
-
 def break_even_tokens(rates: Rates, *, state_bytes: int, token_bytes: float) -> int | None:
     """Return from how many tokens on a load takes less time than computing; None: never.
 
@@ -115,17 +112,7 @@ def plan_tiers(
     disk_rate: float,
     slot_bytes: int,
 ) -> list[TierPlan]:
-    """Plan the tiers that are asked for.
-
-    Args:
-        shape: What the model keeps.
-        block_size: Tokens of a KV block.
-        host_gb: Memory of the host tier in GiB; None: there is none.
-        disk_gb: Of the disk below it, likewise.
-        prefill_rate: Prompt tokens that the model computes in a second.
-        host_rate: GB/s of loads from the host tier.
-        disk_rate: GB/s of reads from the disk.
-        slot_bytes: Bytes of a state as slots keep it.
+    """Plan the tiers that are asked for; of None GiB there is none. Rates of loads are in GB/s.
 
     Raises:
         InvalidArgumentError: A rate is not above 0, or there is a disk and no host tier.
@@ -163,15 +150,11 @@ def plan_tiers(
 
 
 def _rows(name: str, room: float, state_bytes: int, block_bytes: int) -> tuple[int, int]:
-    """Return the rows of both kinds, as the tiers divide their budget.
-
-    Raises:
-        BudgetError: There is none of a kind.
-    """
+    """Return the rows of both kinds, as the tiers divide their budget."""
     state_share = _HOST_STATE_SHARE if block_bytes else 1.0
     counts = []
     for size, share in ((state_bytes, state_share), (block_bytes, 1 - state_share)):
-        row = -(-(size + _CHECKSUM_BYTES) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        row = aligned_row_bytes(size)
         counts.append(int(room * share) // (row if name == "host" else row_bytes_of(row)))
     states, blocks = counts
     if not states or (block_bytes and not blocks):
@@ -185,26 +168,16 @@ def _rows(name: str, room: float, state_bytes: int, block_bytes: int) -> tuple[i
 def split_by_trace(
     shape: ModelShape, room: int, trace: str, *, limit: int, slot_bytes: int
 ) -> SplitOfTrace:
-    """Replay a trace with several splits of one budget.
-
-    Args:
-        shape: What the model keeps.
-        room: Bytes for slots and KV blocks together.
-        trace: The file.
-        limit: Requests to replay at most.
-        slot_bytes: Bytes of a state as slots keep it.
+    """Replay the first requests of a trace with several splits of one budget, ``room`` bytes.
 
     Raises:
         InvalidArgumentError: The trace cannot be read.
         BudgetError: No split holds a slot and the longest prompt.
     """
-    found = run_replay(
-        trace=trace,
-        limit=limit,
-        slots=[None],
-        policies=["adaptive"],
-        placements=["megatron"],
+    replayed = partial(
+        run_replay, trace=trace, limit=limit, policies=["adaptive"], placements=["megatron"]
     )
+    found = replayed(slots=[None])
     block = shape.kv_spec.bytes_per_block(found["settings"]["block_size_tokens"])
     rates: dict[float, float] = {}
     for share in _SHARES if block else (1.0,):
@@ -212,14 +185,7 @@ def split_by_trace(
         blocks = int(room * (1 - share)) // block if block else None
         if not slots or blocks == 0:
             continue
-        result = run_replay(
-            trace=trace,
-            limit=limit,
-            slots=[slots],
-            kv_blocks=blocks,
-            policies=["adaptive"],
-            placements=["megatron"],
-        )
+        result = replayed(slots=[slots], kv_blocks=blocks)
         if result["passed"]:
             rates[share] = result["records"][0]["token_hit_rate"]
     if not rates:

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
 __all__ = ["serve"]
 
 
 def serve(  # noqa: PLR0917 - typer passes them by name
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or hub id of the model; it is preloaded.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or hub id of the model; it is preloaded.")
+    ],
     mamba_cache_gb: Annotated[float, typer.Option(help="Budget for saved states in GiB.")] = 2.0,
     kv_cache_gb: Annotated[float, typer.Option(help="Budget for keys and values in GiB.")] = 4.0,
     block_size_tokens: Annotated[
@@ -68,8 +70,13 @@ def serve(  # noqa: PLR0917 - typer passes them by name
 
 
 def _run(server: typer.Typer, model: str, options: list[str]) -> None:
-    """Serve a model; in a line, what transformers says in a traceback if there is no such model."""
+    """Serve a model; in a line, what transformers says in a traceback if there is none to load."""
     try:
-        server(args=[model, *options], prog_name="mamba-cache serve")
-    except OSError as error:
-        raise InvalidArgumentError(f"{model!r} cannot be served: {error}") from error
+        ended = server(args=[model, *options], prog_name="mamba-cache serve", standalone_mode=False)
+    except MambaCacheError:
+        raise
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise InvalidArgumentError(f"{model!r} cannot be served: {said}") from error
+    if isinstance(ended, int):  # 130 after Ctrl-C
+        raise typer.Exit(ended)

@@ -17,9 +17,7 @@ def run(request, monkeypatch, capsys):
     def call(*arguments):
         if request.param == "mamba-cache bench":
             monkeypatch.setattr(sys, "argv", ["mamba-cache", "bench", *arguments])
-            with pytest.raises(SystemExit) as exit_:
-                run_command()
-            code = exit_.value.code
+            code = run_command()
         else:
             code = main(arguments, prog=request.param)
         out, err = capsys.readouterr()

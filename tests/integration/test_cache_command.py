@@ -189,6 +189,8 @@ def test_what_is_in_use_is_not_pruned(call, path, monkeypatch) -> None:
     [
         (("ls", "nowhere"), "there is no directory nowhere"),
         (("prune", "."), "say what to delete"),
+        (("prune", ".", "--keep", "-1"), "--keep"),  # it deleted everything
+        (("prune", ".", "--older-than", "-1"), "--older-than"),
         ((), ""),
     ],
 )

@@ -123,7 +123,7 @@ def test_every_run_of_a_benchmark_says_what_it_measured() -> None:
 def test_the_benchmarks_page_lists_every_kind_of_run() -> None:
     page = text_of(DOCS / "benchmarks" / "index.md")
     listed = re.findall(
-        r"^\|.*\| `(?:mamba-cache (?:bench )?|python tests/)(\w+)(?:\.py)?` \|", page, re.M
+        r"^\|.*\| `(?:mamba-cache (?:bench )?|python tests/(?:\w+/)*)(\w+)(?:\.py)?` \|", page, re.M
     )
     results = (DOCS / "benchmarks").glob("*.json")
     assert set(listed) == {json.loads(text_of(path))["benchmark"] for path in results}

@@ -35,6 +35,13 @@ def test_data_are_as_drawn() -> None:
     assert changed == []
 
 
+def test_the_page_says_with_what_the_first_tokens_of_the_plot_were_measured() -> None:
+    """Runs of transformers' reference path have no "-kernels-" in their names."""
+    page = " ".join((RESULTS / "index.md").read_text(encoding="utf-8").split())
+    [name] = drawn_from(TEXTS["ttft.svg"])
+    assert ("The plot shows a run with the kernels" in page) == ("-kernels-" in name)
+
+
 def test_colours_follow_the_readers_setting() -> None:
     """Every colour is a variable that has a light value and a dark one."""
     breaches = {}
