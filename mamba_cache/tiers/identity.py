@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from mamba_cache._checks import check_int, check_kind
+from mamba_cache._precision import float32_precision
 from mamba_cache._version import __version__
 from mamba_cache.config import CacheConfig, HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError
@@ -43,7 +44,8 @@ class Numerics:
         torch_version: Version of PyTorch, with that of CUDA.
         triton_version: Version of Triton, "none" where there is none.
         kernels: Versions of this package and of whatever else computes the model's layers.
-        matmul_precision: ``torch.get_float32_matmul_precision()``.
+        matmul_precision: Of products of float32 on the device, as
+            ``torch.set_float32_matmul_precision`` names it.
 
     Raises:
         InvalidArgumentError: A field is empty.
@@ -67,13 +69,13 @@ class Numerics:
             device: Where the model computes.
             kernels: What else computes layers, with its version, such as "mamba-ssm 2.2".
         """
-        own = f"mamba-cache {__version__}"
+        own, device = f"mamba-cache {__version__}", torch.device(device)
         return cls(
-            architecture=_architecture(torch.device(device)),
+            architecture=_architecture(device),
             torch_version=f"{torch.__version__} cuda {torch.version.cuda}",
             triton_version=_version_of("triton"),
             kernels=f"{own}, {kernels}" if kernels else own,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=float32_precision(device),
         )
 
 

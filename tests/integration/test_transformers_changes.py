@@ -34,6 +34,7 @@ from transformers_rig import (
 )
 
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+from mamba_cache.integrations.transformers.settings import global_settings
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -164,6 +165,23 @@ def test_what_a_forward_rewrites_is_neither_a_setting_nor_a_weight(weights_check
     for _ in range(3):
         assert_same(plain(model, prompt), cached(cache, prompt))
     assert cache.stats().hits == 2
+
+
+@pytest.mark.parametrize(("backend", "precisions"), [
+    (torch.backends.cuda.matmul, ["none", "tf32", "ieee"]),
+    (torch.backends.cudnn.conv, ["none", "tf32", "ieee"]),
+    (torch.backends.mkldnn.matmul, ["none", "tf32", "bf16"]),
+    (torch.backends.mkldnn.conv, ["none", "tf32", "bf16"]),
+])  # fmt: skip
+def test_each_precision_of_a_backend_is_another_key(backend, precisions):
+    keys, before = set(), backend.fp32_precision
+    try:
+        for precision in precisions:
+            backend.fp32_precision = precision
+            keys.add(global_settings())
+    finally:
+        backend.fp32_precision = before
+    assert len(keys) == len(precisions)
 
 
 def test_the_page_lists_these_kinds():

@@ -1,5 +1,7 @@
 """What the probe of a transformers model accepts: all that goes on exactly, by its own rounding."""
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -58,6 +60,54 @@ def test_no_model_that_forgets_is_accepted(name):
 def test_models_that_forget_are_refused_in_half_precision_too(name):
     model = make_model(name).to(torch.bfloat16)
     assert probe(ModelRunner(model), BLOCK).fault is not None
+
+
+@contextlib.contextmanager
+def few_digits(how):
+    """Products of factors with few digits, as far as the processor has any such."""
+    if isinstance(how, torch.dtype):
+        with torch.autocast("cpu", how):
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(how)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+FEW_DIGITS = pytest.mark.parametrize(
+    "how", ["high", "medium", torch.bfloat16, torch.float16], ids=str
+)
+
+
+@FEW_DIGITS
+@pytest.mark.parametrize("name", GOOD)
+def test_no_good_model_is_refused_for_products_of_few_digits(name, how):
+    """Kernels for one row and for several differ by more than any rounding of the embeddings."""
+    with few_digits(how):
+        assert probe(ModelRunner(make_model(name)), BLOCK).fault is None
+
+
+@FEW_DIGITS
+@pytest.mark.parametrize("name", UNRESUMABLE)
+def test_no_model_that_forgets_is_accepted_for_products_of_few_digits(name, how):
+    with few_digits(how):
+        assert probe(ModelRunner(make_model(name)), BLOCK).fault is not None
+
+
+@FEW_DIGITS
+def test_a_cache_that_is_made_with_few_digits_serves_what_the_model_answers(how, generator):
+    model = make_model("granite 4")
+    prompt = text(generator, 4 * BLOCK)
+    with few_digits(how):
+        cache = make_cache(model)
+        for ids in (prompt, join(prompt, text(generator, 5))):
+            expected, actual = plain(model, ids), cached(cache, ids)
+            wanted, got = (torch.stack(each.logits).float() for each in (expected, actual))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0.02)
+    assert cache.stats().hits == 1
 
 
 def test_large_states_that_round_much_are_no_fault():

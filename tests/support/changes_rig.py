@@ -6,20 +6,18 @@ import torch
 from model_changes import HARMLESS, KEYED, NOTICED, REFUSED
 from transformers_rig import BLOCK, GREEDY, join, make_cache, plain, text
 
+from mamba_cache._precision import has_all_digits
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.slots import LastBlock
 
 
 def same(expected, actual) -> bool:
-    """Tokens and logits, these but for rounding: under autocast they have few digits."""
+    """Tokens and logits, these but for rounding: products may be of factors with few digits."""
     wanted, got = torch.stack(expected.logits), torch.stack(actual.logits)
-    tolerance = 1e-5 if wanted.dtype == torch.float32 and not is_autocast() else 0.02
+    is_exact = wanted.dtype == torch.float32 and has_all_digits(wanted.device)
+    tolerance = 1e-5 if is_exact else 0.02
     close = torch.allclose(got.float(), wanted.float(), rtol=0, atol=tolerance)
     return close and torch.equal(actual.sequences, expected.sequences)
-
-
-def is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu")
 
 
 def ask(cache, ids):

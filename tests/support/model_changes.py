@@ -828,8 +828,10 @@ def _switch(name, read, write, value, *, comes_back=True):
     def change(model):
         before = read()
         write(value)
-        yield
-        write(before)
+        try:
+            yield
+        finally:  # or later tests had it, too
+            write(before)
 
 
 _within("autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16), matters=True)
@@ -839,6 +841,10 @@ _within("only some attention kernels", lambda: nn.attention.sdpa_kernel(
 _within("inference_mode around the call", torch.inference_mode, outcome=HARMLESS)
 _switch("precision of float32 products", torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision, "medium", comes_back=False)  # fmt: skip
+_switch("precision of float32 products on the CPU",
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+        lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
+        "bf16")  # fmt: skip
 _switch("deterministic algorithms", torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms, True)  # fmt: skip
 _switch("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float64)

@@ -54,9 +54,9 @@ def test_requests_of_one_step_do_not_read_each_other():
     for name in ("a", "b"):
         assert add(context, name, PROMPT).kv_matched_blocks == 0
     sampled = run_step(context)
-    assert torch.equal(sampled["a"][0], sampled["b"][0])
     _, wanted = uncached(PROMPT, 1)
-    torch.testing.assert_close(sampled["b"][0], wanted[0], rtol=0, atol=1e-9)
+    for name in ("a", "b"):  # rows of one product may be summed in different orders
+        torch.testing.assert_close(sampled[name][0], wanted[0], rtol=0, atol=1e-9)
     # Of the two copies of each block, one is findable; the state was saved once, beside it.
     assert saved_prefix_lengths(context, PROMPT) == [3]
     assert context.slot_allocator.num_cached_slots == 1

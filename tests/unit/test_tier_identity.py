@@ -248,6 +248,22 @@ def test_numerics_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert Numerics.of("cpu").triton_version == "none"
 
 
+def test_numerics_know_the_precision_of_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of their settings was used, ``torch.get_float32_matmul_precision`` raises."""
+    monkeypatch.setattr("mamba_cache.tiers.identity._architecture", str)
+    devices = "cpu", "cuda"
+    own = [Numerics.of(device).matmul_precision for device in devices]
+    assert own == ["highest", "highest"]
+    for number, backend in enumerate((torch.backends.mkldnn, torch.backends.cuda)):
+        before = backend.matmul.fp32_precision
+        backend.matmul.fp32_precision = "tf32"
+        try:
+            now = [Numerics.of(device).matmul_precision for device in devices]
+        finally:
+            backend.matmul.fp32_precision = before
+        assert now == ["high" if index == number else "highest" for index in range(2)]
+
+
 def _not_found(name: str) -> str:
     raise PackageNotFoundError(name)
 

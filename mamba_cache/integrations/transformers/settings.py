@@ -506,7 +506,10 @@ def _switches() -> Iterator[Any]:
         (cudnn, "enabled"),
         (cudnn, "benchmark"),
         (cudnn, "deterministic"),
+        (getattr(cudnn, "conv", None), "fp32_precision"),
         (mkldnn, "enabled"),
+        (getattr(mkldnn, "matmul", None), "fp32_precision"),
+        (getattr(mkldnn, "conv", None), "fp32_precision"),
     ):
         try:
             getattr(owner, name)

@@ -1,0 +1,66 @@
+"""The precision in which PyTorch multiplies matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+__all__ = ["all_digits", "float32_precision", "has_all_digits"]
+
+_NAMES: Final = {"tf32": "high", "bf16": "medium"}
+
+
+def float32_precision(device: torch.device) -> str:
+    """Return the precision of float32 products on a device: "highest", "high" or "medium".
+
+    PyTorch's own function for it raises where one of the settings has been used that each backend
+    has since PyTorch 2.9.
+    """
+    settings = _settings(device)
+    if settings is None:
+        return torch.get_float32_matmul_precision()
+    return _NAMES.get(settings.fp32_precision, "highest")
+
+
+def has_all_digits(device: torch.device) -> bool:
+    """Say whether products of float32 are of all digits: no autocast, the highest precision."""
+    return not torch.is_autocast_enabled(device.type) and float32_precision(device) == "highest"
+
+
+@contextmanager
+def all_digits(device: torch.device) -> Iterator[None]:
+    """Have products of float32 be of all digits.
+
+    Autocast is this thread's; the precision is the process's until the end of the block.
+    """
+    if has_all_digits(device):
+        yield
+        return
+    settings = _settings(device)
+    if settings is None:
+        before, highest = torch.get_float32_matmul_precision(), "highest"
+    else:
+        before, highest = settings.fp32_precision, "ieee"
+    with torch.autocast(device.type, enabled=False):
+        _set(settings, highest)
+        try:
+            yield
+        finally:
+            _set(settings, before)
+
+
+def _settings(device: torch.device) -> Any:
+    """Return what has a device's ``fp32_precision``; None in PyTorch before 2.9."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    settings = getattr(backend, "matmul", None)
+    return settings if hasattr(settings, "fp32_precision") else None
+
+
+def _set(settings: Any, precision: str) -> None:
+    if settings is None:
+        torch.set_float32_matmul_precision(precision)
+    else:
+        settings.fp32_precision = precision
