@@ -791,8 +791,8 @@ class LowerTierLink:
         chosen = first - 1 + quickest(takes, self._agreement)
         if chosen < first:
             return None
-        needed = [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
-        needed.append((EntryKind.STATE, chosen))
+        needed = [(EntryKind.STATE, chosen)]  # first: nothing else takes as long to read and verify
+        needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
         return _Plan(
             chosen + 1,
             [asked.facts_of(*each) for each in needed if where[each] is not _Place.HOST],

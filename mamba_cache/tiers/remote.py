@@ -7,6 +7,7 @@ store says is not believed: ``exists`` confirms what was put, sizes and digests 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -42,6 +43,7 @@ _CHUNK_BYTES: Final = 2**21
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
 _ENTRIES_AT_ONCE: Final = 16
+_MOST_THREADS: Final = 4  # unless more are asked for
 _FAILURES_TO_OPEN: Final = 2
 _PROBE_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 30.0
@@ -151,7 +153,9 @@ class RemoteTier:
     Args:
         store: Where the entries are.
         write_on_use: 2: an entry is written when it is offered for the second time; 1: at once.
-        num_threads: Threads that call the store; all but one of them may be writing.
+        num_threads: Threads that call the store; all but one of them may be writing. Default: 4, or
+            as many as there are processors, at least 2: Mooncake's reads of a machine that is dead
+            keep a processor busy each, until they fail.
         max_queued: Loads that may wait, and likewise puts and questions.
         call_seconds: When one call of the store is given up.
         owns_store: Whether ``close`` closes the store too.
@@ -173,7 +177,7 @@ class RemoteTier:
         store: BlobStore,
         *,
         write_on_use: int = 2,
-        num_threads: int = 4,
+        num_threads: int | None = None,
         max_queued: int = 1024,
         call_seconds: float = 2.0,
         owns_store: bool = False,
@@ -190,6 +194,8 @@ class RemoteTier:
             threads_are_alike=True,
             queues=[self._connecting, self._asks, self._removals],
         )
+        if num_threads is None:
+            num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
         self._num_threads = check_int("num_threads", num_threads, minimum=2, maximum=256)
         self._call_seconds = check_number("call_seconds", call_seconds, maximum=1e9)
         self._chunk_bytes = check_int("chunk_bytes", chunk_bytes, minimum=1)

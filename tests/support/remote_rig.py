@@ -28,7 +28,8 @@ class Bench:
             monkeypatch.setattr(remote_module, "time", self.clock)
         self.memory = MemoryStore() if store is None else store
         self.faulty = FaultyStore(self.memory)
-        self.options = {"write_on_use": 1, "chunk_bytes": CHUNK_BYTES} | options
+        own = {"write_on_use": 1, "chunk_bytes": CHUNK_BYTES, "num_threads": 4}
+        self.options = own | options
         self.tier = RemoteTier(self.faulty, **self.options)
         self.end()
 

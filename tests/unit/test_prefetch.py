@@ -158,6 +158,13 @@ def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
     assert_same_run(run, PROMPT)
 
 
+def test_the_state_is_asked_for_first(context, tier) -> None:
+    """It takes as long as many blocks, and one thread to verify."""
+    ask(context)
+    kinds = [expected.key.kind for expected, _, _ in tier.loads]
+    assert kinds == [EntryKind.STATE, *[EntryKind.KV] * 7]
+
+
 def test_nothing_is_brought_twice(context, tier) -> None:
     """Two requests of one prefix share a flight."""
     first, second = ask(context), ask(context)

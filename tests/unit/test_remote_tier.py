@@ -802,6 +802,15 @@ def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None
     assert registered == []
 
 
+@pytest.mark.parametrize(("cpus", "threads"), [(None, 4), (1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
+def test_it_has_no_more_threads_than_there_are_processors(cpus, threads, monkeypatch) -> None:
+    """Each may be kept busy by a store, for as long as a call takes."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    tier = RemoteTier(MemoryStore())
+    assert len(tier._workers) == threads
+    tier.close()
+
+
 def test_arguments_are_checked(bench) -> None:
     with pytest.raises(InvalidArgumentError, match="num_threads must be an int"):
         RemoteTier(bench.memory, num_threads=1)

@@ -376,7 +376,7 @@ class PrefixTiers:
             ends.append(end)
         kv = [self._facts(EntryKind.KV, chain, tokens, each) for each in ends]
         state = self._facts(EntryKind.STATE, chain, tokens, end)
-        wanted = [*(kv if self._has_kv else ()), state]
+        wanted = [state, *(kv if self._has_kv else ())]  # what takes longest is asked for first
         if not self._are_in_host(wanted, end, computing):
             return False
         held = [*matched, *([] if part is None else [part])]
@@ -415,7 +415,7 @@ class PrefixTiers:
                 if isinstance(lease, Refusal):
                     return False
                 leases.append(lease)
-            places = [*(blocks if self._has_kv else ()), slot]
+            places = [slot, *(blocks if self._has_kv else ())]
             jobs = [
                 CopyJob(lease.facts.key.kind, place, lease.lease.row)
                 for lease, place in zip(leases, places, strict=True)
