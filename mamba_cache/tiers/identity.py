@@ -9,6 +9,7 @@ import platform
 import secrets
 from dataclasses import dataclass, field, fields
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,8 @@ FORMAT_VERSION: Final = 1
 """Of headers and of how a row is laid out. Another one is another identity, so nothing is read."""
 
 _TENANT_BYTES: Final = 16
+_CPU_FACTS: Final = Path("/proc/cpuinfo")
+_CPU_NAMES: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class Numerics:
     """What computed the numbers: the same prompt gives the same bits only where these are equal.
 
     Attributes:
-        architecture: The GPU and its compute capability, or the CPU and the instructions in use.
+        architecture: The GPU and its compute capability, or the CPU, its model, and the
+            instructions in use.
         torch_version: Version of PyTorch, with that of CUDA.
         triton_version: Version of Triton, "none" where there is none.
         kernels: Versions of this package and of whatever else computes the model's layers.
@@ -366,7 +370,23 @@ def _architecture(device: torch.device) -> str:
     if device.type == "cuda":  # pragma: no cover - tests/gpu run it
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
-    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} {platform.machine()} {_processor()} {instructions}"
+
+
+def _processor() -> str:
+    """Return the processor's maker and model: libraries sum in another order on another one."""
+    try:
+        lines = _CPU_FACTS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    facts = dict(reversed([_fact(line) for line in lines]))  # of the first processor
+    return " ".join(facts[name] for name in _CPU_NAMES if name in facts) or platform.processor()
+
+
+def _fact(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
 
 
 def _version_of(distribution: str) -> str:

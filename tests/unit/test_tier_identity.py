@@ -264,6 +264,22 @@ def test_numerics_know_the_precision_of_each_backend(monkeypatch: pytest.MonkeyP
         assert now == ["high" if index == number else "highest" for index in range(2)]
 
 
+@pytest.mark.parametrize(("text", "processor"), [
+    ("processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel\t: 17\nmodel name : EPYC\n\n"
+     "processor : 1\nvendor_id : AuthenticAMD\nmodel : 18\n", "AuthenticAMD 25 17"),
+    ("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "0x41 0xd4f"),
+    ("nothing known\n", "its name"),
+    (None, "its name"),
+])  # fmt: skip
+def test_processors_are_told_apart(text, processor, monkeypatch, tmp_path) -> None:
+    """With the same instructions in use, sums of another model are in another order."""
+    monkeypatch.setattr("mamba_cache.tiers.identity._CPU_FACTS", tmp_path / "cpuinfo")
+    monkeypatch.setattr("mamba_cache.tiers.identity.platform.processor", lambda: "its name")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert f" {processor} " in Numerics.of("cpu").architecture
+
+
 def _not_found(name: str) -> str:
     raise PackageNotFoundError(name)
 
