@@ -306,8 +306,8 @@ class Admitter:
         """
         chunk = active.current_chunk
         has_state = chunk.lease is None or self._slots.is_current(chunk.lease)
-        epoch = self._slots.epoch
-        if has_state and all(checkpoint.epoch == epoch for checkpoint in chunk.checkpoints):
+        planned = chunk.checkpoints  # all of one epoch
+        if has_state and (not planned or planned[0].epoch == self._slots.epoch):
             return
         self._plan_again(active, has_state=has_state and chunk.load is None)
 

@@ -55,9 +55,9 @@ def _run(seed: int, *, num_requests: int, max_ghosts: int, max_kept: int) -> Non
             assert values.tolist() == [model.value_of(p) for p in kept.values()]
             freed = tree.blocks_freed_by(nodes).tolist()
             assert freed == [model.blocks_freed_by(p) for p in kept.values()]
-            orders = tree.orders_of_equals(np.array([*kept], np.intp))
-            assert orders == [[*tree.order_of(n)[1:]] for n in kept]
-            first = min(kept, key=tree.order_of)
+            orders = tree.orders_of_equals(nodes)
+            assert [o[:2] for o in orders] == [[*model.order_of(p)[1:3]] for p in kept.values()]
+            first = min(zip(values.tolist(), orders, kept, strict=True))[-1]
             by_rule = min(kept.values(), key=model.order_of)
             assert kept[first] == by_rule
             tree.drop(first)

@@ -595,17 +595,11 @@ class CandidateTree:
         values *= self._gains[nodes]
         return values
 
-    def order_of(self, node: int) -> tuple[int, int, int, int]:
-        """Return what is the least for the kept candidate that goes first.
-
-        It is the one that is worth the least; of these the shallowest, of these the one that was
-        used least recently, of these the oldest.
-        """
-        worth = self._served_at[node] * self._gain_at[node]
-        return worth, self._depth_at[node], self._last_use_at[node], self._birth_at[node]
-
     def orders_of_equals(self, nodes: npt.NDArray[np.intp]) -> list[list[int]]:
-        """Return the same of many that are worth equally much, but for the worth."""
+        """Return what is the least for the one that goes first of many worth equally much.
+
+        It is the shallowest; of these the one that was used least recently, of these the oldest.
+        """
         orders: list[list[int]] = self._arrays.take(nodes, 0)[:, :_NUM_ORDER].tolist()
         return orders
 

@@ -107,30 +107,23 @@ class AdaptiveSlotPolicy:
             refusable = [place for place in new if not proposals[place].is_asked]
             cached = self._candidates.take(slots)
             tree.look_at(cached)
+            # Those that have slots, then those that want one.
+            proposed = np.array([nodes[place] for place in refusable], np.int64)
+            rivals = np.concatenate((cached, proposed))
             gone: list[int] = []
-            for _ in range(min(num_short, len(refusable) + len(slots))):
-                rivals = [(tree.order_of(nodes[place]), 1, place) for place in refusable]
-                if len(gone) < len(slots):
-                    values = tree.values_of(cached)
-                    for place in gone:
-                        values[place] = _GONE
-                    # Which of those worth the least goes first is asked only if one of them may.
-                    # unnoticed: a shortcut, the longer way gives the same
-                    least = values[values.argmin()]
-                    if not rivals or least <= min(rivals)[0][0]:
-                        (depth, last_use, birth), place = self._first_of(cached, values == least)
-                        rivals.append(((int(least), depth, last_use, birth), 0, place))
-                _, is_refused, place = min(rivals)
-                node = nodes[place] if is_refused else cached.item(place)
+            for _ in range(min(num_short, len(rivals))):
+                values = tree.values_of(rivals)
+                values[gone] = _GONE
+                place = self._lowest(rivals, values)
+                gone.append(place)
+                node = rivals.item(place)
                 if node >= 0:
                     tree.drop(node)
-                if is_refused:
-                    refusable.remove(place)
-                    new.remove(place)
-                    self._forget_incomplete(node)
-                else:
-                    gone.append(place)
+                if place < len(slots):
                     victims.append(slots.item(place))
+                else:
+                    new.remove(refusable[place - len(slots)])
+                    self._forget_incomplete(node)
         self._granted = [nodes[place] for place in new]
         self._given_up = victims.copy()
         return SlotPlan([place in new for place in range(len(nodes))], victims)
@@ -248,13 +241,7 @@ class AdaptiveSlotPolicy:
 
     def _lowest(self, nodes: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> int:
         """Return the place of the lowest value; of equal ones, of the candidate that goes first."""
-        return self._first_of(nodes, values == values[values.argmin()])[1]
-
-    def _first_of(
-        self, nodes: npt.NDArray[np.int64], are_lowest: npt.NDArray[np.bool_]
-    ) -> tuple[list[int], int]:
-        """Return which of equals goes first: what decides it, and its place."""
-        ties = are_lowest.nonzero()[0]
+        ties = (values == values[values.argmin()]).nonzero()[0]
         orders = self._tree.orders_of_equals(nodes[ties])
-        first = min(orders)
-        return first, ties.item(orders.index(first))
+        first: int = ties.item(orders.index(min(orders)))
+        return first
