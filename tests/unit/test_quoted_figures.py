@@ -453,13 +453,13 @@ def readme() -> Iterator[str]:
 
 
 def routers() -> Iterator[str]:
-    versions = run("router-rates-epyc")["versions"]
+    versions = run("router-rates-xeon")["versions"]
     names = {
         "vllm-router": f"vllm-router {versions['vllm-router']}",
         "dynamo": f"Dynamo {versions['ai-dynamo-runtime']}",
     }
     many, few = (
-        [one for one in records("router-rates-epyc") if one["conversations"] == count]
+        [one for one in records("router-rates-xeon") if one["conversations"] == count]
         for count in (40, 8)
     )
     columns = "", *names.values(), "round robin", "one replica of twice the size"
@@ -487,8 +487,8 @@ def summed(found: list[dict], columns: list[str]) -> Iterator[str]:
 
 
 def calls_broken_off() -> Iterator[str]:
-    found = records("faults-epyc")
-    yield f"`{run('faults-epyc')['command']}`"
+    found = records("faults-xeon")
+    yield f"`{run('faults-xeon')['command']}`"
     figures = [name for name in found[0] if name not in ("call", "injected")]
     yield row("injected", "calls", *figures)
     kinds = {
@@ -516,7 +516,7 @@ SUBJECTS = {
 
 
 def interrupts() -> Iterator[str]:
-    kept, found = run("interrupts-epyc"), records("interrupts-epyc")
+    kept, found = run("interrupts-xeon"), records("interrupts-xeon")
     yield f"`{kept['command']}`"
     figures = [name for name in found[0] if name != "call"]
     yield row("calls of", "calls", *figures)
@@ -534,14 +534,14 @@ def interrupts() -> Iterator[str]:
 
 
 def faults_of_tiers() -> Iterator[str]:
-    yield f"`{run('tier-faults-epyc')['command']}`"
-    for one in records("tier-faults-epyc"):
+    yield f"`{run('tier-faults-xeon')['command']}`"
+    for one in records("tier-faults-xeon"):
         yield row(*one.values())
 
 
 def faults_put_in() -> Iterator[str]:
-    yield f"`{run('broken-tiers-epyc')['command']}`"
-    for one in records("broken-tiers-epyc"):
+    yield f"`{run('broken-tiers-xeon')['command']}`"
+    for one in records("broken-tiers-xeon"):
         yield row(*one.values())
 
 
@@ -556,19 +556,19 @@ def kills() -> Iterator[str]:
         "a wait of 50 ms with no store: p50 / p99 / max",
         "entries again after: p50 / max s",
     )
-    for one in records("store-kills-epyc"):
+    for one in records("store-kills-xeon"):
         killed = titles.get(one["killed"], one["killed"])
         yield row(titles[one["store"]], killed, *(one[name] for name in columns))
         assert not one["ended by itself"]
-    [count] = {one["kills"] for one in records("store-kills-epyc")}
+    [count] = {one["kills"] for one in records("store-kills-xeon")}
     yield f"killed, {count} times"
 
 
 def speeds_of_stores() -> Iterator[str]:
-    for one in records("store-rates-epyc"):
+    for one in records("store-rates-xeon"):
         store, version, *figures = one.values()
         yield row(f"{store} {version.partition('.post')[0]}", *figures)
-    for check in run("store-rates-epyc")["doctor"]:
+    for check in run("store-rates-xeon")["doctor"]:
         if check["name"] != "store":  # it names the port
             yield f"{check['name']} {check['status']} {check['detail']}"
 
