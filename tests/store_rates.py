@@ -66,7 +66,7 @@ class RedisPy:
 
 
 def rates(store, rounds):
-    """Three cells: what each round took, the least and the most of them."""
+    """Three cells: the median of the rounds, the least and the most."""
     rng = np.random.default_rng(0)
     speeds, waits = {"put": [], "get": []}, []
     for _ in range(rounds):
@@ -85,7 +85,7 @@ def rates(store, rounds):
         waits.append(1e3 * (time.perf_counter() - began))
         forget(store)
     return tuple(
-        f"{np.min(found):,.{digits}f} to {np.max(found):,.{digits}f}"
+        f"{np.median(found):,.{digits}f} ({min(found):,.{digits}f} to {max(found):,.{digits}f})"
         for found, digits in ((speeds["put"], 0), (speeds["get"], 0), (waits, 1))
     )
 

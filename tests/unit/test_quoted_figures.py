@@ -696,7 +696,7 @@ def test_pages_of_measurements_have_no_figure_that_nothing_holds(page: str) -> N
     ]
 
 
-COUNTS = re.compile(r"^\|.*\| *[\d,.]+(?: to [\d,.]+)? *\|", re.M)
+COUNTS = re.compile(r"^\|.*\| *[\d,.]+(?: \([\d,.]+ to [\d,.]+\))? *\|", re.M)
 """A row of a table in which a cell is a figure."""
 
 
