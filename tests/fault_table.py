@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 import torch
 from fault_rig import CALLS, Outcome, Survey
 from injectors import INJECTORS, Interrupt
+from kept_runs import add_json_option, keep
 from shares import shared_out
 
 COLUMNS = ["call", "injected", "moments", "struck", *(outcome.value for outcome in Outcome)]
@@ -26,10 +27,12 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="of the instructions, every N-th only")
     parser.add_argument("--only", default="", help="calls whose names begin so")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the moments")
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("|" + "|".join(COLUMNS) + "|")
     print("|" + "---|" * len(COLUMNS))
+    rows = []
     for injected, injector in INJECTORS.items():
         for name in (name for name in CALLS if name.startswith(options.only)):
             started = time.perf_counter()
@@ -37,10 +40,12 @@ def main():
             step = options.every if injector is Interrupt else 1
             outcomes = survey((injected, name), range(1, num_moments + 1, step), options.jobs)
             counts = [outcomes[outcome] for outcome in Outcome]
-            cells = [f"`{name}`", injected, num_moments, sum(counts), *counts]
+            rows.append([name, injected, num_moments, sum(counts), *counts])
+            cells = [f"`{name}`", *rows[-1][1:]]
             print("|" + "|".join(map(str, cells)) + "|", flush=True)
             seconds = time.perf_counter() - started
             print(f"{name}, {injected}: {seconds:.0f} s", file=sys.stderr)
+    keep(options.json, COLUMNS, rows)
 
 
 def survey(case, moments, num_processes):

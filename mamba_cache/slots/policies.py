@@ -422,21 +422,22 @@ class HostView:
     To make it takes longer than most of what is read of it.
     """
 
-    __slots__ = ("_address", "_array", "_tensor")
+    __slots__ = ("_made",)
 
     def __init__(self) -> None:
-        self._tensor: Any = None
-        self._address = 0  # unnoticed: it is overwritten before it is read
-        self._array: npt.NDArray[Any] = np.empty(0)
+        # Of which tensor, at which address, and what. One attribute: an interrupt between two
+        # would leave one tensor's array under another's name.
+        self._made: tuple[Any, int, npt.NDArray[Any]] = None, 0, np.empty(0)  # unnoticed: not read
 
     def of(self, values: Any) -> npt.NDArray[Any]:
         """Return it as ``as_host_array`` does; it may be another one than before."""
-        if values is self._tensor and values.data_ptr() == self._address:
-            return self._array
+        tensor, address, made = self._made
+        if values is tensor and values.data_ptr() == address:
+            return made
         array = as_host_array(values)
         # What is no tensor, or on a device, is copied as it is at this moment.
         if not getattr(values, "is_cuda", True):
-            self._tensor, self._address, self._array = values, values.data_ptr(), array
+            self._made = values, values.data_ptr(), array
         return array
 
 

@@ -1,35 +1,18 @@
 """Routers as they are published, fed by KV events; tests/engines/routers.sh fetches them."""
 
-import importlib.util
 import random
-import sys
 from contextlib import ExitStack
 
 import pytest
-from sources import ROOT
 
 for package in ("zmq", "msgspec"):
     pytest.importorskip(package, reason="needs the extra events")
 
-
-def _load_example():
-    spec = importlib.util.spec_from_file_location("two", ROOT / "examples" / "two_replicas.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["two"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-two = _load_example()
-
 from events_rig import BLOCK, PAUSE, Books  # noqa: E402
+from router_rig import FEW, FEW_SLOTS, KINDS, LOAD, SIZES, TWICE, run, two  # noqa: E402
 
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 
-KINDS = {
-    "vllm-router": (two.VllmRouter, two.find_vllm_router() is not None),
-    "dynamo": (two.DynamoRouter, two.has_dynamo()),
-}
 ROUTERS = [
     pytest.param(
         kind, id=name, marks=pytest.mark.skipif(not found, reason="needs the extra routers")
@@ -38,24 +21,13 @@ ROUTERS = [
 ]
 dynamo_only = pytest.mark.skipif(not two.has_dynamo(), reason="needs the extra routers")
 
-LOAD = two.Load(conversations=40, turns=3, question_tokens=80)
-SIZES = {"num_blocks": 512, "num_slots": 128}
 POINTS = 0.03
-
-
-def run(kind, load, number=2, **sizes):
-    with two.replicas(number, **sizes) as running:
-        router = kind(running)
-        try:
-            return two.converse(router, load)
-        finally:
-            router.close()
 
 
 @pytest.fixture(scope="module")
 def one_replica():
     """One replica with the memory of both."""
-    return run(two.RoundRobin, LOAD, 1, **{name: 2 * size for name, size in SIZES.items()})
+    return run(two.RoundRobin, LOAD, 1, **TWICE)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +55,10 @@ def test_predictions_are_true_and_two_replicas_hit_as_one_with_twice_the_memory(
     assert texts[0] == texts[1] == texts[2]
 
 
-# With few slots each prompt evicts states of others: the router hears of it before the next.
-FEW = two.Load(conversations=8, turns=3, system_prompts=2, begin_at_once=1, pause_seconds=0.1)
-
-
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_resident_blocks_without_their_states_mislead_a_router_and_reachable_ones_do_not(kind):
-    few_slots = {"num_blocks": 512, "num_slots": 4}
     right = {
-        mode: two.right_predictions(run(kind, FEW, mode=mode, **few_slots))
+        mode: two.right_predictions(run(kind, FEW, mode=mode, **FEW_SLOTS))
         for mode in ("resident", "reachable")
     }
     print(kind.name, right)

@@ -1,8 +1,16 @@
 """Tiers that are wrong on purpose, one fault each: what the machine of all tiers must notice."""
 
+import sys
 from unittest import mock
 
+from fresh_examples import only_drawn
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from store_machine import StoreMachine
+from tiers_machine import DiskMachine
+
 from mamba_cache.context.tiering import Tiering
+from mamba_cache.errors import MambaCacheError
 from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, RemoteTier, disk
 from mamba_cache.tiers.rows import RowPool
 from mamba_cache.tiers.slab import SlabFile
@@ -108,8 +116,8 @@ def _gone_counts(_):
 def _published_at_once(reserve):
     """A row is findable before a lower tier has filled it."""
 
-    def broken(self, facts, *, for_lower=False):
-        lease = reserve(self, facts, for_lower=for_lower)
+    def broken(self, facts, *, for_lower=False, **options):
+        lease = reserve(self, facts, for_lower=for_lower, **options)
         if lease is not None and for_lower:
             pool, digest = self._entries[facts.key.kind].pool, facts.key.digest
             pool._row_of[digest] = lease.lease.row
@@ -182,3 +190,44 @@ def broken(fault):
     """Makes all tiers wrong for as long as it is entered."""
     owner, name, make = (_FAULTS | _STORE_FAULTS)[fault]
     return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+FOUND = AssertionError, MambaCacheError
+"""What the machine raises: an assertion of its own, or a contradiction in the books."""
+
+
+def found_by_example(fault, most=100):
+    """The number of the first example that notices a fault; None if none does."""
+    kind = StoreMachine if fault in _STORE_FAULTS else DiskMachine
+    num_examples, found = 0, []
+
+    class Counted(kind):
+        def __init__(self):
+            nonlocal num_examples
+            num_examples += 1
+            super().__init__()
+
+        def teardown(self):
+            try:
+                if isinstance(sys.exc_info()[1], FOUND):
+                    found.append(num_examples)
+                super().teardown()
+            except FOUND:
+                found.append(num_examples)
+                raise
+
+    once = settings(
+        max_examples=most,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[*HealthCheck],
+    )
+    with broken(fault), only_drawn():
+        try:
+            run_state_machine_as_test(Counted, settings=once)
+        except FOUND:
+            return found[0]
+    return None

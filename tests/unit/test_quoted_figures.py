@@ -8,6 +8,7 @@ Tables that have a test of their own (replays, times to first token, block table
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -451,6 +452,150 @@ def readme() -> Iterator[str]:
     yield f"Copying 16 states of {state:.1f} MiB into slots"
 
 
+def routers() -> Iterator[str]:
+    versions = run("router-rates-xeon")["versions"]
+    names = {
+        "vllm-router": f"vllm-router {versions['vllm-router']}",
+        "dynamo": f"Dynamo {versions['ai-dynamo-runtime']}",
+    }
+    many, few = (
+        [one for one in records("router-rates-xeon") if one["conversations"] == count]
+        for count in (40, 8)
+    )
+    columns = "", *names.values(), "round robin", "one replica of twice the size"
+    yield row(*columns).replace("|  |", "| |")
+    assert [one["router"] for one in many] == [*names, "round robin", "none"]
+    yield row("token hit rate", *(f"{one['hit rate']:.1%}" for one in many))
+    assert {one["predicted rightly"] for one in many} == {1.0, None}
+    yield "With both routers every continued prompt skipped what was predicted"
+    yield f"with {many[0]['conversations']} conversations of three turns"
+    yield f"{many[0]['slots']} slots"
+    predicted = {(one["router"], one["mode"]): one["predicted rightly"] for one in few}
+    modes = {"resident": 0.0, "reachable": 1.0}
+    assert predicted == {(name, mode): modes[mode] for name in names for mode in modes}
+    assert {one["slots"] for one in few} == {4}
+    yield (
+        f"With four slots for eight conversations {' and '.join(names.values())} predicted none "
+        "of the continued prompts right in mode `resident`, and all of them in mode `reachable`"
+    )
+
+
+def summed(found: list[dict], columns: list[str]) -> Iterator[str]:
+    """How many calls there are, and the sums of their figures."""
+    yield f"{len(found):,}"
+    yield from (f"{sum(one[name] for one in found):,}" for name in columns)
+
+
+def calls_broken_off() -> Iterator[str]:
+    found = records("faults-xeon")
+    yield f"`{run('faults-xeon')['command']}`"
+    figures = [name for name in found[0] if name not in ("call", "injected")]
+    yield row("injected", "calls", *figures)
+    kinds = {
+        "an interrupt before an instruction": "an interrupt",
+        "no memory for an array or tensor": "no memory",
+        "an exception in a launch or callback": "an exception",
+        "an error of the package in an inner call": "a refusal",
+    }
+    assert {one["injected"] for one in found} == set(kinds)
+    for injected, title in kinds.items():
+        struck = [one for one in found if one["injected"] == injected and one["struck"]]
+        yield row(title, *summed(struck, figures))
+
+
+SUBJECTS = {
+    "Engine.": "`Engine`",
+    "PrefixCache.": "`PrefixCache`",
+    "PrefixCache over tiers": "`PrefixCache` over tiers",
+    "Tiers,": "a context over tiers",
+    "KVBlockAllocator.": "`KVBlockAllocator` alone",
+    "MambaSlotAllocator.": "`MambaSlotAllocator` alone",
+    "DiskTier.": "`DiskTier` alone",
+    "RemoteTier.": "`RemoteTier` alone",
+}
+
+
+def interrupts() -> Iterator[str]:
+    kept, found = run("interrupts-xeon"), records("interrupts-xeon")
+    yield f"`{kept['command']}`"
+    figures = [name for name in found[0] if name != "call"]
+    yield row("calls of", "calls", *figures)
+    of = {name: [one for one in found if one["call"].startswith(name)] for name in SUBJECTS}
+    assert sum(map(len, of.values())) == len(found)
+    for name, title in SUBJECTS.items():
+        yield row(title, *summed(of[name], figures))
+    below = of["DiskTier."] + of["RemoteTier."]
+    assert all(one["moments"] == one["went on"] for one in below)  # the page says so in words
+    signals = kept["real_signals"]
+    yield (
+        f"Of {signals['struck']:,} real signals at random instants of `Engine.step`, "
+        f"{signals['poisoned']:,} poisoned the engine, and of the {signals['ended']:,} requests"
+    )
+
+
+def faults_of_tiers() -> Iterator[str]:
+    yield f"`{run('tier-faults-xeon')['command']}`"
+    for one in records("tier-faults-xeon"):
+        yield row(*one.values())
+
+
+def faults_put_in() -> Iterator[str]:
+    yield f"`{run('broken-tiers-xeon')['command']}`"
+    for one in records("broken-tiers-xeon"):
+        yield row(*one.values())
+
+
+def kills() -> Iterator[str]:
+    titles = {"valkey": "Valkey", "mooncake": "Mooncake", "holder": "holder, one of two"}
+    columns = (
+        "loads: right",
+        "loads: others, by reason",
+        "wrong",
+        "hung",
+        "waited in vain: p50 / p99 / max ms",
+        "a wait of 50 ms with no store: p50 / p99 / max",
+        "entries again after: p50 / max s",
+    )
+    for one in records("store-kills-xeon"):
+        killed = titles.get(one["killed"], one["killed"])
+        yield row(titles[one["store"]], killed, *(one[name] for name in columns))
+        assert not one["ended by itself"]
+    [count] = {one["kills"] for one in records("store-kills-xeon")}
+    yield f"killed, {count} times"
+
+
+def speeds_of_stores() -> Iterator[str]:
+    for one in records("store-rates-xeon"):
+        store, version, *figures = one.values()
+        yield row(f"{store} {version.partition('.post')[0]}", *figures)
+    for check in run("store-rates-xeon")["doctor"]:
+        if check["name"] != "store":  # it names the port
+            yield f"{check['name']} {check['status']} {check['detail']}"
+
+
+def steps_beside_a_store() -> Iterator[str]:
+    [one] = [each for each in run("store-epyc")["measurements"] if "p99 of a step" in each["name"]]
+    yield f"p99 {one['value']:.3f} times that of the same processes without a store"
+    yield f"in [{one['runs']:,} steps]"
+
+
+def mutants() -> Iterator[str]:
+    """By the folder that they are in; what lies in none goes last."""
+    [path] = (DOCS / "explanation").glob("mutation-*.json")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    of: dict[str, Counter] = {}
+    for module, counts in kept["modules"].items():
+        _, *folders, _ = module.split("/")
+        of.setdefault(f"`{folders[0]}/`" if folders else "in no folder", Counter()).update(counts)
+    of["all"] = sum(of.values(), Counter())
+    for title, counts in of.items():
+        kinds = [counts[kind] for kind in ("killed", "explained", "survived")]
+        yield row(title, *(f"{number:,}" for number in (sum(kinds), *kinds)))
+    killed, explained, survived = kinds
+    share = (killed + explained) / (killed + explained + survived)
+    yield f"{explained:,} were explained: {share:.1%} of all"
+
+
 QUOTES: list[tuple[str, Callable[[], Iterator[str]]]] = [
     ("../README.md", readme),
     ("benchmarks/expect.md", expectations),
@@ -462,13 +607,23 @@ QUOTES: list[tuple[str, Callable[[], Iterator[str]]]] = [
         )
     ),
     ("explanation/eviction.md", decisions),
-    ("explanation/faults.md", conversations),
+    *(
+        ("explanation/faults.md", part)
+        for part in (
+            calls_broken_off, interrupts, faults_of_tiers, faults_put_in, conversations,
+        )
+    ),
     ("explanation/kernels.md", copies),
     ("how-to/batching.md", compiled_parts),
     ("how-to/choosing_budgets.md", plans),
     ("how-to/choosing_policies.md", prefix_caches),
     ("how-to/quantised_slots.md", int8_slots),
-    ("how-to/stores.md", dead_stores),
+    ("explanation/mutation.md", mutants),
+    ("how-to/scale_out.md", routers),
+    *(
+        ("how-to/stores.md", part)
+        for part in (dead_stores, kills, speeds_of_stores, steps_beside_a_store)
+    ),
     ("how-to/transformers.md", hits_beside_bare_forwards),
 ]  # fmt: skip
 
@@ -498,6 +653,18 @@ SETTINGS = (
     "chunks* of at most 64 KiB",
     "moves 4 KiB of the chunk",
     "programs of 4 KiB",
+    "read for 10 s, or",
+    "a lease of 10 s:",
+    "at most 512 MB; this package's are 2 MiB",
+    "16 chunks of 4 MiB, finds",
+    "asks for one of them 200 times",
+    "48 chunks of 4 MiB",
+    "waits for 30 ms at most",
+    "So 50 ms hold",
+    "their steps 8 ms of waiting",
+    "silent for 50 ms",
+    "a plain wait of 50 ms",
+    "asked again every 0.5 s",
 )
 HELD_ELSEWHERE = [
     re.compile(r"<!-- times with kernels.*?<!-- end of times -->"),
@@ -522,7 +689,16 @@ def further_figures(page: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    ["../README.md", "benchmarks/expect.md", "benchmarks/index.md", "explanation/kernels.md"],
+    [
+        "../README.md",
+        "benchmarks/expect.md",
+        "benchmarks/index.md",
+        "explanation/faults.md",
+        "explanation/kernels.md",
+        "explanation/mutation.md",
+        "how-to/scale_out.md",
+        "how-to/stores.md",
+    ],
 )
 def test_pages_of_measurements_have_no_figure_that_nothing_holds(page: str) -> None:
     text = text_of(page)
@@ -531,3 +707,23 @@ def test_pages_of_measurements_have_no_figure_that_nothing_holds(page: str) -> N
         "1.7 times",
         "5 us",
     ]
+
+
+COUNTS = re.compile(r"^\|.*\| *[\d,.]+(?: \([\d,.]+ to [\d,.]+\))? *\|", re.M)
+"""A row of a table in which a cell is a figure."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["explanation/faults.md", "explanation/mutation.md", "how-to/stores.md"],
+)
+def test_tables_have_no_row_of_figures_that_nothing_holds(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    held = {quote for name, quotes in QUOTES if name == page for quote in quotes()}
+
+    def unheld(text: str) -> list[str]:
+        rows = [line for line in text.splitlines() if COUNTS.match(line)]
+        return [line for line in rows if " ".join(line.split()) not in held]
+
+    assert unheld(text) == []
+    assert unheld(f"{text}\n| one more | 17 |\n") == ["| one more | 17 |"]

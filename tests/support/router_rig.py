@@ -1,0 +1,41 @@
+"""Loads for replicas behind published routers, which tests/engines/routers.sh fetches."""
+
+import importlib.util
+import sys
+
+from sources import ROOT
+
+
+def _load_example():
+    spec = importlib.util.spec_from_file_location("two", ROOT / "examples" / "two_replicas.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["two"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+two = _load_example()
+
+KINDS = {
+    "vllm-router": (two.VllmRouter, two.find_vllm_router() is not None),
+    "dynamo": (two.DynamoRouter, two.has_dynamo()),
+}
+"""Each router, and whether it is here."""
+
+LOAD = two.Load(conversations=40, turns=3, question_tokens=80)
+SIZES = {"num_blocks": 512, "num_slots": 128}
+TWICE = {name: 2 * size for name, size in SIZES.items()}
+
+FEW = two.Load(conversations=8, turns=3, system_prompts=2, begin_at_once=1, pause_seconds=0.1)
+FEW_SLOTS = {"num_blocks": 512, "num_slots": 4}
+"""With few slots each prompt evicts states of others: the router hears of it before the next."""
+
+
+def run(kind, load, number=2, **sizes):
+    """What so many replicas behind a router of a kind answer to a load."""
+    with two.replicas(number, **sizes) as running:
+        router = kind(running)
+        try:
+            return two.converse(router, load)
+        finally:
+            router.close()
