@@ -131,7 +131,7 @@ class Prefetch:
         self._changed = threading.Condition()
         self._num_over = self._num_arrived = 0
         self._refusals: list[Refusal] = []
-        self._is_cancelled = self._is_late = False
+        self._is_cancelled = self._is_late = False  # unnoticed: None is as false
         self._began = time.monotonic()
         self._ended = self._began
         self._deadline = None if timeout_seconds is None else self._began + timeout_seconds
@@ -341,7 +341,7 @@ class _Flight:
     def __init__(self, prefetch: Prefetch) -> None:
         self._lock = threading.Lock()
         self._prefetches = [prefetch]
-        self.is_over = False
+        self.is_over = False  # unnoticed: None is as false
 
     def join(self, prefetch: Prefetch) -> bool:
         """Have it brought for one more; False if it is over."""
@@ -414,7 +414,7 @@ class LowerTierLink:
         self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
         self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
-        self._has_broken_off = False
+        self._has_broken_off = False  # unnoticed: None is as false
 
     @property
     def tiers(self) -> list[LowerTier]:
@@ -454,7 +454,7 @@ class LowerTierLink:
                 if not flight.is_over:
                     flight.end(Refusal.ABORTED, _nothing)
             self._flights.clear()
-            self._has_broken_off = False
+            self._has_broken_off = False  # unnoticed: None is as false
 
     def offer(self, facts: EntryFacts) -> None:
         """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""

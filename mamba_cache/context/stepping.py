@@ -117,7 +117,7 @@ class StepRunner:
         self._speculation = speculation
         self._side_stream = side_stream
         self._extractions = extractions
-        self._has_warned = False
+        self._has_warned = False  # unnoticed: None is as false
         self._work = NOBODY_DECODES
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None

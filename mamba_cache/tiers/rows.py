@@ -345,7 +345,7 @@ class RowPool:
         for lease in kept:
             self.readers[lease.row] += not lease.writes
         self._row_of.clear()
-        self._is_cached[:] = False
+        self._is_cached[:] = False  # unnoticed: numpy stores None as False in an array of bools
         self._arriving.clear()
         self._awaited.clear()
         self._queue.clear()
@@ -451,7 +451,7 @@ class RowPool:
     def _forget(self, row: int) -> None:
         """Make a cached row unfindable."""
         del self._row_of[self._digests[row]]
-        self._is_cached[row] = False
+        self._is_cached[row] = False  # unnoticed: numpy stores None as False in an array of bools
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:

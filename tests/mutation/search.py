@@ -163,7 +163,10 @@ class Search:
         pid, status = os.wait()
         ended = os.waitstatus_to_exitcode(status)
         outcome = "survived" if ended == SURVIVED else "killed" if ended == KILLED else "stopped"
-        self.outcomes[running.pop(pid)] = outcome
+        mutant = running.pop(pid)
+        self.outcomes[mutant] = outcome
+        if outcome == "survived" and mutant.why is None:
+            _show("\n".join(["", f"{mutant.file}:{min(mutant.lines)}", *mutant.change(), ""]))
 
     def _num_survivors(self) -> int:
         return sum(outcome in ("survived", "uncovered") for outcome in self.outcomes.values())
