@@ -194,7 +194,7 @@ class Journal:
             self.copies, self.stream = len(self.journal.of("copy")), stream
 
         def elapsed_time(self, later):
-            assert self.timed and later.timed, "CUDA refuses"
+            assert (self.timed, later.timed) == (True, True), "CUDA refuses"
             assert self.stream is later.stream, "that is no time of one stream"
             return later.copies - self.copies
 
