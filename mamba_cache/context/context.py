@@ -1296,6 +1296,7 @@ class DynamicInferenceContext:
         is_needed = torch.zeros(self.max_requests, ring, dtype=torch.bool, device=self.device)
         is_needed[rows_in_use] = True
         if cursors is not None:
+            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
         self.live_states.zero_((~is_needed.flatten()).nonzero()[:, 0].tolist())
 

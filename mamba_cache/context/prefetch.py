@@ -599,6 +599,7 @@ class LowerTierLink:
             waited_seconds: What the request has waited for lower tiers before; its patience with
                 a store is less by that.
         """
+        # unnoticed: it is overwritten before it is read
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
         with self._taking_back():
             planner = self._bring(prefetch, wanted, kept, skip_tokens)

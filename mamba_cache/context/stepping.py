@@ -202,6 +202,7 @@ class StepRunner:
             if self._speculation is not None:
                 # unnoticed: where it is, the device finds what the host knows
                 is_exact = drafts is None and self._uncollected is None
+                # unnoticed: as above
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan)
             if self._tiering is not None:

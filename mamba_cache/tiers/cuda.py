@@ -415,6 +415,7 @@ class CudaTransfers:
             received.record(way.copies)
             current.wait_event(received)  # whatever came of it, it is over by then
         with torch.cuda.stream(way.launches):
+            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
             for (entries, which, _, _, chunks), arrived in zip(pieces, way.events, strict=False):
                 way.launches.wait_event(arrived)

@@ -818,6 +818,7 @@ class RemoteTier:
         if needed > len(worker.memory):
             if len(worker.memory):
                 self.store.unregister(worker.memory.data)
+            # unnoticed: how often it grows is a question of memory and time
             size = max(needed, min(_CHUNKS_AT_ONCE * self._chunk_bytes, 4 * needed))
             worker.memory = np.empty(size, np.uint8)
             self.store.register(worker.memory.data)

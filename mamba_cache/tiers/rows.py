@@ -134,6 +134,7 @@ class RowPool:
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_ref_counts: Any = self.readers
+        # unnoticed: of ints that is the dtype anyway
         self.block_hashes: Any = np.full(num_rows, -1, np.int64)
         self.num_ready = 0
         self.evicted_total = self.refused_total = 0

@@ -34,6 +34,8 @@ TESTS = (
     "tests/conformance",
     "tests/property",
     "tests/unit",
+    "tests/integration/test_cache_command.py",
+    "tests/integration/test_disk_restart.py",
     "tests/integration/test_distributed.py",
     "tests/integration/test_state_kinds.py",
     "tests/integration/test_stores.py",

@@ -92,7 +92,8 @@ def test_payloads_at_any_address_are_stored(tier) -> None:
 def test_what_is_not_there_is_a_counted_miss(tier) -> None:
     assert has(tier, 1) == [False]
     assert load(tier, 1) is Refusal.MISSING
-    assert tier.stats().refused == {"missing": 1}
+    assert load(tier, 2) is Refusal.MISSING
+    assert tier.stats().refused == {"missing": 2}
 
 
 def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:

@@ -424,6 +424,18 @@ def test_entries_are_worth_the_tokens_before_their_boundary(
     tier.end_loads()
 
 
+def test_what_loads_take_is_told_once_one_was_measured(context, tier) -> None:
+    lower, wanted = context._tiering.lower, [facts for facts, _ in tier.stored.values()]
+    assert lower.load_seconds(wanted) is None
+    assert lower.load_seconds([]) == 0
+    ask(context)
+    tier.end_loads()
+    match(context)
+    num_bytes = sum(facts.payload_bytes for facts in wanted)
+    lower._host.reset()
+    assert lower.load_seconds(wanted) == pytest.approx(lower._planner.load_seconds(num_bytes))
+
+
 def test_hits_are_offered_again(context, tier) -> None:
     """So that what is used for the second time is written, wherever it was found."""
     tier.stored.clear()
