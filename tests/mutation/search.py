@@ -67,6 +67,7 @@ class Search:
         functions = _functions({str(mutant.file) for mutant in self._mutants})
         running: dict[int, Mutant] = {}
         began = time.monotonic()
+        signal.signal(signal.SIGINT, self._end_early)
         for number, mutant in enumerate(self._mutants):
             if self._minutes is not None and time.monotonic() - began > 60 * self._minutes:
                 break
@@ -158,6 +159,10 @@ class Search:
             if self._failed and exchanges:
                 os._exit(KILLED)
         os._exit(KILLED if self._failed else SURVIVED)
+
+    def _end_early(self, *_: object) -> None:
+        """Report what has been tried when somebody interrupts."""
+        self._minutes = 0
 
     def _wait(self, running: dict[int, Mutant]) -> None:
         pid, status = os.wait()
