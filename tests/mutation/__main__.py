@@ -50,7 +50,7 @@ KINDS = ("mutants", "noticed", "explained", "neither")
 OTHER_TESTS = (
     *("align", "bench", "extraction", "model_", "plan.", "prometheus", "state_copy"),
     *("docs", "property/test_faults", "interrupts.py", "figures", "layers"),
-    *("package", "peers", "readme", "style"),
+    *("mutation_page", "package", "peers", "readme", "style"),
 )
 
 # Other processes know no mutant; and a test that puts a fault in by itself says what tests notice.
