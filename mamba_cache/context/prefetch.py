@@ -760,6 +760,7 @@ class LowerTierLink:
         match, is_alone = asked.match, self._agreement is None
         first, usable = match.state_matched_blocks, self._usable_blocks(match)
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
+        # unnoticed: a shortcut, the longer way gives the same
         if first >= usable or (is_alone and not entries):
             return None
         keys = [asked.key_of(*each) for each in entries]
