@@ -489,7 +489,7 @@ class KVBlockAllocator:
         self._ref_counts[arrived] = 0
         self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
         self._free_or_cache(ids, arrived)
-        self._guard.is_changing = False
+        self._guard.is_changing = False  # unnoticed: None is as false
         self._notify()
         return holders
 

@@ -67,6 +67,7 @@ class LeafQueue:
         """
         if self._aside:
             states = self._find_states()
+            # unnoticed: of ints that is the dtype anyway
             blocks = np.array(list(self._aside), np.intp)
             lost = blocks if states is None else blocks[~states.have_states(blocks)]
             for block_id in lost.tolist():

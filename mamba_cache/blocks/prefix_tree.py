@@ -318,7 +318,9 @@ class PrefixTree:
         is_parent = not self._orphans.keys().isdisjoint(new)
         may_close = is_parent or len({*hash_ids, *parents}) <= len(hash_ids)
         walked: dict[int, int] = {}
-        for start in new if may_close else ():
+        # unnoticed: a shortcut, the longer way gives the same
+        starts = new if may_close else ()
+        for start in starts:
             ancestor: int | None = start
             while ancestor is not None and ancestor not in walked:
                 walked[ancestor] = start

@@ -653,7 +653,7 @@ class DynamicInferenceContext:
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
-        if len(due) <= _FEW:
+        if len(due) <= _FEW:  # unnoticed: either way gives the same
             return self._give_few_blocks(work, due.tolist())
         rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
@@ -668,7 +668,7 @@ class DynamicInferenceContext:
         saving: list[int] = []
         if np.count_nonzero(saves):
             saving = due[(beyond > 0) & saves].tolist()
-        return saving, due[beyond > 1]
+        return saving, due[beyond > 1]  # unnoticed: as in ``_give_few_blocks``
 
     def _give_few_blocks(self, work: DecodeWork, due: list[int]) -> tuple[list[int], Int64Array]:
         """Do the same one by one, which costs less than operations on arrays."""
@@ -685,7 +685,7 @@ class DynamicInferenceContext:
             beyond = end - rows.expect_event(row)
             if beyond > 0 and rows.saves_states[row]:
                 saving.append(place)
-            if beyond > 1:
+            if beyond > 1:  # unnoticed: a shortcut, the longer way gives the same
                 crossing.append(place)
         # unnoticed: of ints that is the dtype anyway, and none is looked at
         return saving, np.array(crossing, dtype=np.int64)
@@ -1296,6 +1296,7 @@ class DynamicInferenceContext:
         is_needed = torch.zeros(self.max_requests, ring, dtype=torch.bool, device=self.device)
         is_needed[rows_in_use] = True
         if cursors is not None:
+            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
         self.live_states.zero_((~is_needed.flatten()).nonzero()[:, 0].tolist())
 

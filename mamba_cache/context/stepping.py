@@ -117,7 +117,7 @@ class StepRunner:
         self._speculation = speculation
         self._side_stream = side_stream
         self._extractions = extractions
-        self._has_warned = False
+        self._has_warned = False  # unnoticed: None is as false
         self._work = NOBODY_DECODES
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
@@ -202,10 +202,11 @@ class StepRunner:
             if self._speculation is not None:
                 # unnoticed: where it is, the device finds what the host knows
                 is_exact = drafts is None and self._uncollected is None
+                # unnoticed: as above
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan)
             if self._tiering is not None:
-                self._tiering.begin_forward(self._num_prefill_tokens)
+                self._tiering.begin_forward(sum(a.current_chunk.num_tokens for a in prefills))
             chunks = [PrefillWork(a.request_id, a.current_chunk) for a in prefills]
             self._step = Step(work, chunks, metadata)
         except BaseException:
@@ -219,10 +220,6 @@ class StepRunner:
             self._admitter.resume_without_load(active)
         if any(active.current_chunk.load is not None for active in self._prefills):
             self.mark_all_used()  # the current stream waits for the loads, so restores must too
-
-    @property
-    def _num_prefill_tokens(self) -> int:
-        return sum(active.current_chunk.num_tokens for active in self._prefills)
 
     def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
@@ -254,10 +251,10 @@ class StepRunner:
             The requests whose loads brought other bytes than were written: they are preempted.
         """
         self._drop_unwritten()
-        tiering, num_prefill_tokens = self._tiering, 0
+        tiering = self._tiering
         damaged: Sequence[ActiveRequest] = ()
         if tiering is not None and self._prefills:
-            damaged, num_prefill_tokens = tiering.verify(self._prefills), self._num_prefill_tokens
+            damaged = tiering.verify(self._prefills)
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
@@ -282,7 +279,7 @@ class StepRunner:
         self._end_step()
         self._unfinished = ""  # unnoticed: None is as false
         if tiering is not None:
-            tiering.end_step(num_prefill_tokens)
+            tiering.end_step()
         return preempted
 
     def _take(
@@ -362,10 +359,10 @@ class StepRunner:
             )
         self._speculation.check_sampled(sampled, num_requests)
         self._drop_unwritten()
-        tiering, num_prefill_tokens = self._tiering, 0
+        tiering = self._tiering
         damaged: Sequence[ActiveRequest] = ()
         if tiering is not None and self._prefills:
-            damaged, num_prefill_tokens = tiering.verify(self._prefills), self._num_prefill_tokens
+            damaged = tiering.verify(self._prefills)
         self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
         sent = SentTokens(sampled)
@@ -396,7 +393,7 @@ class StepRunner:
         self._end_step()
         self._unfinished = ""  # unnoticed: None is as false
         if tiering is not None:
-            tiering.end_step(num_prefill_tokens)
+            tiering.end_step()
         return preempted
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:

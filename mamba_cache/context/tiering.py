@@ -161,7 +161,7 @@ class Tiering:
         self._retiring: list[tuple[Ticket, list[HostLease]]] = []
         # Offers of KV blocks by block, as long as they count.
         self._watched: dict[int, _Offer] = {}
-        self._begun: Mark | None = None
+        self._begun: tuple[Mark, int] | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
         kv_blocks.add_deregistration_observer(WeakCallback(self._on_deregistered))
 
@@ -376,17 +376,15 @@ class Tiering:
         Args:
             num_tokens: Of them, in this step; 0: nothing is measured.
         """
-        self._begun = self.transfers.mark() if num_tokens else None
+        # unnoticed: a shortcut, the longer way gives the same
+        self._begun = (self.transfers.mark(), num_tokens) if num_tokens else None
 
-    def end_step(self, num_tokens: int) -> None:
-        """End it, for everything of the step is enqueued; begin to spill what became findable.
-
-        Args:
-            num_tokens: As in ``begin_forward``.
-        """
-        begun, self._begun = self._begun, None
-        if begun is not None:
+    def end_step(self) -> None:
+        """End it, for everything of the step is enqueued; begin to spill what became findable."""
+        if self._begun is not None:
+            begun, num_tokens = self._begun
             self._timed.append((begun, self.transfers.mark(), num_tokens))
+            self._begun = None
         self.pump()
 
     def verify(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:

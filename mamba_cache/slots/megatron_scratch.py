@@ -332,4 +332,5 @@ class DeviceIndexedTable:
 
 
 def _on_cpu(value: Any) -> Any:
+    # unnoticed: without a GPU all tensors lie on the host
     return value.cpu() if isinstance(value, torch.Tensor) else value

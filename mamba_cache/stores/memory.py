@@ -29,7 +29,7 @@ class MemoryStore:
         self._max_bytes = check_int("max_bytes", max_bytes, minimum=1)
         self._blobs: dict[str, bytes] = {}
         self._num_bytes = 0
-        self._is_closed = False
+        self._is_closed = False  # unnoticed: None is as false
         self._lock = threading.Lock()
 
     def register(self, memory: memoryview) -> StoreFault | None:

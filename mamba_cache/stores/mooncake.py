@@ -109,7 +109,7 @@ class MooncakeStore:
         # Under the lock: after Mooncake's own close, a call of its client ends the process.
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._is_closed = False
+        self._is_closed = False  # unnoticed: None is as false
         self._regions: dict[int, int] = {}  # bytes by address
         self._connected()
 

@@ -91,7 +91,7 @@ class ValkeyStore:
             seconds = check_int("ttl_seconds", ttl_seconds, minimum=1)
             self._options += [b"EX", b"%d" % seconds]
         self._idle: list[_Connection] = []
-        self._is_closed = False
+        self._is_closed = False  # unnoticed: None is as false
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._last_error = ""

@@ -365,7 +365,7 @@ class CudaTransfers:
         way, begun, ended = self._spilling, _event(timed=True), _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
         way.copies.wait_event(self._now)
-        begun.record(way.copies)  # unnoticed: only a GPU shows it
+        begun.record(way.copies)
         groups = self._by_kind(jobs)
         pieces: list[_Piece] = []
         # Cut while the copies before are under way: the link does not wait for the host.
@@ -388,7 +388,7 @@ class CudaTransfers:
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries from their rows, and compare them with their checksums."""
         way, begun, received = self._loading, _event(timed=True), _event(timed=True)
-        current, ended = torch.cuda.current_stream(self._device), _event(timed=True)
+        current, ended = torch.cuda.current_stream(self._device), _event()
         # What is overwritten may still be in use.
         self._now.record(current)
         way.copies.wait_event(self._now)
@@ -412,9 +412,10 @@ class CudaTransfers:
                 way.mark(len(pieces))
                 pieces.append(piece)
         finally:
-            received.record(way.copies)  # unnoticed: only a GPU shows it
+            received.record(way.copies)
             current.wait_event(received)  # whatever came of it, it is over by then
         with torch.cuda.stream(way.launches):
+            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
             for (entries, which, _, _, chunks), arrived in zip(pieces, way.events, strict=False):
                 way.launches.wait_event(arrived)

@@ -143,6 +143,7 @@ def _make_pinned(
     seconds: dict[str, list[float]],
 ) -> torch.Tensor:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # unnoticed: memory is the same, but for huge pages, which a system has of this kind alone
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=private)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)

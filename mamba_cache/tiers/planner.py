@@ -66,7 +66,7 @@ class LoadPlanner:
     def __init__(self, rates: Rates | None = None, *, learns: bool = True) -> None:
         self.rates = _checked(Rates() if rates is None else rates)
         self._learns = learns
-        self._has_prefill = False
+        self._has_prefill = False  # unnoticed: None is as false
         # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
         self._weight = 0.0
         self._means = (0.0, 0.0, 0.0, 0.0)

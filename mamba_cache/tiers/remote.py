@@ -215,7 +215,7 @@ class RemoteTier:
         self._failures = 0
         self._probes_at: float | None = None
         self._heard_at = self._reads_since = 0.0
-        self._probe_is_due = False
+        self._probe_is_due = False  # unnoticed: None is as false
         self._looks_at = math.inf  # when who watches wakes by itself
         self._workers: set[_Worker] = set()
         self._hung: set[_Worker] = set()
@@ -462,7 +462,7 @@ class RemoteTier:
         jobs: list[Any] = []
         if self._failures >= _FAILURES_TO_OPEN:
             if self._probe_is_due:
-                self._probe_is_due = False
+                self._probe_is_due = False  # unnoticed: None is as false
                 return [_Probe(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
             jobs = self._jobs.take(self._connecting) or self._jobs.take(self._asks)
@@ -824,6 +824,7 @@ class RemoteTier:
         if needed > len(worker.memory):
             if len(worker.memory):
                 self.store.unregister(worker.memory.data)
+            # unnoticed: how often it grows is a question of memory and time
             size = max(needed, min(_CHUNKS_AT_ONCE * self._chunk_bytes, 4 * needed))
             worker.memory = np.empty(size, np.uint8)
             self.store.register(worker.memory.data)

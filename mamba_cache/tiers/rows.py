@@ -134,6 +134,7 @@ class RowPool:
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_ref_counts: Any = self.readers
+        # unnoticed: of ints that is the dtype anyway
         self.block_hashes: Any = np.full(num_rows, -1, np.int64)
         self.num_ready = 0
         self.evicted_total = self.refused_total = 0
@@ -345,7 +346,7 @@ class RowPool:
         for lease in kept:
             self.readers[lease.row] += not lease.writes
         self._row_of.clear()
-        self._is_cached[:] = False
+        self._is_cached[:] = False  # unnoticed: numpy stores None as False in an array of bools
         self._arriving.clear()
         self._awaited.clear()
         self._queue.clear()
@@ -451,7 +452,7 @@ class RowPool:
     def _forget(self, row: int) -> None:
         """Make a cached row unfindable."""
         del self._row_of[self._digests[row]]
-        self._is_cached[row] = False
+        self._is_cached[row] = False  # unnoticed: numpy stores None as False in an array of bools
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:

@@ -229,6 +229,7 @@ class SlabFile:
         return payload[:end], payload[end:]
 
     def _is_unaligned(self, body: memoryview) -> bool:
+        # unnoticed: whole pages have the same address as any dtype
         return self.is_direct and np.frombuffer(body, np.uint8).ctypes.data % PAGE_BYTES != 0
 
 

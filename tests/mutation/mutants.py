@@ -147,7 +147,7 @@ class _Finder(cst.CSTVisitor):
             if not isinstance(node, kind):
                 continue
             for changed in make(node):
-                if not _drops_what_is_left_out(node, changed):
+                if not _drops_what_is_left_out(node, changed) and not _is_same(node, changed):
                     self._add(node, changed)
 
     def _add(self, node: cst.CSTNode, changed: cst.CSTNode) -> None:
@@ -195,6 +195,12 @@ def _drops_what_is_left_out(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
         return False
     kept = {id(argument) for argument in changed.args}
     return any(_is_left_out(argument) for argument in node.args if id(argument) not in kept)
+
+
+def _is_same(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
+    """Whether a number is as large as before, for 1e18 + 1 is 1e18."""
+    numbers = cst.Integer | cst.Float
+    return isinstance(node, numbers) and node.evaluated_value == changed.evaluated_value
 
 
 def _lines(text: str, start: int, end: int) -> str:

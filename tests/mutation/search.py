@@ -67,6 +67,7 @@ class Search:
         functions = _functions({str(mutant.file) for mutant in self._mutants})
         running: dict[int, Mutant] = {}
         began = time.monotonic()
+        signal.signal(signal.SIGINT, self._end_early)
         for number, mutant in enumerate(self._mutants):
             if self._minutes is not None and time.monotonic() - began > 60 * self._minutes:
                 break
@@ -159,11 +160,18 @@ class Search:
                 os._exit(KILLED)
         os._exit(KILLED if self._failed else SURVIVED)
 
+    def _end_early(self, *_: object) -> None:
+        """Report what has been tried when somebody interrupts."""
+        self._minutes = 0
+
     def _wait(self, running: dict[int, Mutant]) -> None:
         pid, status = os.wait()
         ended = os.waitstatus_to_exitcode(status)
         outcome = "survived" if ended == SURVIVED else "killed" if ended == KILLED else "stopped"
-        self.outcomes[running.pop(pid)] = outcome
+        mutant = running.pop(pid)
+        self.outcomes[mutant] = outcome
+        if outcome == "survived" and mutant.why is None:
+            _show("\n".join(["", f"{mutant.file}:{min(mutant.lines)}", *mutant.change(), ""]))
 
     def _num_survivors(self) -> int:
         return sum(outcome in ("survived", "uncovered") for outcome in self.outcomes.values())

@@ -16,7 +16,13 @@ from context_rig import (
 
 from mamba_cache.context import MissReason, PrefixMatch, Request
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import ConsumedSlotPolicy, EveryNthBlock, RefZeroSlotPolicy, ScoreSlotPolicy
+from mamba_cache.slots import (
+    AdaptiveSlotPolicy,
+    ConsumedSlotPolicy,
+    EveryNthBlock,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
@@ -174,6 +180,19 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
     answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[4 * BLOCK + 3])[0]
     kept = saved_prefix_lengths(context, PROMPT + answer)
     assert kept == ([3, 4, 6] if save_decode_states else [3, 4])
+
+
+def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
+    is_asked = {}
+
+    class Recorder(AdaptiveSlotPolicy):
+        def admit(self, proposals, *others):
+            is_asked.update({each.num_blocks: each.is_asked for each in proposals})
+            return super().admit(proposals, *others)
+
+    context = make_context(slot_policy=Recorder())
+    generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])
+    assert is_asked == {3: False, 4: False, 5: True, 6: False}
 
 
 @pytest.mark.parametrize("collect", [iter, np.array, np.int64])

@@ -42,6 +42,14 @@ def embed(store, **changes):
     return DynamicInferenceContext(config, STATES, KV, shared=store)
 
 
+def test_slots_may_be_given_as_a_budget():
+    budget = {"max_slots": None, "mamba_cache_gb": 1e-4}
+    num_slots = make_context(make_config(**budget)).slot_allocator.max_slots
+    assert num_slots > 1
+    store = make_store(slots=num_slots)
+    assert embed(store, **budget).slot_allocator is store.slots
+
+
 def test_contexts_that_come_and_go_find_what_was_cached_before():
     store, answers = make_store(), []
     for _ in range(2):

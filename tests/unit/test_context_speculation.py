@@ -10,7 +10,7 @@ from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, sav
 
 from mamba_cache import DeviceTokens
 from mamba_cache.context import RequestStatus
-from mamba_cache.context.speculation import Speculation
+from mamba_cache.context.speculation import Speculation, plan_decodes
 from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
@@ -439,3 +439,16 @@ def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     [(_, tokens, counts)] = given
     assert (tokens.dtype, counts.dtype) == (np.int64, np.int64)
     assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])
+
+
+def test_drafts_that_the_device_knows_are_cut_where_each_sequence_ends():
+    config = make_config(num_speculative_tokens=2, max_sequence_length=7)
+    most = np.array([6, 1, 5])
+    work = plan_decodes(
+        SimpleNamespace(ids=["a", "b", "c"]), most, most,
+        torch.zeros(config.max_requests, 2, dtype=torch.int64),
+        longest=6, config=config, preparer=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert work.lengths.tolist() == [1, 3, 2]
+    assert work.ends.tolist() == [7, 4, 7]
+    assert work.longest == 7

@@ -158,7 +158,7 @@ class Journal:
         self.entries = []
         streams = iter(("sending", "summing", "receiving", "comparing"))
         monkeypatch.setattr(cuda, "_stream", lambda device: self.Stream(self, next(streams)))
-        monkeypatch.setattr(cuda, "_event", lambda timed=False: self.Event(self))
+        monkeypatch.setattr(cuda, "_event", lambda timed=False: self.Event(self, timed))
         monkeypatch.setattr(cuda, "cuda_rectangles", self.copies_of)
         current = self.Stream(self, "current")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
@@ -187,11 +187,16 @@ class Journal:
             self.journal.add("wait", self.name, event, event.copies)
 
     class Event(Done):
-        def __init__(self, journal):
-            self.journal = journal
+        def __init__(self, journal, timed):
+            self.journal, self.timed = journal, timed
 
         def record(self, stream=None):
-            self.copies = len(self.journal.of("copy"))
+            self.copies, self.stream = len(self.journal.of("copy")), stream
+
+        def elapsed_time(self, later):
+            assert (self.timed, later.timed) == (True, True), "CUDA refuses"
+            assert self.stream is later.stream, "that is no time of one stream"
+            return later.copies - self.copies
 
 
 @pytest.fixture
@@ -209,6 +214,17 @@ def chunks_seen(launches):
         for entry in range(16)[which]
         for chunk in range(99)[chunks]
     ]
+
+
+def test_what_crosses_the_link_is_timed_from_the_first_copy_to_the_last(journal):
+    transfers, jobs = journal.rig.transfers, journal.rig.jobs
+    for transfer in (transfers.spill, transfers.load):
+        before = len(journal.of("copy"))
+        ticket = transfer(jobs)
+        assert ticket.seconds() == (len(journal.of("copy")) - before) / 1e3 > 0
+    begun = transfers.mark()
+    transfers.spill(jobs)
+    assert transfers.seconds_between(begun, transfers.mark()) > 0
 
 
 def test_few_copies_and_launches(journal):

@@ -89,10 +89,17 @@ def test_payloads_at_any_address_are_stored(tier) -> None:
         assert load(tier, number) == payload_of(number)
 
 
+def test_threads_of_a_tier_that_nobody_closed_keep_no_process(tier) -> None:
+    mine = [each for each in threading.enumerate() if each.name.startswith("mamba-cache-disk")]
+    assert mine
+    assert all(each.daemon for each in mine)
+
+
 def test_what_is_not_there_is_a_counted_miss(tier) -> None:
     assert has(tier, 1) == [False]
     assert load(tier, 1) is Refusal.MISSING
-    assert tier.stats().refused == {"missing": 1}
+    assert load(tier, 2) is Refusal.MISSING
+    assert tier.stats().refused == {"missing": 2}
 
 
 def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:

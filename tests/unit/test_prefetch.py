@@ -419,6 +419,30 @@ def test_a_slow_tier_is_not_worth_it(tmp_path, context, tier) -> None:
     assert ask(context).state is PrefetchState.NOTHING
 
 
+@pytest.mark.parametrize(("seconds", "is_worth_it"), [(55.5, True), (56.5, False)])
+def test_entries_are_worth_the_tokens_before_their_boundary(
+    tmp_path, context, tier, seconds, is_worth_it
+) -> None:
+    """All of the prompt but its last five tokens, of which each takes a second."""
+    one_a_second = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
+    other = make(tmp_path, tier=tier, planner=one_a_second)
+    other._tiering.lower._planner.rates = Rates(1e15, seconds, 1.0)
+    assert (ask(other).state is PrefetchState.PENDING) == is_worth_it
+    tier.end_loads()
+
+
+def test_what_loads_take_is_told_once_one_was_measured(context, tier) -> None:
+    lower, wanted = context._tiering.lower, [facts for facts, _ in tier.stored.values()]
+    assert lower.load_seconds(wanted) is None
+    assert lower.load_seconds([]) == 0
+    ask(context)
+    tier.end_loads()
+    match(context)
+    num_bytes = sum(facts.payload_bytes for facts in wanted)
+    lower._host.reset()
+    assert lower.load_seconds(wanted) == pytest.approx(lower._planner.load_seconds(num_bytes))
+
+
 def test_hits_are_offered_again(context, tier) -> None:
     """So that what is used for the second time is written, wherever it was found."""
     tier.stored.clear()

@@ -12,7 +12,7 @@ from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
 from mamba_cache.tiers import EntryKind, Refusal, RemoteTier, remote
-from mamba_cache.tiers.jobs import Job
+from mamba_cache.tiers.jobs import Job, PutJob
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 
@@ -185,6 +185,9 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     refusal = bench.load(1)
     bench.end()
     assert refusal in set(Refusal) - {Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT}
+    if chunk is not None:
+        of_size = {"shorter": "SHORT", "empty": "SHORT", "longer": "PAYLOAD_BYTES"}
+        assert refusal is Refusal[of_size.get(what, "PAYLOAD_DIGEST")]
     assert bench.names() == []
     assert bench.tier.stats().refused == {refusal.value: 1}
     assert bench.load(1) is Refusal.MISSING  # it is known to be bad, so nobody asks
@@ -635,8 +638,32 @@ def test_writing_for_long_is_no_silence(bench) -> None:
     bench.turn(1)
     assert bench.ask(2) == [False]
     assert bench.tier.silence() == 0
+    # Nor has who begins to read just now waited as long as who writes.
+    bench.faulty.inject("exists_many", Trouble.HANG, times=1)
+    asked = Answer()
+    assert bench.tier.ask([facts_of(3).key], asked)
+    wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 1)
+    assert bench.tier.silence() == 0
     bench.faulty.heal()
+    assert asked.get() == [False]
     answer.get()
+    bench.end()
+    assert bench.tier.stats().write_seconds == 1
+
+
+def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:
+    """So that the others have something to do, and nobody waits for all of them."""
+    monkeypatch.setattr(remote, "_ENTRIES_AT_ONCE", 2)
+    bench.faulty.inject("exists_many", Trouble.HANG)
+    bench.faulty.inject("put_many", Trouble.HANG)
+    answers = [Answer() for _ in range(9)]
+    with bench.tier._lock:
+        for number, answer in enumerate(answers):
+            bench.tier._jobs.add_put(PutJob(answer, facts_of(number), payload_of(number)))
+    wait_until(lambda: sum(each.is_writing for each in bench.tier._workers) == 3)
+    assert [len(each.jobs) for each in bench.tier._workers if each.is_writing] == [2, 2, 2]
+    bench.faulty.heal()
+    assert [answer.get() for answer in answers] == [None] * 9
 
 
 def test_of_an_entry_that_failed_no_more_chunks_are_moved(monkeypatch) -> None:
@@ -795,7 +822,9 @@ def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None
             registered.remove(memory)
 
     bench = Bench(monkeypatch, store=Registering(), num_threads=2)
-    bench.put(1)
+    bench.put(1, KV)
+    bench.load(1, KV)
+    bench.put(1)  # which needs more
     bench.load(1)
     assert registered
     bench.tier.close()

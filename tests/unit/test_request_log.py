@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from context_rig import BLOCK, VOCAB, generate, make_config, make_context, run_step
-from tier_rig import cached_rows, flip, make_tiered
+from tier_rig import cached_rows, flip, flip_header, make_tiered
 from verification_rig import corrupt_and_verify
 
 from mamba_cache.context import Request, request_log
@@ -147,6 +147,18 @@ def test_a_hit_in_host_memory_and_an_entry_that_was_damaged(lines):
     run_step(context)
     [line] = lines.messages
     assert fields(line)["reason"] == "entry_refused"
+
+
+def test_an_entry_whose_header_is_wrong_is_the_reason_of_the_miss(lines):
+    """That shows before anything is loaded, so the request computes at once."""
+    context = make_tiered(log_requests=True, num_kv_blocks=5)
+    run(context, lines)
+    run(context, lines, [token * 5 % VOCAB for token in range(1, 4 * BLOCK + 3)])
+    context.wait_for_tiers()
+    for row in cached_rows(context, EntryKind.STATE):
+        flip_header(context, EntryKind.STATE, row, 9)
+    assert run(context, lines)["reason"] == "entry_refused"
+    assert run(context, lines, PROMPT[:BLOCK])["reason"] != "entry_refused"
 
 
 def test_it_remembers_no_more_than_it_may(lines, monkeypatch):

@@ -91,6 +91,22 @@ def test_a_flood_of_one_salt_leaves_the_others_their_share(policy, rng):
     assert found() >= 1
 
 
+def test_a_flood_of_one_salt_leaves_the_others_their_blocks():
+    """Of 41 blocks one is nobody's, and 20 are half."""
+    context = make_context(make_config(num_kv_blocks=41, max_slots=8, max_salt_share=0.5))
+    mine = [[first, *range(1, 2 * BLOCK)] for first in range(10)]
+    for prompt in mine:
+        generate(context, [token % VOCAB for token in prompt], 1, cache_salt="b")
+    for first in range(40):
+        flood = [(first * (i + 3) + i * i) % VOCAB for i in range(3 * BLOCK)]
+        generate(context, flood, 1, cache_salt="a")
+    requests = [
+        Request(request_id=0, prompt_tokens=[token % VOCAB for token in prompt], cache_salt="b")
+        for prompt in mine
+    ]
+    assert sum(context.match(request).kv_matched_blocks for request in requests) >= 18
+
+
 def blocks_of(pool, *, owner, seed, count, **options):
     """Caches a prefix of some blocks that belongs to an owner."""
     blocks = pool.allocate_memory_blocks(count, owner=owner)

@@ -23,6 +23,7 @@ from mamba_cache.stores import (
     Trouble,
     ValkeyStore,
     open_store,
+    urls,
 )
 from mamba_cache.stores import valkey as valkey_module
 
@@ -36,6 +37,18 @@ def buffer(size=10, fill=7):
 
 
 # URLs
+
+
+def test_a_url_names_the_server_the_database_and_the_user(monkeypatch):
+    made = []
+    monkeypatch.setattr(urls, "ValkeyStore", lambda *given, **named: made.append((given, named)))
+    open_store("valkey://one")
+    open_store("valkey://us%20er@two:7000/3")
+    first, second = made
+    assert first[0] == ("one", 6379)
+    assert (first[1]["db"], first[1]["username"]) == (0, None)
+    assert second[0] == ("two", 7000)
+    assert (second[1]["db"], second[1]["username"]) == (3, "us er")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
     return CacheIdentity.of(described, settings, StateSpec(tuple(tensors)), kv_spec)
 
 
+def test_an_identity_says_what_it_was_told_of_the_model():
+    described = identity().model
+    assert (described.name, described.weights) == (MODEL["name"], MODEL["weights"])
+    assert (described.adapter, described.settings) == (MODEL["adapter"], MODEL["settings"])
+    assert dataclasses.asdict(described.rank) == RANK
+    assert dataclasses.asdict(described.numerics) == NUMERICS
+
+
 CHANGES = {
     "model": {"model": {"name": "other/model"}},
     "weights": {"model": {"weights": "sha256:2"}},

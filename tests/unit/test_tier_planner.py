@@ -67,6 +67,9 @@ def test_what_cannot_be_is_not_learned():
     planner.record_prefill(0, 1.0)
     planner.record_prefill(5, -1.0)
     assert planner.rates == before
+    planner.record_load(1, 1e-9)
+    assert planner.rates != before, "one byte can be"
+    planner = LoadPlanner()
     fixed = LoadPlanner(learns=False)
     fixed.record_load(5, 1.0)
     fixed.record_prefill(5, 1.0)

@@ -504,6 +504,20 @@ def test_pages_are_touched_before_they_are_pinned(monkeypatch):
     pinner.close()
 
 
+def test_closing_waits_for_memory_that_is_being_pinned():
+    """Else it would stay pinned for ever: nobody else knows of it."""
+    gate = Gate()
+    pinner = Pinner(gate.pin, gate.unpin)
+    slab = pinner.make(4096)
+    while not slab.running():
+        pass
+    opens = threading.Timer(0.05, gate.opened.set)
+    opens.start()
+    pinner.close()
+    assert len(gate.pinned) == len(gate.unpinned) == 1
+    opens.join()
+
+
 def test_slabs_are_touched_while_others_are_pinned(monkeypatch):
     """A pin that does not end holds up only itself."""
     monkeypatch.setattr(memory_module, "_PINNING_THREADS", 2)

@@ -8,12 +8,13 @@ import threading
 
 import numpy as np
 import pytest
+from context_rig import make_config, make_context
 from engine_rig import MODEL, cache_config
 
 from mamba_cache.bench.replay import run_replay
 from mamba_cache.bench.traces import read_trace
 from mamba_cache.blocks import compute_block_hashes
-from mamba_cache.context import TraceLog, trace_log
+from mamba_cache.context import Request, TraceLog, trace_log
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 
@@ -90,6 +91,31 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     assert not any(digest.hex()[:12] in content for digest in hashes.digests)
     assert "somebody" not in content
     assert path.stat().st_mode & 0o077 == 0, "others need not read it"
+
+
+def test_who_writes_is_woken_once_when_the_queue_is_half_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 8)
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    woken_at = []
+
+    class Wake:
+        def set(self):
+            woken_at.append(len(log._queue))
+
+    log._wake, log._thread = Wake(), threading.current_thread()  # which writes nothing
+    for _ in range(9):
+        add(log, 8)
+    assert woken_at == [4]
+
+
+def test_a_context_logs_what_it_was_told_of_a_request(tmp_path):
+    config = make_config(trace_path=tmp_path / "log")
+    context = make_context(config)
+    for name, hint in enumerate((True, False, None)):
+        context.add_request(Request(request_id=name, prompt_tokens=[1] * 20, will_continue=hint))
+    context.close()
+    lines = written(tmp_path / "log")
+    assert [line.get("will_continue") for line in lines] == [True, False, None]
 
 
 def test_logs_go_together_only_under_one_secret(tmp_path):
