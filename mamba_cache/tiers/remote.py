@@ -121,6 +121,7 @@ class _Worker:
         deadline: When the call that it is in is given up; None: it is in none.
         reads_since: When that call began, if somebody waits for what it reads.
         is_given_up: Whether it is in a call that was.
+        is_loading: Whether it reads entries from the store.
         is_writing: Whether it writes to the store.
     """
 
@@ -128,7 +129,7 @@ class _Worker:
         self.jobs: list[Job] = []
         self.deadline: float | None = None
         self.reads_since: float | None = None
-        self.is_given_up = self.is_writing = False
+        self.is_given_up = self.is_loading = self.is_writing = False
         self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.thread: threading.Thread
 
@@ -153,9 +154,9 @@ class RemoteTier:
     Args:
         store: Where the entries are.
         write_on_use: 2: an entry is written when it is offered for the second time; 1: at once.
-        num_threads: Threads that call the store; all but one of them may be writing. Default: 4, or
-            as many as there are processors, at least 2: Mooncake's reads of a machine that is dead
-            keep a processor busy each, until they fail.
+        num_threads: Threads that call the store; all but one of them may be reading entries, or
+            writing. Default: 4, or as many as there are processors, at least 2: Mooncake's reads of
+            a machine that is dead keep a processor busy each, until they fail.
         max_queued: Loads that may wait, and likewise puts and questions.
         call_seconds: When one call of the store is given up.
         owns_store: Whether ``close`` closes the store too.
@@ -458,7 +459,7 @@ class RemoteTier:
 
     def _take(self, worker: _Worker) -> list[Any]:
         """Have a worker take jobs of one kind, questions and loads first."""
-        worker.is_writing = False
+        worker.is_loading = worker.is_writing = False
         jobs: list[Any] = []
         if self._failures >= _FAILURES_TO_OPEN:
             if self._probe_is_due:
@@ -466,20 +467,25 @@ class RemoteTier:
                 return [_Probe(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
             jobs = self._jobs.take(self._connecting) or self._jobs.take(self._asks)
-        elif self._jobs.loads:
+        elif self._jobs.loads and self._has_room(sum(each.is_loading for each in self._workers)):
             jobs = self._take_loads()
+            worker.is_loading = True
         elif self._removals:
             jobs = self._jobs.take(self._removals)
-        elif sum(each.is_writing for each in self._workers) < self._num_threads - 1:
+        elif self._has_room(sum(each.is_writing for each in self._workers)):
             jobs = self._jobs.take_puts(_ENTRIES_AT_ONCE)
             worker.is_writing = bool(jobs)
         worker.jobs = list(jobs)
         return jobs
 
+    def _has_room(self, num_busy: int) -> bool:
+        """Say whether one more thread may do what so many do: one is left for all else."""
+        return num_busy < self._num_threads - 1
+
     def _take_loads(self) -> list[Any]:
         """Take a thread's share of the loads: of different entries, for a call names each once."""
         loads = self._jobs.loads
-        share = min(-(-len(loads) // self._num_threads), _ENTRIES_AT_ONCE)
+        share = min(-(-len(loads) // (self._num_threads - 1)), _ENTRIES_AT_ONCE)
         keys: set[EntryKey] = set()
         while len(keys) < share and loads[len(keys)].expected.key not in keys:
             keys.add(loads[len(keys)].expected.key)
@@ -499,10 +505,13 @@ class RemoteTier:
             self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
             with self._lock:
                 self._jobs.read_seconds += time.perf_counter() - started
+                worker.is_loading = False
+                self._work_came.notify()  # one less reads
         else:
             self._put_all(worker, [job for job in jobs if isinstance(job, PutJob)])
             with self._lock:
                 self._jobs.write_seconds += time.perf_counter() - started
+                worker.is_writing = False
                 self._work_came.notify()  # one less writes
 
     def _call(

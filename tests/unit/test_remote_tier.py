@@ -413,17 +413,37 @@ def test_a_put_that_hangs_is_given_up(bench) -> None:
     assert bench.tier.stats().not_written == {"in_flight": 1, "timed_out": 1}
 
 
+def test_loads_leave_one_thread_for_all_else(bench) -> None:
+    """A store whose reads hang still says what it has, and takes what is new."""
+    assert bench.put(1) is None
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    answers = [Answer() for _ in range(5)]
+    for answer in answers:
+        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 3)
+    assert bench.ask(1) == [True]
+    assert bench.put(2) is None
+    assert bench.faulty.injected[HANGS] == 3
+    bench.faulty.heal()
+    assert [answer.get() for answer in answers] == [None] * 5
+    bench.check()
+
+
 def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
     """They keep their memory. When they return they are used again, or end."""
     bench.put(1)
     bench.faulty.inject("health", Trouble.HANG)
     bench.faulty.inject("get_many_into", Trouble.HANG)
-    answers = [Answer() for _ in range(4)]
+    bench.faulty.inject("exists_many", Trouble.HANG)
+    answers, asked = [Answer() for _ in range(3)], Answer()
     for answer in answers:
         assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
-    wait_until(lambda: bench.faulty.injected[HANGS] == 4)
+    assert bench.tier.ask([facts_of(1).key], asked)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 3)
+    wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 1)
     bench.turn(2.1)
-    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 4
+    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 3
+    assert asked.get() == [False]
     for count in range(1, 5):
         assert len(bench.tier._workers) == 5 - count
         bench.turn(5.1)
@@ -573,12 +593,14 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
     bench = Bench(monkeypatch, num_threads=2, call_seconds=0.05, owns_store=True)
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.HANG)
+    bench.faulty.inject("put_many", Trouble.HANG)
     answers = [Answer() for _ in range(4)]
     for answer in answers:
         assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
     put = Answer()
     assert bench.tier.put(facts_of(2), payload_of(2), put) or True
-    wait_until(lambda: bench.faulty.injected[HANGS] == 2)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 1)
+    wait_until(lambda: bench.faulty.injected["put_many", Trouble.HANG] == 1)
     bench.tier.close()
     bench.tier.close()
     assert {answer.get() for answer in answers} == {Refusal.ABORTED}
