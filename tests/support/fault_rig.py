@@ -270,8 +270,8 @@ def check_tokens(prompt, tokens):
 
 _SKIPPED = (
     *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
-    # What was answered last, kept for the next time it is asked; and where a tensor lies.
-    *("_group", "_group_made_at", "_named", "_named_at", "_address"),
+    # What was answered last, kept for the next time it is asked; a tensor's array among it.
+    *("_group", "_group_made_at", "_named", "_named_at", "_made"),
 )
 
 
