@@ -24,9 +24,10 @@ from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
 
 __all__ = ["PIECE_BYTES", "CudaTransfers", "pinner_for"]
 
-PIECE_BYTES = 2**24
-"""At most so much is measured at once, but for lines that are longer: 0.3 ms of a PCIe 5 link, and
-10 us of a forward beside it, which would lose more to a few programs that run all the time."""
+PIECE_BYTES = 2**25
+"""At most so much is measured at once, but for lines that are longer: 0.6 ms of a PCIe 5 link, and
+20 us of a forward beside it, which would lose more to a few programs that run all the time. Each
+piece costs the link some 4 us."""
 
 _SMALLEST = 8
 """The last pieces have so-many-th of the bytes of the first ones."""
@@ -362,7 +363,7 @@ class CudaTransfers:
 
     def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries to their rows, and their checksums with them."""
-        way, begun, ended = self._spilling, _event(timed=True), _event(timed=True)
+        way, begun = self._spilling, _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
         way.copies.wait_event(self._now)
         begun.record(way.copies)
@@ -382,13 +383,14 @@ class CudaTransfers:
                 entries.checksums.write(table, which, chunks)
         self._summed.record(way.launches)
         way.copies.wait_event(self._summed)
+        ended = _event(timed=True)
         ended.record(way.copies)
         return _CudaTicket(self._bytes_of(jobs), (begun, ended), ended)
 
     def load(self, jobs: Sequence[CopyJob]) -> Ticket:
         """Copy entries from their rows, and compare them with their checksums."""
-        way, begun, received = self._loading, _event(timed=True), _event(timed=True)
-        current, ended = torch.cuda.current_stream(self._device), _event()
+        way, begun = self._loading, _event(timed=True)
+        current = torch.cuda.current_stream(self._device)
         # What is overwritten may still be in use.
         self._now.record(current)
         way.copies.wait_event(self._now)
@@ -412,6 +414,7 @@ class CudaTransfers:
                 way.mark(len(pieces))
                 pieces.append(piece)
         finally:
+            received = _event(timed=True)
             received.record(way.copies)
             current.wait_event(received)  # whatever came of it, it is over by then
         with torch.cuda.stream(way.launches):
@@ -425,6 +428,7 @@ class CudaTransfers:
                 entries.checksums.compare(table[len(jobs) :], changed, which, chunks)
             verdicts = _pinned((len(jobs),), torch.int32)
             verdicts.copy_(changed, non_blocking=True)
+            ended = _event()
             ended.record(way.launches)
         order = [index for _, _, each in groups for index in each]
         return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)

@@ -29,8 +29,8 @@ from mamba_cache.tiers.entry import (
     EntryKey,
     EntryKind,
     Refusal,
+    digest_of_parts,
     payload_digest,
-    payload_hasher,
 )
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
@@ -106,7 +106,8 @@ class DiskTier:
         state_share: Part of the capacity that is for states, where both are stored.
         write_on_use: 2: an entry is written when it is offered for the second time, for most are
             never used again and writing is what a disk has least of; 1: at once.
-        num_readers: Reads at once, of parts of one row or of several.
+        num_readers: Threads that read rows, and as many that read parts of large rows; None: as
+            there are processors, for who reads also digests, but at least 8 and at most 16.
         max_queued: Loads that may wait, and likewise puts.
 
     Attributes:
@@ -133,11 +134,13 @@ class DiskTier:
         kv_bytes: int,
         state_share: float = 0.5,
         write_on_use: int = 2,
-        num_readers: int = 8,
+        num_readers: int | None = None,
         max_queued: int = 256,
     ) -> None:
         check_kind("identity", identity, CacheIdentity)
         self._capacity = check_int("capacity_bytes", capacity_bytes, minimum=0)
+        if num_readers is None:
+            num_readers = max(8, min(16, os.cpu_count() or 1))
         num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
         self._removals: deque[_Removal] = deque()
         self._jobs = TierJobs(
@@ -660,15 +663,20 @@ def _write_row(slab: SlabFile, lease: RowLease, put: PutJob) -> None:
 
 
 def _read_row(slab: SlabFile, load: LoadJob, lease: RowLease, submit: Submit) -> Refusal | None:
-    """Read a row and compare it with what is looked for: a part is hashed as others come."""
-    hasher = payload_hasher()
-    header = EntryHeader.read(slab.read(lease.row, load.into, submit, hasher.update))
+    """Read a row and compare it with what is looked for: who reads a part takes its digest."""
+    digests: dict[int, bytes] = {}
+
+    def seen(number: int, part: memoryview) -> None:
+        digests[number] = payload_digest(part)
+
+    header = EntryHeader.read(slab.read(lease.row, load.into, submit, seen))
     if isinstance(header, Refusal):
         return header
     refusal = header.refusal(load.expected)
     if refusal is None and header.generation != lease.generation:
         refusal = Refusal.GENERATION
-    if refusal is None and hasher.digest() != header.payload_digest:
+    found = digest_of_parts([digests[number] for number in sorted(digests)])
+    if refusal is None and found != header.payload_digest:
         refusal = Refusal.PAYLOAD_DIGEST
     return refusal
 

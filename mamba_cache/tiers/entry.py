@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -17,22 +19,28 @@ from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
     "HEADER_BYTES",
+    "PART_BYTES",
     "EntryFacts",
     "EntryHeader",
     "EntryKey",
     "EntryKind",
     "Refusal",
     "block_digest",
+    "digest_of_parts",
     "header_bytes",
+    "parts_of",
     "payload_digest",
-    "payload_hasher",
 ]
 
 HEADER_BYTES: Final = 256
 """Bytes of every header."""
 
+PART_BYTES: Final = 4 * 2**20
+"""Bytes of a payload's parts, each with a digest of its own: several threads can take them. The
+last one has up to twice as many."""
+
 _MAGIC: Final = b"mambacE1"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _KEY_VERSION: Final = "mc1"
 _NO_CHUNK: Final = 2**32 - 1
 _IDENTITY_BYTES: Final = 32
@@ -370,15 +378,30 @@ def payload_digest(payload: Any) -> bytes:
         payload: A contiguous buffer of bytes; it is not copied.
 
     Returns:
-        [16] bytes.
+        [16] bytes: ``digest_of_parts`` of the digests of its parts.
     """
-    digest: bytes = xxhash.xxh3_128_digest(payload)
-    return digest
+    data = memoryview(payload)
+    parts = parts_of(data.nbytes)
+    if len(parts) == 1:
+        digest: bytes = xxhash.xxh3_128_digest(data)
+        return digest
+    data = data.cast("B")
+    return digest_of_parts([payload_digest(data[part]) for part in parts])
 
 
-def payload_hasher() -> Any:
-    """Return what computes ``payload_digest`` part by part: it has ``update`` and ``digest``."""
-    return xxhash.xxh3_128()
+def parts_of(num_bytes: int) -> list[slice]:
+    """Return the parts of a payload: each of ``PART_BYTES``, but the last one has the rest too."""
+    starts = range(0, max(num_bytes - PART_BYTES, 0) + 1, PART_BYTES)
+    return [slice(start, end) for start, end in pairwise([*starts, num_bytes])]
+
+
+def digest_of_parts(digests: Sequence[bytes]) -> bytes:
+    """Return ``payload_digest`` of a payload by those of its parts.
+
+    Args:
+        digests: Each [16] bytes, ``payload_digest`` of a part, in order; at least one.
+    """
+    return digests[0] if len(digests) == 1 else payload_digest(b"".join(digests))
 
 
 def _checksum(content: bytes) -> bytes:

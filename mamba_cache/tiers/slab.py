@@ -16,15 +16,14 @@ from weakref import finalize
 
 import numpy as np
 
+from mamba_cache.tiers.entry import parts_of
+
 __all__ = ["PAGE_BYTES", "SlabFile", "Submit", "row_bytes_of"]
 
 PAGE_BYTES: Final = 4096
 """Rows begin at multiples of it, because direct input and output move whole pages."""
 
 _GROWTH_BYTES: Final = 256 * 2**20
-_PART_BYTES: Final = 4 * 2**20
-"""What one call reads: small enough that the parts of one row occupy all readers."""
-
 Submit = Callable[[Callable[[], int]], Future[int]]
 """Has a call made by another thread, and gives what will hold its result."""
 
@@ -144,15 +143,16 @@ class SlabFile:
         row: int,
         into: memoryview,
         submit: Submit | None = None,
-        seen: Callable[[memoryview], object] | None = None,
+        seen: Callable[[int, memoryview], object] | None = None,
     ) -> bytes:
-        """Read a row. Nothing writes to ``into`` any more when it returns or raises.
+        """Read a row, in parts. Nothing writes to ``into`` any more when it returns or raises.
 
         Args:
             row: Which one.
             into: [payload_bytes] bytes to write the payload to.
-            submit: Has other threads make the reads of parts; default: this thread does.
-            seen: Called with each part of the payload once it is there, in order.
+            submit: Has other threads read the parts, if there are several; default: this thread
+                does.
+            seen: Called with the number and the bytes of each part, by whoever has read it.
 
         Returns:
             The page with the header; less than a page if the file ends before the row does.
@@ -160,35 +160,42 @@ class SlabFile:
         Raises:
             OSError: It cannot be read.
         """
-        submit = submit or _call_at_once
+        parts = parts_of(len(into))
+        if submit is None or len(parts) == 1:
+            submit = _call_at_once
         first, last = self._buffers.pages
         body, rest = self._split(into)
         target = self._buffers.row[: len(body)] if self._is_unaligned(body) else body
-        starts = range(0, len(into), _PART_BYTES)
+
+        def read_part(number: int) -> int:
+            start = parts[number].start
+            part, pages = into[parts[number]], target[parts[number]]
+            buffers = [pages] if len(pages) else []
+            if start == 0:
+                buffers.insert(0, first)
+            if len(pages) < len(part):
+                buffers.append(last)
+            offset = row * self.row_bytes + (PAGE_BYTES + start if start else 0)
+            if missing := _transfer(os.preadv, self._fd, buffers, offset):
+                return missing
+            if target is not body:
+                part[: len(pages)] = pages
+            if len(pages) < len(part):
+                rest[:] = last[: len(rest)]
+            if seen is not None:
+                seen(number, part)
+            return 0
+
         reads: deque[Future[int]] = deque()
         try:
-            for start in starts:
-                buffers = [target[start : start + _PART_BYTES]]
-                if start == 0:
-                    buffers.insert(0, first)
-                if len(rest) and start == starts[-1]:
-                    buffers.append(last)
-                buffers = [buffer for buffer in buffers if len(buffer)]
-                offset = row * self.row_bytes + (PAGE_BYTES + start if start else 0)
-                reads.append(submit(partial(_transfer, os.preadv, self._fd, buffers, offset)))
-            for start in starts:
-                if reads.popleft().result():
-                    return b""
-                end = start + _PART_BYTES
-                if target is not body:
-                    body[start:end] = target[start:end]
-                if start == starts[-1]:
-                    rest[:] = last[: len(rest)]
-                if seen is not None:
-                    seen(into[start:end])
+            for number in range(len(parts)):
+                reads.append(submit(partial(read_part, number)))
+            missing = 0
+            while reads:  # an error must not be found by way of itself: it holds the buffer
+                missing += reads.popleft().result()
         finally:
             wait([read for read in reads if not read.cancel()])
-        return bytes(first)
+        return b"" if missing else bytes(first)
 
     def read_header(self, row: int) -> bytes:
         """Read the page with a row's header; less than a page if the file ends before.

@@ -33,6 +33,7 @@ from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierI
 from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers import slab as slabs
 from mamba_cache.tiers.directory import folder_of, folders, remove_folder, slab_path
 from mamba_cache.tiers.slab import PAGE_BYTES, SlabFile, row_bytes_of
@@ -1153,7 +1154,7 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", shown.append)
     assert put(tier, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "payload_hasher", None)
+        patch.setattr(disks, "payload_digest", None)
         assert load(tier, 1) is Refusal.IO_ERROR
     assert [each.exc_type for each in shown] == [TypeError]
     assert put(tier, 1) is None
@@ -1210,6 +1211,15 @@ def test_one_kind_alone_has_the_whole_capacity(tmp_path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize(("num_cpus", "readers"), [(None, 8), (2, 8), (12, 12), (64, 16)])
+def test_there_are_as_many_readers_as_processors(tmp_path, monkeypatch, num_cpus, readers) -> None:
+    """Whoever reads digests what was read; a disk wants several reads at once in any case."""
+    monkeypatch.setattr(disks.os, "cpu_count", lambda: num_cpus)
+    tier = open_tier(tmp_path, num_readers=None)
+    assert len(tier._readers) == readers
+    tier.close()
+
+
 def test_nobody_else_may_read_the_files(tier) -> None:
     assert tier.folder.stat().st_mode & 0o077 == 0
     assert put(tier, 1) is None
@@ -1220,12 +1230,17 @@ def test_nobody_else_may_read_the_files(tier) -> None:
 # Parts of rows.
 
 
+def in_parts_of(monkeypatch, num_bytes):
+    """Have parts of so many bytes, in what is read and in digests."""
+    monkeypatch.setattr(entries, "PART_BYTES", num_bytes)
+
+
 @pytest.mark.parametrize("has_readers", [False, True])
 def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
     tmp_path, monkeypatch, has_readers
 ):
-    """Parts are hashed while others are read: all of them, each once, in their order."""
-    monkeypatch.setattr(slabs, "_PART_BYTES", 2 * PAGE_BYTES)
+    """Whoever reads a part hashes it: all of them, each once, by their numbers."""
+    in_parts_of(monkeypatch, 2 * PAGE_BYTES)
     for size in (100, 4 * PAGE_BYTES, 4 * PAGE_BYTES + 100, 5 * PAGE_BYTES + 100):
         payload = memoryview(bytearray(random.Random(3).randbytes(size)))
         slab = SlabFile(tmp_path / f"slab {size}", size, max_rows=2)
@@ -1235,12 +1250,13 @@ def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
             submit = readers.submit if has_readers else None
             for shift in (0, 1):  # at an address of a page's, and at none
                 into = memoryview(mmap.mmap(-1, size + PAGE_BYTES))[shift : shift + size]
-                parts: list[bytes] = []
-                page = slab.read(1, into, submit, lambda part: parts.append(bytes(part)))  # noqa: B023
+                parts: list[tuple[int, bytes]] = []
+                page = slab.read(1, into, submit, lambda *part: parts.append(part))  # noqa: B023
                 assert page.rstrip(b"\0") == b"header"
                 assert into == payload
-                assert b"".join(parts) == payload
-                assert len(parts) == -(-size // (2 * PAGE_BYTES))
+                parts.sort(key=lambda part: part[0])
+                assert [number for number, _ in parts] == [*range(max(1, size // (2 * PAGE_BYTES)))]
+                assert b"".join(part for _, part in parts) == payload
             os.truncate(tmp_path / f"slab {size}", 2 * slab.row_bytes - PAGE_BYTES)
             assert slab.read(1, into, submit) == b""
         slab.close()
@@ -1248,8 +1264,8 @@ def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
 
 @pytest.fixture
 def three_parts(tmp_path, monkeypatch):
-    """A tier with four readers, of states of three parts: a page, a page, and the rest."""
-    monkeypatch.setattr(slabs, "_PART_BYTES", PAGE_BYTES)
+    """A tier with four readers, of states of three parts: a page each, and the rest."""
+    in_parts_of(monkeypatch, PAGE_BYTES)
     tier = open_tier(tmp_path, num_readers=4)
     yield tier
     tier.check_invariants()
@@ -1358,7 +1374,7 @@ def test_a_fault_in_one_part_fails_the_row_once(three_parts, monkeypatch, part, 
 
 def test_parts_of_a_row_that_failed_are_called_off(tmp_path, monkeypatch) -> None:
     """One reader: the first part fails, the second is under way, the third is not begun."""
-    monkeypatch.setattr(slabs, "_PART_BYTES", PAGE_BYTES)
+    in_parts_of(monkeypatch, PAGE_BYTES)
     tier = open_tier(tmp_path, num_readers=1)
     assert put(tier, 0) is None
     assert put(tier, 1) is None

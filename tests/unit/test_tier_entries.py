@@ -17,6 +17,8 @@ from mamba_cache.tiers import (
     block_digest,
     payload_digest,
 )
+from mamba_cache.tiers import entry as entries
+from mamba_cache.tiers.entry import PART_BYTES, digest_of_parts, parts_of
 
 KEY = EntryKey(b"i" * 32, b"t" * 16, EntryKind.STATE, b"d" * 16, 3)
 FACTS = EntryFacts(KEY, 512, b"b" * 16, 1000)
@@ -82,10 +84,15 @@ def test_a_header_is_read_as_it_was_written() -> None:
     assert HEADER.refusal(FACTS) is None
 
 
-def test_the_bytes_of_a_header_do_not_change_from_version_to_version() -> None:
+def test_the_bytes_of_a_header_do_not_change_within_their_version() -> None:
     assert hashlib.sha256(HEADER.to_bytes()).hexdigest() == (
-        "9af8d39666d4b9410433303dd3d1406babd89a228493234c0c20318df65cb336"
+        "88731ce7fd91322eeab0576fa043e1c877285266c3876183811acbba43afd21b"
     )
+
+
+def test_a_header_of_the_version_before_is_refused() -> None:
+    """Its payload's digest was one over all of it, of payloads of several parts too."""
+    assert EntryHeader.read(patched(8, b"\x01\x00")) is Refusal.VERSION
 
 
 def test_every_flipped_bit_of_a_header_is_noticed() -> None:
@@ -169,6 +176,29 @@ def test_tokens_and_parent_are_told_apart() -> None:
     }
     assert len(digests) == 5
     assert {len(digest) for digest in digests} == {16}
+
+
+def test_a_payloads_digest_is_of_its_parts(rng) -> None:
+    data = rng.integers(0, 256, 3 * PART_BYTES + 77, dtype=np.uint8)
+    slices = slice(PART_BYTES), slice(PART_BYTES, 2 * PART_BYTES), slice(2 * PART_BYTES, None)
+    parts = [payload_digest(data[part]) for part in slices]
+    assert payload_digest(data) == digest_of_parts(parts) == payload_digest(b"".join(parts))
+    assert payload_digest(data.view(np.int8)[:, None]) == payload_digest(data)
+    assert digest_of_parts(parts[:1]) == parts[0] == payload_digest(data[:PART_BYTES])
+    assert digest_of_parts([parts[1], parts[0], parts[2]]) != digest_of_parts(parts)
+    for byte in (0, PART_BYTES - 1, PART_BYTES, 3 * PART_BYTES, len(data) - 1):
+        data[byte] ^= 4
+        assert payload_digest(data) != digest_of_parts(parts)
+        data[byte] ^= 4
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 40, 47])
+def test_parts_are_of_one_size_but_for_the_last(monkeypatch, size) -> None:
+    monkeypatch.setattr(entries, "PART_BYTES", 4)
+    parts = parts_of(size)
+    assert [byte for part in parts for byte in range(size)[part]] == [*range(size)]
+    assert all(part.stop - part.start == 4 for part in parts[:-1])
+    assert size < 4 or 4 <= parts[-1].stop - parts[-1].start < 8
 
 
 def test_a_payload_digest_is_of_the_bytes() -> None:
