@@ -327,11 +327,13 @@ def _stages(
     for _ in range(_RUNS):
         begun = time.perf_counter()
         ticket = run(jobs)
-        enqueued = time.perf_counter() - begun
-        ticket.wait()
+        enqueued = time.perf_counter()
         _, crossed = ticket._crossing
-        after = crossed.elapsed_time(ticket._ended) / 1e3
-        stages.append((enqueued, ticket.seconds(), after))
+        crossed.synchronize()
+        received = time.perf_counter()
+        ticket.wait()
+        after = time.perf_counter() - received
+        stages.append((enqueued - begun, ticket.seconds(), after))
     enqueued, crossing, after = np.median(np.array(stages), axis=0).tolist()
     return (
         f"the host enqueues for {enqueued * 1e3:,.2f} ms, the link takes {crossing * 1e3:,.2f} ms "
