@@ -268,7 +268,8 @@ def flex_attention(function: Callable[..., Any]) -> Callable[..., Tensor]:
     """Adapt PyTorch's ``flex_attention``: the KV pool itself is what is attended to."""
     # torch.compile and BlockMask are not typed, and older PyTorch has no such module.
     block_mask = importlib.import_module("torch.nn.attention.flex_attention").BlockMask
-    compiled = functools.cache(lambda: torch.compile(function))
+    # Whole or not at all: what it cannot compile it would compute otherwise, with other bits.
+    compiled = functools.cache(lambda: torch.compile(function, fullgraph=True))
     last: list[Any] = [None, None]  # one mask serves all layers of a step
 
     def attention(queries: Tensor, kv_cache: Tensor, batch: PackedBatch) -> Tensor:

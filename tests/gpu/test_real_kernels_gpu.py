@@ -33,6 +33,12 @@ CLOSE = {torch.float32: 5e-2, torch.bfloat16: 0.3}
 """How far logits and states may be off: kernels use TF32 for float32. Without states it is 1."""
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """PyTorch compiles a function for eight kinds of inputs, those of other tests among them."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def example():
     return load_example()
