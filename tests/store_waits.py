@@ -26,6 +26,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
@@ -416,32 +418,55 @@ def undisturbed(longest, times):
             if not ((late < until) & (ends > since)).any()]  # fmt: skip
 
 
-def measure(name, count, seconds, seed):
+def trials_of(name, count, seconds, seed):
+    """Some times of one fault; return what they took, as they were."""
+    trials, began = Trials(name, seed), time.monotonic()
+    try:
+        while len(trials.longest) < count and time.monotonic() - began < seconds:
+            trials.once(is_long=len(trials.longest) % LONG_EVERY == LONG_EVERY - 1)
+    finally:
+        trials.close()
+    return {
+        "added": trials.added,
+        "longest": trials.longest,
+        "recoveries": trials.recoveries,
+        "served": trials.served,
+    }
+
+
+def measure(name, count, seconds, seed, num_processes):
     processes = multiprocessing.get_context("fork")
     begins, ends, late = processes.Event(), processes.Event(), processes.SimpleQueue()
     kind = {"is_real_time": not Trials.is_plain and name.startswith("Valkey")}
     beside = processes.Process(target=control, args=(begins, ends, late), kwargs=kind, daemon=True)
     beside.start()
-    trials = Trials(name, seed)
     began, steal = time.monotonic(), stolen()
     begins.set()
     try:
-        while len(trials.longest) < count and time.monotonic() - began < seconds:
-            trials.once(is_long=len(trials.longest) % LONG_EVERY == LONG_EVERY - 1)
+        with ProcessPoolExecutor(num_processes, mp_context=processes) as pool:
+            shares = [(count + number) // num_processes for number in range(num_processes)]
+            seeds = range(seed, seed + num_processes)
+            parts = [*pool.map(partial(trials_of, name), shares, [seconds] * len(shares), seeds)]
     finally:
         ends.set()
         times = late.get()
         beside.join()
-        trials.close()
+    longest = [each for part in parts for each in part["longest"]]
     return {
         "fault": name,
-        "times": len(trials.longest),
-        "added_ms": {user: summary(added) for user, added in trials.added.items()},
-        "longest_of_each_time_ms": summary([added for added, _ in trials.longest]),
-        "of_these_undisturbed_ms": summary(undisturbed(trials.longest, times)),
+        "times": len(longest),
+        "at_once": num_processes,
+        "added_ms": {
+            user: summary([each for part in parts for each in part["added"][user]])
+            for user in parts[0]["added"]
+        },
+        "longest_of_each_time_ms": summary([added for added, _ in longest]),
+        "of_these_undisturbed_ms": summary(undisturbed(longest, times)),
         "control_late_ms": summary([late for _, late in times]),
-        "served_by_the_store": trials.served,
-        "store_back_after_s": summary([each / 1e3 for each in trials.recoveries]),
+        "served_by_the_store": sum(part["served"] for part in parts),
+        "store_back_after_s": summary(
+            [each / 1e3 for part in parts for each in part["recoveries"]]
+        ),
         "stolen_s": round(stolen() - steal, 2),
         "took_s": round(time.monotonic() - began),
     }
@@ -485,7 +510,9 @@ def measure_all(options):
         if is_here is None:
             print(f"{name}: not installed", file=sys.stderr)
             continue
-        results.append(measure(name, options.count, options.seconds, options.seed))
+        results.append(
+            measure(name, options.count, options.seconds, options.seed, options.processes)
+        )
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -496,6 +523,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each fault")
     parser.add_argument("--only", nargs="*", default=[], help="faults whose name has that word")
     parser.add_argument("--seed", type=int, default=0)
+    about = "stores at once, each with a process that uses it; four CPUs for each are enough"
+    parser.add_argument("--processes", type=int, default=1, help=about)
     parser.add_argument("--plain", action="store_true", help="not in the real-time class")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     options = parser.parse_args()
