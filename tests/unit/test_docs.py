@@ -134,13 +134,7 @@ def test_the_benchmarks_page_admits_every_limit_that_was_missed() -> None:
     results = [json.loads(text_of(path)) for path in (DOCS / "benchmarks").glob("*.json")]
     figures = [one for result in results for one in result.get("measurements", [])]
     missed = [one for one in figures if not one["passed"]]
-    numbers = (
-        *("None", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten"),
-        *("Eleven", "Twelve", "Thirteen", "Fourteen", "Fifteen", "Sixteen", "Seventeen"),
-        *("Eighteen", "Nineteen", "Twenty"),
-        *(f"Twenty-{n}" for n in ("one", "two", "three", "four", "five", "six", "seven", "eight")),
-    )
-    assert f"{numbers[len(missed)]} figures of the runs kept here miss theirs" in page
+    assert f"\n{len(missed)} figures of the runs kept here miss theirs" in page
     units = {"x": "times"}
     assert all(f"{one['limit']:g} {units.get(one['unit'], one['unit'])}" in page for one in missed)
 
