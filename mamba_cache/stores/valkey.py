@@ -326,15 +326,12 @@ class _Connection:
         while b"\r\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE:
                 raise _ProtocolError("a line has no end")
-            self._buffer += self._receive(4096)
+            received = self._socket.recv(4096)
+            if not received:
+                raise ConnectionResetError("the server closed the connection")
+            self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\r\n")
         return line[:1], line[1:]
-
-    def _receive(self, size: int) -> bytes:
-        received = self._socket.recv(size)
-        if not received:
-            raise ConnectionResetError("the server closed the connection")
-        return received
 
     def _read_into(self, into: memoryview) -> None:
         """Fill a buffer: with what came behind the last line, and then from the socket."""

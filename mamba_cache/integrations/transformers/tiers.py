@@ -172,7 +172,7 @@ class PrefixTiers:
                 write_on_use=1,
                 owns_store=isinstance(shared, str),
             )
-            self._closes_remote = weakref.finalize(self, self._remote.close)
+            weakref.finalize(self, self._remote.close)
         self._begin()
 
     def _make_copies(self) -> Transfers:
