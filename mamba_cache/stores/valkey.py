@@ -283,7 +283,6 @@ class _Connection:
         raise _ProtocolError(f"a status was due, and {kind + rest!r:.80} came")
 
     def read_int(self) -> int | StoreFault:
-        """Read a number."""
         kind, rest = self._read_line()
         if kind == b"-":
             return self._fault_of(rest)
@@ -314,7 +313,6 @@ class _Connection:
         return StoreFault.SHORT if size > len(into) else size
 
     def close(self) -> None:
-        """Close it."""
         self._socket.close()
 
     def _fault_of(self, words: bytes) -> StoreFault:

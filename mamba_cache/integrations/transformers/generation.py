@@ -395,7 +395,6 @@ class _EarlyStreamer:
         self._streamer.put(value)
 
     def end(self) -> None:
-        """Take the end of the answer."""
         self._streamer.end()
 
 

@@ -264,11 +264,9 @@ class PrefixCache:
             )
 
     def __enter__(self) -> PrefixCache:
-        """Returns itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the cache."""
         self.close()
 
     @guarded(waits=True, trusts=())

@@ -482,7 +482,6 @@ class _PartIndex:
             self._lengths.setdefault(parent, {})[block] = length
 
     def clear(self) -> None:
-        """Forgets every part."""
         self._lengths.clear()
         self.blocks.clear()
 
