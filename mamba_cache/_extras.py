@@ -1,8 +1,9 @@
-"""How to install what is optional, as messages say it."""
+"""What is optional: how to install it, as messages say it, and which version is there."""
 
+from importlib import metadata
 from pathlib import Path
 
-__all__ = ["install_hint"]
+__all__ = ["install_hint", "installed_version"]
 
 
 def install_hint(*extras: str) -> str:
@@ -14,3 +15,11 @@ def install_hint(*extras: str) -> str:
     is_checkout = (Path(__file__).parents[1] / "pyproject.toml").is_file()
     what = "-e '." if is_checkout else "'mamba-cache"
     return f"pip install {what}[{','.join(extras)}]'"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -243,7 +243,6 @@ def _matrix(scipy: Any, entries: Iterator[Any], height: int, width: int) -> Any:
 
 
 def _scipy() -> Any:
-    """Return scipy."""
     try:
         import scipy.optimize  # noqa: PLC0415 - an optional extra
         import scipy.sparse  # noqa: PLC0415

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _BUSY_CYCLES = 20_000_000  # about ten milliseconds: time to queue the runs
+_HOST_RUNS = 20
 _CALLS_AHEAD = 8
 _SECONDS_PER_LINE = 20.0  # of progress that is not shown on a terminal
 
@@ -105,14 +106,14 @@ def device_us(calls: Sequence[Callable[[], object]], *, runs: int = 15) -> float
     return statistics.median(milliseconds) * 1e3
 
 
-def host_us(call: Callable[[], object], *, runs: int = 20) -> float:
+def host_us(call: Callable[[], object]) -> float:
     """Return the median time that ``call`` takes on the host, in microseconds.
 
     Calls are queued a few at a time: as many as never wait for the device.
     """
     call()
     seconds = []
-    for _ in range(runs):
+    for _ in range(_HOST_RUNS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(_CALLS_AHEAD):

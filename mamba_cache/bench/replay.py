@@ -499,7 +499,6 @@ def _load(
 
 
 def _check_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Check names."""
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InvalidArgumentError(f"{argument} must be of {list(known)}, got {unknown}")

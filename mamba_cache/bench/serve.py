@@ -478,7 +478,6 @@ class _Report:
         }
 
     def run(self) -> None:
-        """Measure everything."""
         self.start = time.perf_counter()
         subject, model = self.subject, self.subject.model
         if "generate" in self.ways:

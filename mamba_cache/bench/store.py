@@ -70,11 +70,9 @@ class _FarModel(NoModel):
         self._shape, self._seconds = shape, seconds
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """Return that of the shape."""
         return self._shape.state_spec(dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Return that of the shape."""
         return self._shape.kv_spec(dtype)
 
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:

@@ -259,7 +259,6 @@ class _Copies:
         row[77] ^= 4
 
     def close(self) -> None:
-        """Give the memory back."""
         self.transfers.wait()
         self.host.close()
 
@@ -275,11 +274,9 @@ class _Unverified:  # pragma: no cover - needs a GPU
         }
 
     def load(self, jobs: Sequence[CopyJob]) -> Any:
-        """Copy entries from their rows."""
         return self._copy(jobs, to_device=True)
 
     def spill(self, jobs: Sequence[CopyJob]) -> Any:
-        """Copy entries to their rows."""
         return self._copy(jobs, to_device=False)
 
     def _copy(self, jobs: Sequence[CopyJob], *, to_device: bool) -> torch.cuda.Event:
@@ -623,7 +620,6 @@ class _FirstTokens:
             self.context.host_tier.clear()
 
     def close(self) -> None:
-        """Give everything back."""
         self.context.close()
         assert self.context.host_tier is not None
         self.context.host_tier.close()

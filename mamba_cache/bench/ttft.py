@@ -302,7 +302,7 @@ class _Report:
         times = PrefixTimes(self._subject, prefix, self._suffix, self._rounds)
         times.run()
         title = f"{prefix:,} + {self._suffix:,} tokens"
-        self._figures += _times(times, title, prefix + self._suffix)
+        self._figures += _times(times, title)
         self._figures += self._ratios(times, title, prefix)
         if _PLAIN in times.seconds:
             self._gains[prefix] = _median_ms(times, _PLAIN) - _median_ms(times, _HIT)
@@ -370,7 +370,7 @@ class _Report:
         yield Measurement(f"given up for lack of memory, {title}", times.evictions, "", 0)
 
 
-def _times(times: PrefixTimes, title: str, num_tokens: int) -> Iterator[Measurement]:
+def _times(times: PrefixTimes, title: str) -> Iterator[Measurement]:
     for way in _WAYS:
         if way not in times.seconds:
             continue

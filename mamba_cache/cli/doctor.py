@@ -161,7 +161,6 @@ class _StoreCheck:
         self._read = np.zeros_like(self._written)
 
     def run(self) -> Iterator[Check]:
-        """Make the checks, in order."""
         health = self._ask("store", self._store.health)
         if health.fault is not None:
             yield Check("store", "failed", health.detail, _STORE_ADVICE.get(health.fault, ""))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mamba_cache._checks import check_int
 from mamba_cache.errors import DivergenceError, InvalidArgumentError, StepOrderError
 
 __all__ = ["DivergenceGuard", "Fingerprinted", "GroupAgreement", "agree_on_num_slots"]
@@ -42,8 +43,7 @@ def agree_on_num_slots(num_slots: int, group: dist.ProcessGroup | None = None) -
         InvalidArgumentError: ``num_slots`` is not an int >= 0. The other ranks wait then.
         StepOrderError: ``torch.distributed`` is not initialised.
     """
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 0:
-        raise InvalidArgumentError(f"num_slots must be an int >= 0, got {num_slots!r}")
+    check_int("num_slots", num_slots, minimum=0)
     _check_initialised()
     smallest = torch.tensor(num_slots, dtype=torch.int64, device=_device(group))
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
@@ -111,8 +111,7 @@ class DivergenceGuard:
     def __init__(
         self, watched: Fingerprinted, group: dist.ProcessGroup | None = None, *, every: int = 16
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError(f"every must be an int >= 1, got {every!r}")
+        check_int("every", every, minimum=1)
         _check_initialised()
         # Slot allocators have no tiers.
         tier_stats: Sequence[Any] = getattr(watched, "tier_stats", tuple)()

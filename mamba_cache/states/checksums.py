@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -134,9 +135,7 @@ def _span(tensor: torch.Tensor) -> int | None:
         if stride != 0
     ]
     span = 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
-    count = 1
-    for size, _ in sizes_and_strides:
-        count *= size
+    count = math.prod(size for size, _ in sizes_and_strides)
     return span if span <= count else None
 
 

@@ -283,7 +283,6 @@ class _Connection:
         raise _ProtocolError(f"a status was due, and {kind + rest!r:.80} came")
 
     def read_int(self) -> int | StoreFault:
-        """Read a number."""
         kind, rest = self._read_line()
         if kind == b"-":
             return self._fault_of(rest)
@@ -314,7 +313,6 @@ class _Connection:
         return StoreFault.SHORT if size > len(into) else size
 
     def close(self) -> None:
-        """Close it."""
         self._socket.close()
 
     def _fault_of(self, words: bytes) -> StoreFault:
@@ -326,15 +324,12 @@ class _Connection:
         while b"\r\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE:
                 raise _ProtocolError("a line has no end")
-            self._buffer += self._receive(4096)
+            received = self._socket.recv(4096)
+            if not received:
+                raise ConnectionResetError("the server closed the connection")
+            self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\r\n")
         return line[:1], line[1:]
-
-    def _receive(self, size: int) -> bytes:
-        received = self._socket.recv(size)
-        if not received:
-            raise ConnectionResetError("the server closed the connection")
-        return received
 
     def _read_into(self, into: memoryview) -> None:
         """Fill a buffer: with what came behind the last line, and then from the socket."""

@@ -8,13 +8,13 @@ import json
 import platform
 import secrets
 from dataclasses import dataclass, field, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from mamba_cache._checks import check_int, check_kind
+from mamba_cache._extras import installed_version
 from mamba_cache._precision import float32_precision
 from mamba_cache._version import __version__
 from mamba_cache.config import CacheConfig, HashAlgorithm
@@ -77,7 +77,7 @@ class Numerics:
         return cls(
             architecture=_architecture(device),
             torch_version=f"{torch.__version__} cuda {torch.version.cuda}",
-            triton_version=_version_of("triton"),
+            triton_version=installed_version("triton") or "none",
             kernels=f"{own}, {kernels}" if kernels else own,
             matmul_precision=float32_precision(device),
         )
@@ -387,10 +387,3 @@ def _processor() -> str:
 def _fact(line: str) -> tuple[str, str]:
     name, _, value = line.partition(":")
     return name.strip(), value.strip()
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "none"

@@ -44,7 +44,7 @@ def test_other_numerics_find_nothing(tmp_path, model, monkeypatch, fact) -> None
 def test_another_version_of_a_kernel_package_finds_nothing(tmp_path, model, monkeypatch) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts()[:1])
-    monkeypatch.setattr(prefix_tiers, "_version", lambda name: "99.0")
+    monkeypatch.setattr(prefix_tiers, "installed_version", lambda name: "99.0")
     with open_cache(tmp_path, model) as second:
         assert ask(second, prompts()[:1])[1] == 0
 

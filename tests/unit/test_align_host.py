@@ -224,7 +224,7 @@ def test_align_mode_needs_the_states(worker, missing):
 
 def test_postprocess_without_preprocess_names_the_request(worker):
     worker.batch("a", [1])
-    with pytest.raises(UnknownRequestError, match="has not 'a'"):
+    with pytest.raises(UnknownRequestError, match=r"has none of \['a'\]"):
         worker.postprocess(scheduled({"a": 1}))
 
 

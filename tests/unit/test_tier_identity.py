@@ -252,7 +252,7 @@ def test_numerics_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> N
         assert Numerics.of("cpu") != own
     finally:
         torch.set_float32_matmul_precision(before)
-    monkeypatch.setattr("mamba_cache.tiers.identity.metadata.version", _not_found)
+    monkeypatch.setattr("mamba_cache._extras.metadata.version", _not_found)
     assert Numerics.of("cpu").triton_version == "none"
 
 

@@ -181,11 +181,9 @@ class EventPublisher:
             raise
 
     def __enter__(self) -> EventPublisher:
-        """Return itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it."""
         self.close()
 
     def watch(self, cache: CacheBooks) -> None:

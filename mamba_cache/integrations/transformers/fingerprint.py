@@ -189,7 +189,6 @@ class _Weights:
     def begin(
         self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool, may_differ: bool
     ) -> None:
-        """Begins to compare."""
         self._is_pending = False
         self._may_differ = may_differ
         self._num_calls += 1

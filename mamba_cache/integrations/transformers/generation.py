@@ -19,7 +19,7 @@ from mamba_cache.integrations.transformers.layers import (
     stack_memories,
     write_layers,
 )
-from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller
+from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
 from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -247,16 +247,15 @@ class Generation:
     def _fill_one(self, prompt: Prompt) -> int:
         """All but the last segment, which ``generate``'s own forward computes."""
         tokens = prompt.tokens
-        prefill = self._prefiller.begin(
-            tokens,
-            self.cache,
+        task = PrefillTask(
+            tokens=tokens,
             end=len(tokens),
             min_computed=1,
             cache_salt=self._cache_salt,
             hint=self._hint,
             checkpoints=self._checkpoints[0] if self._checkpoints else (),
-            is_retry=self._is_retry,
         )
+        prefill = self._prefiller.begin(task, self.cache, is_retry=self._is_retry)
         self._prefills[prompt.key] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
         self._rows = [_Row(prompt, prefill)]
@@ -287,15 +286,15 @@ class Generation:
     def _prefill_but_last(self, prompt: Prompt, left: int, checkpoints: Collection[int]) -> None:
         if prompt.key in self._prefills:
             return
-        self._prefills[prompt.key] = self._prefiller.compute(
-            prompt.tokens,
-            self._runner.new_cache(),
+        task = PrefillTask(
+            tokens=prompt.tokens,
             end=len(prompt.tokens) - left,
             min_computed=left,
             cache_salt=self._cache_salt,
             hint=self._hint,
             checkpoints=checkpoints,
         )
+        self._prefills[prompt.key] = self._prefiller.compute(task, self._runner.new_cache())
 
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""
@@ -395,7 +394,6 @@ class _EarlyStreamer:
         self._streamer.put(value)
 
     def end(self) -> None:
-        """Take the end of the answer."""
         self._streamer.end()
 
 

@@ -27,7 +27,7 @@ from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRec
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 from mamba_cache.slots.placement import placed_positions
 
-__all__ = ["Prefill", "Prefiller", "Segment"]
+__all__ = ["Prefill", "PrefillTask", "Prefiller", "Segment"]
 
 _NO_HINT = PromptHint()
 
@@ -43,6 +43,34 @@ class Segment:
     end: int  # position after the last one
     # Positions inside it, or at its end, whose states are kept: multiples of the block size.
     checkpoints: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTask:
+    """What is to be computed, or restored, of a prompt.
+
+    Attributes:
+        tokens: Token ids of the prompt.
+        end: How many of the tokens are to be restored or computed.
+        min_computed: How many are to be computed in any case, those after ``end`` included; none if
+            ``end`` is the prompt's, and the logits that follow are cached.
+        cache_salt: Prompts of different salts never match.
+        hint: What its sender says of it.
+        checkpoints: Positions whose states are kept in any case; one inside a block stands for the
+            block's beginning.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    end: int
+    min_computed: int
+    cache_salt: ExtraKey
+    hint: PromptHint = _NO_HINT
+    checkpoints: Collection[int] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ends where the prompt does."""
+        return self.end == len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -100,30 +128,12 @@ class Prefiller:
         self._is_stepwise = is_stepwise
         self.fewest_tokens = fewest_tokens
 
-    def begin(
-        self,
-        tokens: npt.NDArray[np.int32],
-        cache: Any,
-        *,
-        end: int,
-        min_computed: int,
-        cache_salt: ExtraKey,
-        hint: PromptHint = _NO_HINT,
-        checkpoints: Collection[int] = (),
-        is_retry: bool = False,
-    ) -> Prefill:
+    def begin(self, task: PrefillTask, cache: Any, *, is_retry: bool = False) -> Prefill:
         """Restores the longest cached prefix of a prompt, if that pays, and plans the rest.
 
         Args:
-            tokens: Token ids of the prompt.
+            task: The prompt.
             cache: A fresh transformers cache; it is filled.
-            end: How many of the tokens are to be restored or computed.
-            min_computed: How many are to be computed in any case, those after ``end`` included;
-                none if ``end`` is the prompt's, and the logits that follow are cached.
-            cache_salt: Prompts of different salts never match.
-            hint: What its sender says of it.
-            checkpoints: Positions whose states are kept in any case; one inside a block stands for
-                the block's beginning.
             is_retry: The prompt is counted already.
 
         Returns:
@@ -132,12 +142,11 @@ class Prefiller:
         Raises:
             InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
         """
-        is_whole = end == len(tokens)
-        record = self._open(tokens, cache_salt, min_computed, is_whole)
+        tokens, end, hint = task.tokens, task.end, task.hint
+        record = self._open(task, task.min_computed)
         if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
             record.close()
-            left = len(tokens) - end + self.fewest_tokens
-            record = self._open(tokens, cache_salt, left, is_whole)
+            record = self._open(task, len(tokens) - end + self.fewest_tokens)
         try:
             start, restored = self._start(record, end, is_retry), None
             if start:
@@ -145,29 +154,20 @@ class Prefiller:
                     restored = record.load()
                     assert restored is not None
                     self._filler.fill(cache, restored)
-            segments = self._plan(record, len(tokens), start, end, checkpoints)  # may raise
+            segments = self._plan(record, len(tokens), start, end, task.checkpoints)  # may raise
             size = self._store.layout.block_size_tokens
-            record.asked = frozenset(p // size * size for p in checkpoints)
+            record.asked = frozenset(p // size * size for p in task.checkpoints)
         except BaseException:
             record.close()
             raise
         if not is_retry:
             self._count(record, start, hint)
-            record.tell_policy(hint, len(tokens) if is_whole else len(tokens) - min_computed)
+            num_left = 0 if task.is_whole else task.min_computed
+            record.tell_policy(hint, len(tokens) - num_left)
         logits = None if restored is None else restored.logits
         return Prefill(tokens, cache, record, segments, logits)
 
-    def compute(
-        self,
-        tokens: npt.NDArray[np.int32],
-        cache: Any,
-        *,
-        end: int,
-        min_computed: int,
-        cache_salt: ExtraKey,
-        hint: PromptHint = _NO_HINT,
-        checkpoints: Collection[int] = (),
-    ) -> Prefill:
+    def compute(self, task: PrefillTask, cache: Any) -> Prefill:
         """Restores the longest cached prefix of a prompt, as ``begin`` does, and computes the rest.
 
         Returns:
@@ -175,16 +175,7 @@ class Prefiller:
         """
         is_retry = False
         while True:
-            prefill = self.begin(
-                tokens,
-                cache,
-                end=end,
-                min_computed=min_computed,
-                cache_salt=cache_salt,
-                hint=hint,
-                checkpoints=checkpoints,
-                is_retry=is_retry,
-            )
+            prefill = self.begin(task, cache, is_retry=is_retry)
             try:
                 self.run(prefill, prefill.segments)
             except BaseException as error:
@@ -217,15 +208,13 @@ class Prefiller:
         vars(prefill.cache).update(vars(self._runner.new_cache()))
         return True
 
-    def _open(
-        self, tokens: npt.NDArray[np.int32], cache_salt: ExtraKey, min_computed: int, is_whole: bool
-    ) -> SequenceRecord:
+    def _open(self, task: PrefillTask, min_computed: int) -> SequenceRecord:
         return self._store.open(
-            tokens,
-            cache_salt=cache_salt,
+            task.tokens,
+            cache_salt=task.cache_salt,
             lora_id=self._runner.fingerprint.key,
             min_computed=min_computed,
-            with_logits=is_whole,
+            with_logits=task.is_whole,
         )
 
     def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:

@@ -45,7 +45,7 @@ from mamba_cache.integrations.transformers.generation import Generation, remove_
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
-from mamba_cache.integrations.transformers.prefill import Prefiller
+from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import (
     PromptHint,
@@ -264,11 +264,9 @@ class PrefixCache:
             )
 
     def __enter__(self) -> PrefixCache:
-        """Returns itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the cache."""
         self.close()
 
     @guarded(waits=True, trusts=())
@@ -540,14 +538,14 @@ class PrefixCache:
         tokens = read_prompt(input_ids, self._runner.vocabulary)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, [len(tokens)])[0]
         past = self._runner.new_cache()
-        prefill = self._prefiller.compute(
-            tokens,
-            past,
+        task = PrefillTask(
+            tokens=tokens,
             end=len(tokens),
             min_computed=0,
             cache_salt=cache_salt,
             checkpoints=named,
         )
+        prefill = self._prefiller.compute(task, past)
         try:
             self._runner.fingerprint.confirm()
         finally:

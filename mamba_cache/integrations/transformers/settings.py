@@ -172,7 +172,7 @@ class Reading:
         self._read("model", model, 0)
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             self._read_hooks(name, getattr(torch_modules, name))
-        self._read_code(model)
+        self._read_code()
         self._versions = [_version(tensor) for tensor in self._counted]
         lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
@@ -384,7 +384,7 @@ class Reading:
             return True
         return type(value).__module__.startswith(_OPAQUE)
 
-    def _read_code(self, model: torch.nn.Module) -> None:
+    def _read_code(self) -> None:
         """Read the classes of the model's modules, and the names that their code finds.
 
         Kernels and fused functions are put into the place of the library's own there.

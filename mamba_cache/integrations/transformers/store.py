@@ -336,10 +336,9 @@ class PrefixStore:
         chain.append(tokens)
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
-        hit = self.find(SoughtPrompt(chain, tokens, min_computed, with_logits, cache_salt, is_told))
-        record = SequenceRecord(
-            self, chain, tokens, hit, lora_id, cache_salt=cache_salt, is_told=is_told
-        )
+        prompt = SoughtPrompt(chain, tokens, min_computed, with_logits, cache_salt, is_told)
+        hit = self.find(prompt)
+        record = SequenceRecord(self, prompt, hit, lora_id)
         if tiers is not None and tiers.num_restored > num_restored:
             record.tier = "host"
         return record
@@ -482,7 +481,6 @@ class _PartIndex:
             self._lengths.setdefault(parent, {})[block] = length
 
     def clear(self) -> None:
-        """Forgets every part."""
         self._lengths.clear()
         self.blocks.clear()
 
@@ -500,21 +498,14 @@ class SequenceRecord:
     """
 
     def __init__(
-        self,
-        store: PrefixStore,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        hit: PrefixHit,
-        lora_id: ExtraKey,
-        *,
-        cache_salt: ExtraKey = None,
-        is_told: bool = False,
+        self, store: PrefixStore, sought: SoughtPrompt, hit: PrefixHit, lora_id: ExtraKey
     ) -> None:
         self._store = store
-        self._is_told = is_told
+        self._sought = sought
+        self._is_told = sought.is_told
         self._lora_id = lora_id
-        self._chain = chain
-        self._tokens = tokens
+        self._chain = sought.chain
+        self._tokens = sought.tokens
         self._hit = hit
         self.match = hit.match
         self.has_logits = hit.has_logits
@@ -523,7 +514,7 @@ class SequenceRecord:
             self._held.append(hit.part_block)
         store.kv_blocks.retain_memory_blocks(self._held)
         self.num_published = len(hit.match.block_ids)
-        self.cache_salt = cache_salt
+        self.cache_salt = sought.cache_salt
         self.tier = "gpu"
         self.asked: frozenset[int] = frozenset()
         self._prompt_seen: Any = None  # what stands for it with a policy that knows prompts
@@ -547,15 +538,8 @@ class SequenceRecord:
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
-        other = SequenceRecord(
-            self._store,
-            self._chain.copy(),
-            self._tokens,
-            self._hit,
-            self._lora_id,
-            cache_salt=self.cache_salt,
-            is_told=self._is_told,
-        )
+        sought = replace(self._sought, chain=self._chain.copy(), tokens=self._tokens)
+        other = SequenceRecord(self._store, sought, self._hit, self._lora_id)
         other.num_published = self.num_published
         other._prompt_seen, other._num_seen = self._prompt_seen, self._num_seen
         other._tokens_to_state = self._tokens_to_state

@@ -10,9 +10,10 @@ import torch
 from torch.nn import functional
 
 from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._to_device import to_device
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 
-__all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device", "to_device"]
+__all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device"]
 
 _ALIGNMENT = 16
 """Bytes: what the widest access of a GPU needs, so no kernel runs slower on a tensor in a slot."""
@@ -249,15 +250,8 @@ class PrefixTensors:
         return saved
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Brings a tensor of the host to the device without waiting for what is enqueued there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Does the same for ints."""
+    """Brings ints to the device without waiting for what is enqueued there."""
     return to_device(torch.tensor(values, device="cpu"), device)
 
 

@@ -9,7 +9,6 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import check_number
+from mamba_cache._extras import installed_version
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PrefetchState
@@ -172,7 +172,7 @@ class PrefixTiers:
                 write_on_use=1,
                 owns_store=isinstance(shared, str),
             )
-            self._closes_remote = weakref.finalize(self, self._remote.close)
+            weakref.finalize(self, self._remote.close)
         self._begin()
 
     def _make_copies(self) -> Transfers:
@@ -674,7 +674,8 @@ def _identity(
 ) -> CacheIdentity:
     """Return what entries of this model have in common in all processes."""
     layout = store.layout
-    kernels = [f"{name} {version}" for name in _KERNEL_PACKAGES if (version := _version(name))]
+    versions = {name: installed_version(name) for name in _KERNEL_PACKAGES}
+    kernels = [f"{name} {version}" for name, version in versions.items() if version]
     kernels.append(f"python {sys.version_info.major}.{sys.version_info.minor}")
     model: Any = runner.model
     described = ModelIdentity(
@@ -692,10 +693,3 @@ def _identity(
     )
     slot = StateTensorSpec("slot", 1, (layout.bytes_per_slot,), torch.uint8)
     return CacheIdentity.of(described, config, StateSpec((slot,)), None)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

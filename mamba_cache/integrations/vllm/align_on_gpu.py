@@ -343,7 +343,6 @@ class MambaSpecDecodeGPUContext:
         self._run("postcopy_resident", num_reqs, *inputs)
 
     def _run(self, name: str, num_reqs: int, *inputs: Any) -> None:
-        """Launch one of the kernels."""
         if not num_reqs or not self.is_initialized:
             return
         if self.check_columns:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.align_on_gpu import check_known, stage
 from mamba_cache.integrations.vllm.align_on_host import copy_on_host, plan_copies
 from mamba_cache.integrations.vllm.column_moves import StateMove, plan_alignment
@@ -203,13 +203,9 @@ def _plan_alignments(
     block_size: int,
 ) -> dict[int, StateMove]:
     """Return the move of each request in the batch that has crossed a block boundary."""
+    check_known(input_batch.req_ids, mamba_state_idx)
     moves = {}
     for index, req_id in enumerate(input_batch.req_ids):
-        if req_id not in mamba_state_idx:
-            raise UnknownRequestError(
-                f"mamba_state_idx must have every request of the batch, but has not {req_id!r}: "
-                "preprocess_mamba comes first"
-            )
         num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
         num_scheduled = scheduler_output.num_scheduled_tokens[req_id]
         move = plan_alignment(

@@ -219,7 +219,6 @@ def validate_mamba_state_copy_funcs(
 
 
 def _funcs_of(copy_funcs: CopyFuncs, spec: Any) -> Sequence[Callable[..., Any]]:
-    """Return the copy functions of a layer."""
     if not isinstance(copy_funcs, Mapping):
         return copy_funcs
     if spec.mamba_type not in copy_funcs:

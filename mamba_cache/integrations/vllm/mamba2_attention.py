@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
+from mamba_cache._to_device import to_device
 from mamba_cache.metadata.chunks import compute_chunk_metadata
 
 __all__ = [
@@ -258,10 +259,7 @@ class Mamba2AttentionMetadataBuilder:
         return int(prefills[0]) if len(prefills) else len(lengths)
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-        tensor = torch.from_numpy(array.astype(np.int32))
-        if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)  # unnoticed: only a GPU is not waited for
+        return to_device(torch.from_numpy(array.astype(np.int32)), self.device)
 
 
 class Mamba2AttentionBackend:

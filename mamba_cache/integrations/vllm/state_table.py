@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._to_device import to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copy_specs import StateMemory
 from mamba_cache.integrations.vllm.counters import CopyCounts
@@ -76,7 +77,7 @@ class BlockTables:
         whole = [_all_rows(table) for table in tables]
         addresses = [table.data_ptr() for table in whole]
         if addresses != [table.data_ptr() for table in self.tensors]:
-            self.pointers = _to_device(np.array(addresses, dtype=np.int64), device)
+            self.pointers = to_device(torch.from_numpy(np.array(addresses, dtype=np.int64)), device)
         self.stride = whole[0].stride(0)
         self.tensors = whole
 
@@ -152,17 +153,9 @@ class StateTable:
         self.tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, 1 << max(most_tiles - 1, 0).bit_length())
         rows = [row for memory in memories for row in _chunks(memory, self.tiles_per_chunk)]
         if rows:
-            self.chunks = _to_device(np.array(rows, dtype=np.int64), self.device)
+            self.chunks = to_device(torch.from_numpy(np.array(rows, dtype=np.int64)), self.device)
         self.word_bytes = math.gcd(_WIDEST_WORD_BYTES, *map(_alignment, memories))
         self.memories = memories
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the array on the device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
 
 
 def _num_tiles(memory: StateMemory) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._to_device import to_device
+
 __all__ = [
     "CHUNK_BYTES",
     "LANES",
@@ -96,11 +98,7 @@ class EntryPlan:
 def plan_entries(tensors: Sequence[torch.Tensor], sums_start: int) -> EntryPlan:
     """Plan checksums of entries: one row of ``tensors``, each [num_layers, places, *inner]."""
     parts = tuple(tensor.unsqueeze(-1).view(torch.uint8).flatten(2) for tensor in tensors)
-    device = tensors[0].device
-    table = torch.from_numpy(entry_chunks(tensors))
-    if device.type == "cuda":
-        table = table.pin_memory()
-    chunks = table.to(device, non_blocking=True)
+    chunks = to_device(torch.from_numpy(entry_chunks(tensors)), tensors[0].device)
     return EntryPlan(parts, sums_start, chunks)
 
 
@@ -141,12 +139,8 @@ def plan_checksums(tensors: Sequence[torch.Tensor]) -> ChecksumPlan:
         rests.append(_chunks(address + starts, np.minimum(num_bytes - starts, CHUNK_BYTES)))
         rest_starts.append(end)
         end += len(starts)
-    device = tensors[0].device
-    table = torch.from_numpy(np.concatenate([heads, *rests]))
-    if device.type == "cuda":
-        # From pageable memory the transfer would wait for the work queued before it.
-        table = table.pin_memory()
-    return ChecksumPlan(tuple(tensors), table.to(device, non_blocking=True), tuple(rest_starts))
+    chunks = torch.from_numpy(np.concatenate([heads, *rests]))
+    return ChecksumPlan(tuple(tensors), to_device(chunks, tensors[0].device), tuple(rest_starts))
 
 
 def _chunks(addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from mamba_cache._to_device import to_device
+
 __all__ = [
     "CHANCE_BASE",
     "CHANCE_BITS",
@@ -156,14 +158,10 @@ def plan_copy(
     tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, _power_of_2(-(-most_words // TILE_WORDS)))
     wide_chunks = _chunks(wide, _WIDEST_WORD_BYTES, tiles_per_chunk)
     table = np.concatenate([wide_chunks, _chunks(narrow, narrow_bytes, tiles_per_chunk)])
-    chunks = torch.from_numpy(table)
-    if device.type == "cuda":
-        # From pageable memory the transfer would wait for the work queued before it.
-        chunks = chunks.pin_memory()
     return CopyPlan(
         sources=tuple(source for source, _ in pairs),
         destinations=tuple(destination for _, destination in pairs),
-        chunks=chunks.to(device, non_blocking=True),
+        chunks=to_device(torch.from_numpy(table), device),
         num_wide=len(wide_chunks),
         narrow_bytes=narrow_bytes,
         tiles_per_chunk=tiles_per_chunk,

@@ -102,20 +102,22 @@ class BatchQueues:
         No more than ``most_requests`` requests hold memory then.
         """
         self.scheduled.clear()
-        error: CapacityError | None = None
-        for request in list(self._prefilling.values()):
-            if budget <= 0 or error is not None:
-                return
-            budget, error = self._try(self._continue, request, budget)
-        for request in sorted(self._preempted.values(), key=lambda one: one.admitted):
-            if budget <= 0 or error is not None or len(self.running) >= most_requests:
-                return
-            budget, error = self._try(self._resume, request, budget)
-        for request in list(self._waiting.values()):
-            if budget <= 0 or error is not None or len(self.running) >= most_requests:
-                return
-            if not request.awaits_fork:
-                budget, error = self._try(self._admit, request, budget)
+        preempted = sorted(self._preempted.values(), key=lambda one: one.admitted)
+        # Asked of each in its turn: who comes before it may have been given its first token.
+        waiting = (one for one in list(self._waiting.values()) if not one.awaits_fork)
+        for place, requests in (
+            (self._continue, list(self._prefilling.values())),
+            (self._resume, preempted),
+            (self._admit, waiting),
+        ):
+            for request in requests:
+                is_full = len(self.running) >= most_requests and request.key not in self.running
+                if budget <= 0 or is_full:
+                    return
+                try:
+                    budget -= place(request, budget)
+                except CapacityError:
+                    return  # those behind one that does not fit stay behind it
 
     def make_work(self, budget: int, most_requests: int) -> None:
         """Schedules until there is something to compute."""
@@ -125,7 +127,7 @@ class BatchQueues:
                 return
             self.preempt_youngest()
 
-    def preempt_youngest(self) -> BatchRequest:
+    def preempt_youngest(self) -> None:
         """Takes the memory of the youngest request back; it is resumed later."""
         # Alone, each has room: no sequence may be longer than all KV blocks together.
         assert len(self.running) > 1, "one request does not fit alone"
@@ -133,7 +135,6 @@ class BatchQueues:
         self._context.preempt(request.key)
         self._forget(request)
         self._preempted[request.key] = request
-        return request
 
     def rename(self, request: BatchRequest, key: Hashable) -> None:
         """Calls a decoding request by another name, which the context has for it now."""
@@ -186,15 +187,6 @@ class BatchQueues:
                 self.decoding[child.key] = self.running[child.key] = child
             break
         return children
-
-    def _try(
-        self, place: Callable[[BatchRequest, int], int], request: BatchRequest, budget: int
-    ) -> tuple[int, CapacityError | None]:
-        """Schedules a chunk; those behind one that does not fit stay behind it."""
-        try:
-            return budget - place(request, budget), None
-        except CapacityError as error:
-            return budget, error
 
     def _continue(self, request: BatchRequest, budget: int) -> int:
         positions = self._branches_off(request, request.computed)

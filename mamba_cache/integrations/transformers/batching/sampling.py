@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._to_device import to_device
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
-from mamba_cache.integrations.transformers.tensors import to_device
 
 __all__ = ["Draw", "Sampler", "uniforms"]
 

@@ -292,7 +292,6 @@ class _Listener:
         self._streamer.put(value)
 
     def end(self) -> None:
-        """Take the end of the answer."""
         self._begin()
         self._streamer.end()
 

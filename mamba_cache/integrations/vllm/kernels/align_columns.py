@@ -23,12 +23,12 @@ from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
 from mamba_cache.integrations.vllm.counters import AFTER, BEFORE
 from mamba_cache.integrations.vllm.kernels.copy_states import (
     NUM_TURNS,
-    WORDS,
     copy_bytes,
     copy_moves,
     shift_rows,
 )
 from mamba_cache.integrations.vllm.state_table import TILE_BYTES, BlockTables, StateTable
+from mamba_cache.states.kernels.copy import WORDS
 
 __all__ = [
     "accept_tokens",

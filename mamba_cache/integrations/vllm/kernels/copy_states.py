@@ -10,13 +10,10 @@ import triton.language as tl
 
 from mamba_cache.integrations.vllm.state_table import CHUNK_FIELDS, NUM_COUNTERS, TILE_BYTES
 
-__all__ = ["NUM_TURNS", "WORDS", "copy_bytes", "copy_moves", "shift_rows"]
+__all__ = ["NUM_TURNS", "copy_bytes", "copy_moves", "shift_rows"]
 
 NUM_TURNS = NUM_COUNTERS - 1
 """Counters that tickets are drawn from. One alone serves 400 tickets in a microsecond, too few."""
-
-WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""Types of the words that are moved, by bytes."""
 
 _TILE_BYTES = tl.constexpr(TILE_BYTES)
 _WIDE_BYTES = tl.constexpr(16)
