@@ -321,7 +321,7 @@ def test_a_smaller_capacity_cuts_the_file(tmp_path) -> None:
 DAMAGE = {
     "a bit of the payload": (PAGE_BYTES + 77, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
     "the payload's last byte": (PAGE_BYTES + STATE_BYTES - 2, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
-    "a bit of the header": (60, b"\x01", Refusal.CHECKSUM),
+    "a bit of the header": (60, b"\x00\x01", Refusal.CHECKSUM),
     "zeroes": (0, bytes(row_bytes_of(STATE_BYTES)), Refusal.MAGIC),
     "the version": (8, b"\x07", Refusal.VERSION),
 }
