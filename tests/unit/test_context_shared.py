@@ -50,6 +50,14 @@ def test_slots_may_be_given_as_a_budget():
     assert embed(store, **budget).slot_allocator is store.slots
 
 
+def test_kv_blocks_may_be_given_as_a_budget():
+    budget = {"num_kv_blocks": None, "kv_cache_gb": 1e-4}
+    num_blocks = make_context(make_config(**budget)).kv_block_allocator.pool_size - 1
+    assert num_blocks > 1
+    store = make_store(blocks=num_blocks)
+    assert embed(store, **budget).slot_allocator is store.slots
+
+
 def test_contexts_that_come_and_go_find_what_was_cached_before():
     store, answers = make_store(), []
     for _ in range(2):

@@ -151,6 +151,17 @@ def test_swapped_checksums_are_found(device):
     assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
 
 
+def test_no_piece_goes_beyond_its_kind(device):
+    """Of three states, two a piece; of many blocks behind them there is enough for a third."""
+    rig = Rig(device)
+    jobs = [CopyJob(STATE, place, place) for place in range(3)] + 500 * [CopyJob(KV, 0, 0)]
+    room = 2 * rig.transfers._entries[STATE].num_bytes
+    pieces = list(cuda._pieces(rig.transfers._by_kind(jobs), room))
+    assert [piece.which for piece in pieces][:2] == [slice(0, 2), slice(2, 3)]
+    assert [index for piece in pieces for index in piece.order] == list(range(len(jobs)))
+    assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
+
+
 class Journal:
     """A device that writes down what it is given, in order."""
 

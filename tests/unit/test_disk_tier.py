@@ -754,6 +754,21 @@ def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, c
     tier.close()
 
 
+def test_behind_a_folder_that_cannot_be_removed_another_makes_room(tmp_path, monkeypatch) -> None:
+    identities = [make_identity(f"weights {number}") for number in range(2)]
+    others = [open_tier(tmp_path, identity=identity, states=2) for identity in identities]
+    for age, (other, identity) in enumerate(zip(others, identities, strict=True)):
+        assert put(other, 1, identity=identity) is None
+        os.utime(other.folder, (1000 + age, 1000 + age))
+    others[1].close()
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    monkeypatch.setattr(directories, "_is_in_use", lambda folder: False)
+    assert put(tier, 1) is None
+    assert {each.path for each in folders(tmp_path)} == {tier.folder, others[0].folder}
+    others[0].close()
+    tier.close()
+
+
 def test_folders_are_listed_and_removed(tmp_path) -> None:
     with pytest.raises(InvalidArgumentError, match="there is no directory"):
         folders(tmp_path / "nowhere")
@@ -1089,6 +1104,16 @@ def test_what_is_known_to_be_wrong_is_not_found_again_nor_recovered(tmp_path) ->
     again = open_tier(tmp_path)
     assert has(again, 1, 2) == [False, True]
     again.close()
+
+
+def test_what_was_removed_can_be_written_anew(tier) -> None:
+    """Before it is erased it is not found; then nothing of it is remembered."""
+    assert put(tier, 1) is None
+    tier.remove(facts_of(1).key)
+    assert tier.flush()
+    assert put(tier, 1) is None
+    assert has(tier, 1) == [True]
+    assert load(tier, 1) == payload_of(1)
 
 
 def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:

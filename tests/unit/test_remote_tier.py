@@ -832,25 +832,44 @@ def test_stats_are_those_of_all_tiers(bench) -> None:
     assert bench.tier.num_queued == 0
 
 
+class Registering(MemoryStore):
+    """Knows which memory it may write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.registered = []
+
+    def register(self, memory):
+        self.registered.append(memory)
+
+    def unregister(self, memory):
+        self.registered.remove(memory)
+
+
 def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None:
     """What RDMA needs: a call's buffers lie in registered memory."""
-    registered = []
-
-    class Registering(MemoryStore):
-        def register(self, memory):
-            registered.append(memory)
-
-        def unregister(self, memory):
-            registered.remove(memory)
-
     bench = Bench(monkeypatch, store=Registering(), num_threads=2)
     bench.put(1, KV)
     bench.load(1, KV)
     bench.put(1)  # which needs more
     bench.load(1)
-    assert registered
+    assert bench.memory.registered
     bench.tier.close()
-    assert registered == []
+    assert bench.memory.registered == []
+
+
+def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) -> None:
+    """The store may write to it until the call returns."""
+    bench = Bench(monkeypatch, store=Registering(), num_threads=2, call_seconds=0.05)
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 1)
+    [loading] = [each for each in bench.tier._workers if each.is_loading]
+    bench.tier.close()
+    assert bench.memory.registered == [loading.memory.data]
+    bench.faulty.heal()
+    wait_until(lambda: not bench.memory.registered)
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(None, 4), (1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
