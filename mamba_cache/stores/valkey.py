@@ -29,6 +29,7 @@ _BYTES_AT_ONCE: Final = 32 * 2**20
 
 _DRAIN_BYTES: Final = 2**16
 _MAX_LINE: Final = 2**16
+_RECEIVED_BYTES: Final = 2**12
 _MAX_SECONDS: Final = 3600.0
 
 _FAULTS: Final = {
@@ -326,7 +327,7 @@ class _Connection:
         while b"\r\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE:
                 raise _ProtocolError("a line has no end")
-            self._buffer += self._receive(4096)
+            self._buffer += self._receive(_RECEIVED_BYTES)
         line, _, self._buffer = self._buffer.partition(b"\r\n")
         return line[:1], line[1:]
 

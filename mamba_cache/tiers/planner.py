@@ -69,7 +69,7 @@ class LoadPlanner:
         self._has_prefill = False  # unnoticed: None is as false
         # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
         self._weight = 0.0
-        self._means = (0.0, 0.0, 0.0, 0.0)
+        self._means = (0.0, 0.0, 0.0, 0.0)  # unnoticed: the first load has all the weight
 
     @property
     def has_measured_loads(self) -> bool:

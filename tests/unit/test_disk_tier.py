@@ -102,6 +102,21 @@ def test_what_is_not_there_is_a_counted_miss(tier) -> None:
     assert tier.stats().refused == {"missing": 2}
 
 
+def test_what_is_known_at_once_is_told_at_once(tier) -> None:
+    """By the caller's thread, though the disk is busy."""
+    assert put(tier, 1) is None
+    told, here = [], threading.get_ident()
+
+    def done(answer):
+        told.append((answer, threading.get_ident()))
+
+    other = facts_of(1, identity=make_identity("other weights"))
+    assert tier.load(facts_of(2), buffer_for(facts_of(2)), done)
+    assert tier.load(other, buffer_for(other), done)
+    assert tier.put(facts_of(1), payload_of(1), done)
+    assert told == [(Refusal.MISSING, here), (Refusal.IDENTITY, here), (None, here)]
+
+
 def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:
     assert put(tier, 1, STATE) is None
     assert has(tier, 1, kind=KV) == [False]

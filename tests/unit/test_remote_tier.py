@@ -196,6 +196,21 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     assert bench.load(1) == bytes(payload_of(1))
 
 
+def test_what_is_known_at_once_is_told_at_once(bench) -> None:
+    """By the caller's thread, though the store is busy."""
+    bench.put(1)
+    bench.put(2)
+    bench.tier.remove(facts_of(2).key)
+    told, here = [], threading.get_ident()
+
+    def done(answer):
+        told.append((answer, threading.get_ident()))
+
+    assert bench.tier.load(facts_of(2), buffer_for(facts_of(2)), done)
+    assert bench.tier.put(facts_of(1), payload_of(1), done)
+    assert told == [(Refusal.MISSING, here), (None, here)]
+
+
 def test_without_verifying_damage_comes_through(bench) -> None:
     """What the digests are for: the same damage, and a tier that believes what it gets."""
     bench.put(1)

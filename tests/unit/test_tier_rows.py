@@ -4,7 +4,7 @@ import ctypes
 import gc
 import threading
 import weakref
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from copy import copy
 
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tier_rig import KV, STATE
 
 from mamba_cache._guard import CallGuard
-from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
 from mamba_cache.protocols import KVBlockView
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
@@ -475,6 +475,20 @@ def test_a_tier_belongs_to_a_guard():
     assert tier._guard is guard
     assert tier.read(facts(1)) is Refusal.MISSING
     assert tier.refused == {"missing": 1}
+
+
+def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
+    refused = []
+
+    def meet(digest):
+        """Comes in the middle of a call."""
+        with ThreadPoolExecutor(1) as other:
+            refused.append(other.submit(tier.poll).exception())
+        return 1
+
+    tier = make_tier(hash_id_of=meet)
+    assert tier.complete(tier.reserve(facts(1)))
+    assert [type(each) for each in refused] == [ConcurrentUseError]
 
 
 def test_entries_lie_in_rows_to_the_bit():
