@@ -325,7 +325,7 @@ class _Connection:
     def _read_line(self) -> tuple[bytes, bytes]:
         """Return the first byte of a line, which says what it is, and the rest."""
         while b"\r\n" not in self._buffer:
-            if len(self._buffer) > _MAX_LINE:
+            if len(self._buffer) > _MAX_LINE:  # unnoticed: or at just as many bytes
                 raise _ProtocolError("a line has no end")
             self._buffer += self._receive(_RECEIVED_BYTES)
         line, _, self._buffer = self._buffer.partition(b"\r\n")

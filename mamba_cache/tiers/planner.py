@@ -128,6 +128,7 @@ class LoadPlanner:
         self._means = mean_bytes, mean_seconds, squares, products
         variance = squares - mean_bytes**2
         latency = self.rates.latency_seconds
+        # unnoticed: of just this spread is as good
         if variance > (_LEAST_SPREAD * mean_bytes) ** 2:
             slope = (products - mean_bytes * mean_seconds) / variance
             if slope > 0:

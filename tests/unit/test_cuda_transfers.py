@@ -162,6 +162,21 @@ def test_no_piece_goes_beyond_its_kind(device):
     assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
 
 
+def test_an_entry_of_just_a_piece_is_not_cut(device):
+    rig = Rig(device)
+    jobs = [CopyJob(STATE, 0, 0)] + 500 * [CopyJob(KV, 0, 0)]
+    room = rig.transfers._entries[STATE].num_bytes
+    first = next(cuda._pieces(rig.transfers._by_kind(jobs), room))
+    assert (first.order, first.lines) == ([0], None)
+
+
+def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
+    tensor = cuda._Tensor(0, 0, 64, cuda.MOST_PITCH, 8, range(3))
+    assert [each.num_lines for each in tensor.rectangles(slice(0, 3))] == [3]
+    wider = tensor._replace(pitch=cuda.MOST_PITCH + 1)
+    assert [each.num_lines for each in wider.rectangles(slice(0, 3))] == [1, 1, 1]
+
+
 class Journal:
     """A device that writes down what it is given, in order."""
 

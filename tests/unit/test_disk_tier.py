@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -526,9 +527,9 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert tier.stats().not_written == {"unhealthy": 1}
     monkeypatch.undo()
     monkeypatch.setattr(disks, "time", clock)
-    clock.now += 4.9
+    clock.now += 4.75
     assert not tier.is_healthy
-    clock.now += 0.2
+    clock.now += 0.25
     assert tier.is_healthy
     assert put(tier, 2) is None
     assert load(tier, 2) == payload_of(2)
@@ -545,8 +546,9 @@ def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) ->
     assert tier.is_healthy
     monkeypatch.undo()
     monkeypatch.setattr(disks, "time", clock)
+    clock.now += 4.75
     assert put(tier, 3) is Refusal.IO_ERROR  # not asked again at once
-    clock.now += 6
+    clock.now += 0.25
     assert put(tier, 3) is None
     assert load(tier, 3) == payload_of(3)
 
@@ -754,6 +756,19 @@ def test_room_that_others_use_is_not_taken(tmp_path, monkeypatch, clock) -> None
     other.close()
     clock.now += 6
     assert put(tier, 1) is None
+    tier.close()
+
+
+def test_nobody_makes_room_where_there_is_just_enough(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
+    identity = make_identity("other weights")
+    open_tier(tmp_path, identity=identity, states=8).close()
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    left = capacity_for(2, 2) - row_bytes_of(STATE_BYTES)
+    of_others = [replace(each, num_bytes=left) for each in folders(tmp_path)]
+    monkeypatch.setattr(disks, "folders", lambda path: of_others)
+    assert put(tier, 1) is None
+    assert folder_of(tmp_path, identity).exists()
     tier.close()
 
 

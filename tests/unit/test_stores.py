@@ -231,6 +231,14 @@ def test_a_blob_longer_than_its_buffer_is_read_past():
         store.close()
 
 
+def test_a_blob_of_no_bytes_is_there():
+    """Not one of this package: whoever verifies refuses it."""
+    with Speaker([OK, b"$0\r\n\r\n"]) as server:
+        store = valkey(server)
+        assert store.get_many_into(["a"], [buffer()]) == [0]
+        store.close()
+
+
 def test_a_connection_that_ended_while_nobody_used_it_costs_no_call():
     with Speaker([OK, b":1\r\n"], [OK, b":0\r\n"]) as server:
         store = valkey(server)
@@ -260,6 +268,8 @@ def test_reads_of_much_are_asked_for_in_parts(monkeypatch):
         assert store.get_many_into(["a", "b", "c"], [buffer(60) for _ in range(3)]) == [2, 2, 2]
         assert len(server.heard) == 4
         store.close()
+    groups = valkey_module._groups(["a", "b", "c"], [buffer(50) for _ in range(3)])
+    assert [len(group) for group in groups] == [2, 1]
 
 
 def test_a_blob_that_is_too_large_is_not_sent():
@@ -272,7 +282,8 @@ def test_a_blob_that_is_too_large_is_not_sent():
         store.close()
     memory = MemoryStore()
     memory.max_blob_bytes = 10
-    assert memory.put_many(["a"], [buffer(11)]) == [StoreFault.TOO_LARGE]
+    answers = memory.put_many(["a", "b"], [buffer(11), buffer(10)])
+    assert answers == [StoreFault.TOO_LARGE, None]
 
 
 def test_nobody_listens_or_nobody_answers():
@@ -419,6 +430,8 @@ CODES = {
 def test_codes_of_mooncake(master, monkeypatch, code, fault):
     store = mooncake(master)
     monkeypatch.setattr(Client, "codes", code)
+    monkeypatch.setattr(Client, "register_code", code)
+    assert store.register(memoryview(buffer())) is fault
     assert store.exists_many(["a", "b"]) == [fault, fault]
     assert store.put_many(["a"], [buffer()]) == [fault]
     assert store.get_many_into(["a"], [buffer()]) == [fault]
@@ -581,6 +594,13 @@ def test_troubles_of_some_keys_so_many_times():
         assert store.exists_many(["a", "b"]) == [None, StoreFault.UNREACHABLE]
     assert store.exists_many(["a", "b"]) == [None, None]
     assert store.injected == {("exists_many", Trouble.FAIL): 2}
+
+
+def test_what_has_no_probability_never_happens(monkeypatch):
+    store = faulty()
+    monkeypatch.setattr(store._random, "random", lambda: 0.0)
+    store.inject("exists_many", Trouble.FAIL, probability=0)
+    assert store.exists_many(["a"]) == [None]
 
 
 def test_the_same_seed_draws_the_same_troubles():
