@@ -187,6 +187,15 @@ def test_errors_of_valkey(answer, fault):
         store.close()
 
 
+def test_what_valkey_says_is_told():
+    with Speaker([OK, b"-LOADING it reads its file\r\n"]) as server:
+        store = valkey(server)
+        health = store.health()
+        assert health.fault is StoreFault.UNREACHABLE
+        assert health.detail.endswith(": LOADING it reads its file")
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("answers", "fault"),
     [
@@ -562,6 +571,38 @@ def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
         open_store("mooncake://host:1")
 
 
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("keys", "buffers", "said"),
+    [
+        ("ab", [buffer(), buffer()], "a sequence of keys, got the string"),
+        ([b"a"], [buffer()], "1 to 512 characters, got b'a'"),
+        ([""], [buffer()], "1 to 512 characters, got ''"),
+        (["a" * 513], [buffer()], "1 to 512 characters"),
+        (["\u00e9"], [buffer()], "printable ASCII without spaces"),
+        (["a\n"], [buffer()], "printable ASCII without spaces"),
+        (["a b"], [buffer()], "printable ASCII without spaces"),
+        (["a", "a"], [buffer(), buffer()], "must come once in a call"),
+        (["a", "b"], [buffer()], "2 keys need as many buffers, got 1"),
+        (["a"], [bytearray(10)], "must be a memoryview, got a bytearray"),
+        (["a"], [buffer(0)], "contiguous and not empty"),
+        (["a"], [buffer()[::2]], "contiguous and not empty"),
+        (["a"], [memoryview(b"read-only")], "must be writable"),
+    ],
+)
+def test_arguments_are_checked_at_the_door(keys, buffers, said):
+    store = MemoryStore()
+    with pytest.raises(InvalidArgumentError, match=said):
+        store.get_many_into(keys, buffers)
+
+
+def test_the_longest_key_and_memory_that_is_only_read_are_taken():
+    key = "k" * 512
+    assert MemoryStore().put_many([key, "a"], [memoryview(b"abc"), buffer()]) == [None, None]
+
+
 # Troubles on purpose
 
 
@@ -594,6 +635,13 @@ def test_troubles_of_some_keys_so_many_times():
         assert store.exists_many(["a", "b"]) == [None, StoreFault.UNREACHABLE]
     assert store.exists_many(["a", "b"]) == [None, None]
     assert store.injected == {("exists_many", Trouble.FAIL): 2}
+
+
+def test_behind_a_key_that_is_missing_others_meet_their_troubles():
+    store = faulty()
+    store.inject("get_many_into", Trouble.FAIL, matches=lambda key: key == "b")
+    answers = store.get_many_into(["missing", "b"], [buffer(), buffer()])
+    assert answers == [MISSING, StoreFault.UNREACHABLE]
 
 
 def test_what_has_no_probability_never_happens(monkeypatch):
