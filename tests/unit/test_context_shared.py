@@ -97,6 +97,14 @@ def test_what_does_not_fit_is_refused(changes):
         embed(make_store(), **changes)
 
 
+def test_slots_of_blocks_that_requests_refer_to_may_go():
+    """Who made them reads states at once."""
+    slots = make_store(slots=2).slots
+    slots.allocate_slots_batch([3, 4])
+    slots.kv_blocks.block_ref_counts[:] = 1
+    assert slots._evictable(()).tolist() == [0, 1]
+
+
 def test_keys_and_values_are_shared_or_not():
     store = make_store()
     bare = SharedStore(slots=store.slots, kv_cache=None, counters=store.counters)

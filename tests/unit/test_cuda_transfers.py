@@ -242,6 +242,21 @@ def chunks_seen(launches):
     ]
 
 
+def test_copies_and_their_events_are_of_the_ways_stream(journal):
+    """Else the launch that measures a piece would not wait for its copies."""
+    for transfer, copying, measuring in (
+        (journal.rig.transfers.spill, "sending", "summing"),
+        (journal.rig.transfers.load, "receiving", "comparing"),
+    ):
+        journal.entries.clear()
+        transfer(journal.rig.jobs)
+        assert {entry[-1].name for entry in journal.of("copy")} == {copying}
+        waits = [event for _, name, event, _ in journal.of("wait") if name == measuring]
+        assert waits
+        assert {event.stream.name for event in waits} <= {copying, "current"}
+        assert copying in {event.stream.name for event in waits}
+
+
 def test_what_crosses_the_link_is_timed_from_the_first_copy_to_the_last(journal):
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
     for transfer in (transfers.spill, transfers.load):

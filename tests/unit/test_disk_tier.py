@@ -725,6 +725,23 @@ def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monke
     lock.release()
 
 
+def test_who_only_looks_whether_a_folder_is_held_is_in_nobodys_way(tmp_path, monkeypatch) -> None:
+    """It holds the lock for a moment, so a second try comes a little later."""
+    open_tier(tmp_path).close()
+    folder, slept = folder_of(tmp_path, IDENTITY), []
+    looking = os.open(folder / "lock", os.O_RDWR)
+    assert directories._is_held(looking)
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if seconds:
+            os.close(looking)
+
+    monkeypatch.setattr(directories, "time", SimpleNamespace(sleep=sleep))
+    directories.FolderLock(folder).release()
+    assert slept == [0, directories._PATIENCE]
+
+
 def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
     others = [make_identity(f"weights {number}") for number in range(3)]

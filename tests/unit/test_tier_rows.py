@@ -421,6 +421,7 @@ def test_lower_tiers_end_their_copies_later():
     for refusal, is_kept in ((None, True), (Refusal.SHORT, False)):
         lease = tier.reserve(facts(1, STATE), for_lower=True)
         assert tier.reserve(facts(1, STATE)) is None
+        assert tier.dropped == {}, "it is on its way"
         assert not any(tier.leases.values())
         tier.buffer(lease)[:] = b"\1" * 4096
         thread = threading.Thread(target=tier.end_later, args=(lease, refusal))
@@ -429,6 +430,9 @@ def test_lower_tiers_end_their_copies_later():
         assert not tier.has(STATE, digest(1))
         tier.poll()
         assert tier.has(STATE, digest(1)) == is_kept
+        if is_kept:
+            assert tier.reserve(facts(1, STATE)) is None
+            assert tier.dropped == {}, "it is there"
         tier.check_invariants()
         tier.clear()
     own = tier.reserve(facts(2))
