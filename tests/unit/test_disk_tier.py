@@ -535,6 +535,22 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert load(tier, 2) == payload_of(2)
 
 
+def test_times_add_up(tier, monkeypatch, clock) -> None:
+    def taking(seconds, call):
+        def take(*arguments):
+            clock.now += seconds
+            return call(*arguments)
+
+        return take
+
+    monkeypatch.setattr(SlabFile, "write", taking(3, SlabFile.write))
+    monkeypatch.setattr(SlabFile, "read", taking(5, SlabFile.read))
+    for number in range(2):
+        assert put(tier, number) is None
+        assert load(tier, number) == payload_of(number)
+    assert (tier.stats().write_seconds, tier.stats().read_seconds) == (6, 10)
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) -> None:
     failing(error).patch(monkeypatch, "posix_fallocate")
