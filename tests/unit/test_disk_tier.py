@@ -31,7 +31,7 @@ from disk_rig import (
 )
 
 from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
-from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, jobs
+from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, inspect_rows, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import slab as slabs
@@ -693,6 +693,18 @@ def test_headers_that_cannot_be_read_at_the_start_are_counted(tmp_path, monkeypa
     assert again.stats().not_recovered == {"io_error": 1}
     assert again.stats().recovered == 1
     again.close()
+
+
+def test_rows_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(2):
+        assert put(tier, number) is None
+    tier.close()
+    failing(errno.EIO).patch(monkeypatch, "preadv")
+    reports = list(inspect_rows(tier.folder, None, with_payloads=False))
+    rows = tier.stats().rows["state"]
+    assert [report.row for report in reports if report.kind is STATE] == list(range(rows))
+    assert {report.refusal for report in reports} == {Refusal.IO_ERROR}
 
 
 # One user at a time.
