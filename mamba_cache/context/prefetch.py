@@ -498,7 +498,7 @@ class LowerTierLink:
         facts_of: _FactsOf,
         timeout_seconds: float | None,
         *,
-        key_of: _KeyOf | None = None,
+        key_of: _KeyOf,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing.
 
@@ -508,10 +508,9 @@ class LowerTierLink:
             hashes: Hashes of its complete blocks.
             facts_of: Derives the entries.
             timeout_seconds: When it is to be given up; None: never.
-            key_of: Names them. Default: by ``facts_of``, which takes longer.
+            key_of: Names them, which takes less time.
         """
         prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
-        key_of = key_of or (lambda kind, index: facts_of(kind, index).key)
         asked = _Asked(match, hashes, key_of, facts_of, prefetch)
         with self._taking_back():
             if self._ask(asked):

@@ -272,6 +272,7 @@ class RequestTable:
             SequenceLengthError: One has reached the longest length.
         """
         longest = self._max_sequence_length
+        # unnoticed: of no requests nobody reads it
         most = int(np.maximum.reduce(most_computed)) if group.ids else 0
         if most >= longest:
             index = int((most_computed >= longest).argmax())

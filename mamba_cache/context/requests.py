@@ -413,7 +413,7 @@ class ActiveRequest:
         self._is_cached = is_cached
         self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
-        self.row = -1
+        self.row = -1  # unnoticed: it is overwritten before it is read
         # unnoticed: these four are overwritten before they are read
         self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None

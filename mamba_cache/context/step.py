@@ -257,6 +257,7 @@ def _decode_batch(
     # unnoticed: a shortcut, the longer way gives the same
     are_several = work.width > 1
     if work.drafts is not None:
+        # unnoticed: numbers that small are the same in the other dtype
         table = np.empty((len(rows), work.width), dtype=np.int64)
         table[:, 0], table[:, 1:] = tokens, work.drafts
         # unnoticed: a shortcut, the longer way gives the same

@@ -29,6 +29,7 @@ _BYTES_AT_ONCE: Final = 32 * 2**20
 
 _DRAIN_BYTES: Final = 2**16
 _MAX_LINE: Final = 2**16
+_RECEIVED_BYTES: Final = 2**12
 _MAX_SECONDS: Final = 3600.0
 
 _FAULTS: Final = {
@@ -322,9 +323,9 @@ class _Connection:
     def _read_line(self) -> tuple[bytes, bytes]:
         """Return the first byte of a line, which says what it is, and the rest."""
         while b"\r\n" not in self._buffer:
-            if len(self._buffer) > _MAX_LINE:
+            if len(self._buffer) > _MAX_LINE:  # unnoticed: or at just as many bytes
                 raise _ProtocolError("a line has no end")
-            received = self._socket.recv(4096)
+            received = self._socket.recv(_RECEIVED_BYTES)
             if not received:
                 raise ConnectionResetError("the server closed the connection")
             self._buffer += received

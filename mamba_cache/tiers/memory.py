@@ -118,6 +118,7 @@ class Pinner:
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
         self._pin = pin
+        # unnoticed: of one CPU nobody knows of, or of some more, none is to spare
         count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - _SPARE_CORES))
         name = "mamba-cache-pin"
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")

@@ -69,7 +69,7 @@ class LoadPlanner:
         self._has_prefill = False  # unnoticed: None is as false
         # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
         self._weight = 0.0
-        self._means = (0.0, 0.0, 0.0, 0.0)
+        self._means = (0.0, 0.0, 0.0, 0.0)  # unnoticed: the first load has all the weight
 
     @property
     def has_measured_loads(self) -> bool:
@@ -128,6 +128,7 @@ class LoadPlanner:
         self._means = mean_bytes, mean_seconds, squares, products
         variance = squares - mean_bytes**2
         latency = self.rates.latency_seconds
+        # unnoticed: of just this spread is as good
         if variance > (_LEAST_SPREAD * mean_bytes) ** 2:
             slope = (products - mean_bytes * mean_seconds) / variance
             if slope > 0:

@@ -528,7 +528,7 @@ class RemoteTier:
             worker.deadline = now + seconds
             is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
             worker.reads_since = now if is_read else None
-            if worker.deadline < self._looks_at:
+            if worker.deadline < self._looks_at:  # unnoticed: waking who watches once more
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
         try:
@@ -700,6 +700,7 @@ class RemoteTier:
         if not self._verifies:
             return None
         if answer != len(chunk):
+            # unnoticed: equal they are not
             return Refusal.SHORT if answer < len(chunk) else Refusal.PAYLOAD_BYTES
         return None if payload_digest(chunk) == digest else Refusal.PAYLOAD_DIGEST
 

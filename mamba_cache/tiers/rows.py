@@ -398,7 +398,7 @@ class RowPool:
 
     def _lease(self, row: int, *, writes: bool) -> RowLease:
         lease = RowLease(row, self.generations.item(row), self.next_number, writes)
-        self.next_number += 1
+        self.next_number += 1  # unnoticed: by any step no two are equal
         self._leases[lease.number] = lease
         return lease
 

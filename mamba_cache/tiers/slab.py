@@ -80,6 +80,7 @@ class SlabFile:
         self._buffers = _Buffers(self.row_bytes)
         self._fd, self.is_direct = _open(path)
         try:
+            # unnoticed: a file of just as many rows may be cut to them
             if os.fstat(self._fd).st_size > max_rows * self.row_bytes:
                 os.ftruncate(self._fd, max_rows * self.row_bytes)
             self.num_rows = os.fstat(self._fd).st_size // self.row_bytes

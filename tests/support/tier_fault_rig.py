@@ -470,9 +470,14 @@ def prefetch_all(rig):
     rig.link._planner.rates = rig.link._planner.rates._replace(bytes_per_second=1e18)
     rig.link._planner._learns = False
     rig.link._host_planner.rates = rig.link._host_planner.rates._replace(tokens_per_second=1e-3)
-    return rig.link.prefetch(
-        "one", match, Hashes(), lambda kind, index: rig.facts(index, kind), None
-    )
+
+    def facts_of(kind, index):
+        return rig.facts(index, kind)
+
+    def key_of(kind, index):
+        return facts_of(kind, index).key
+
+    return rig.link.prefetch("one", match, Hashes(), facts_of, None, key_of=key_of)
 
 
 def aborted(rig):

@@ -50,6 +50,14 @@ def test_slots_may_be_given_as_a_budget():
     assert embed(store, **budget).slot_allocator is store.slots
 
 
+def test_kv_blocks_may_be_given_as_a_budget():
+    budget = {"num_kv_blocks": None, "kv_cache_gb": 1e-4}
+    num_blocks = make_context(make_config(**budget)).kv_block_allocator.pool_size - 1
+    assert num_blocks > 1
+    store = make_store(blocks=num_blocks)
+    assert embed(store, **budget).slot_allocator is store.slots
+
+
 def test_contexts_that_come_and_go_find_what_was_cached_before():
     store, answers = make_store(), []
     for _ in range(2):
@@ -87,6 +95,14 @@ def test_states_may_lie_in_memory_of_the_owners():
 def test_what_does_not_fit_is_refused(changes):
     with pytest.raises(InvalidArgumentError, match="what a context shares must have"):
         embed(make_store(), **changes)
+
+
+def test_slots_of_blocks_that_requests_refer_to_may_go():
+    """Who made them reads states at once."""
+    slots = make_store(slots=2).slots
+    slots.allocate_slots_batch([3, 4])
+    slots.kv_blocks.block_ref_counts[:] = 1
+    assert slots._evictable(()).tolist() == [0, 1]
 
 
 def test_keys_and_values_are_shared_or_not():

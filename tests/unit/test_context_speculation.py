@@ -386,14 +386,15 @@ def test_a_device_is_sent_rows_as_wide_as_its_kernel_reads():
     """As on a GPU: tokens of the host are padded, those of the device are taken as they are."""
     config, device, calls = make_config(num_speculative_tokens=DRAFTS), torch.device("meta"), []
     speculation = Speculation(config, device)
-    speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given[2:]))
+    speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given))
     speculation.advance(None, np.array([[4], [5]]), np.array([1, 0]))
-    tokens, counts = calls[0]
+    rows, _, tokens, counts = calls[0]
+    assert rows is speculation._rows
     assert (tokens.shape, tokens.dtype, tokens.device) == ((2, 1 + DRAFTS), torch.int64, device)
     assert (counts.shape, counts.dtype, counts.device) == ((2,), torch.int32, device)
     speculation.advance(None, tokens, counts)
-    assert calls[1][0] is tokens
-    assert calls[1][1] is counts
+    assert calls[1][2] is tokens
+    assert calls[1][3] is counts
 
 
 def test_drafts_that_are_not_accepted_count_as_computed(context):

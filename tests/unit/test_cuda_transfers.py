@@ -53,12 +53,18 @@ def copies_of(*, to_device):
     return copy
 
 
+def keep_for(tensor, stream):
+    """In place of a GPU's allocator, which is told who else uses memory."""
+    assert tensor.numel()
+    assert isinstance(stream, Done)
+
+
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setattr(cuda, "_event", lambda timed=False: Done())
     monkeypatch.setattr(cuda, "_stream", lambda device: Done())
     monkeypatch.setattr(cuda, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    monkeypatch.setattr(cuda, "_keep_for", lambda tensor, stream: None)
+    monkeypatch.setattr(cuda, "_keep_for", keep_for)
     monkeypatch.setattr(cuda, "cuda_rectangles", copies_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Done())
@@ -151,6 +157,32 @@ def test_swapped_checksums_are_found(device):
     assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
 
 
+def test_no_piece_goes_beyond_its_kind(device):
+    """Of three states, two a piece; of many blocks behind them there is enough for a third."""
+    rig = Rig(device)
+    jobs = [CopyJob(STATE, place, place) for place in range(3)] + 500 * [CopyJob(KV, 0, 0)]
+    room = 2 * rig.transfers._entries[STATE].num_bytes
+    pieces = list(cuda._pieces(rig.transfers._by_kind(jobs), room))
+    assert [piece.which for piece in pieces][:2] == [slice(0, 2), slice(2, 3)]
+    assert [index for piece in pieces for index in piece.order] == list(range(len(jobs)))
+    assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
+
+
+def test_an_entry_of_just_a_piece_is_not_cut(device):
+    rig = Rig(device)
+    jobs = [CopyJob(STATE, 0, 0)] + 500 * [CopyJob(KV, 0, 0)]
+    room = rig.transfers._entries[STATE].num_bytes
+    first = next(cuda._pieces(rig.transfers._by_kind(jobs), room))
+    assert (first.order, first.lines) == ([0], None)
+
+
+def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
+    tensor = cuda._Tensor(0, 0, 64, cuda.MOST_PITCH, 8, range(3))
+    assert [each.num_lines for each in tensor.rectangles(slice(0, 3))] == [3]
+    wider = tensor._replace(pitch=cuda.MOST_PITCH + 1)
+    assert [each.num_lines for each in wider.rectangles(slice(0, 3))] == [1, 1, 1]
+
+
 class Journal:
     """A device that writes down what it is given, in order."""
 
@@ -214,6 +246,21 @@ def chunks_seen(launches):
         for entry in range(16)[which]
         for chunk in range(99)[chunks]
     ]
+
+
+def test_copies_and_their_events_are_of_the_ways_stream(journal):
+    """Else the launch that measures a piece would not wait for its copies."""
+    for transfer, copying, measuring in (
+        (journal.rig.transfers.spill, "sending", "summing"),
+        (journal.rig.transfers.load, "receiving", "comparing"),
+    ):
+        journal.entries.clear()
+        transfer(journal.rig.jobs)
+        assert {entry[-1].name for entry in journal.of("copy")} == {copying}
+        waits = [event for _, name, event, _ in journal.of("wait") if name == measuring]
+        assert waits
+        assert {event.stream.name for event in waits} <= {copying, "current"}
+        assert copying in {event.stream.name for event in waits}
 
 
 def test_what_crosses_the_link_is_timed_from_the_first_copy_to_the_last(journal):

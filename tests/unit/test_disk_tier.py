@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ from disk_rig import (
 )
 
 from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
-from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, jobs
+from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, inspect_rows, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
@@ -101,6 +102,21 @@ def test_what_is_not_there_is_a_counted_miss(tier) -> None:
     assert load(tier, 1) is Refusal.MISSING
     assert load(tier, 2) is Refusal.MISSING
     assert tier.stats().refused == {"missing": 2}
+
+
+def test_what_is_known_at_once_is_told_at_once(tier) -> None:
+    """By the caller's thread, though the disk is busy."""
+    assert put(tier, 1) is None
+    told, here = [], threading.get_ident()
+
+    def done(answer):
+        told.append((answer, threading.get_ident()))
+
+    other = facts_of(1, identity=make_identity("other weights"))
+    assert tier.load(facts_of(2), buffer_for(facts_of(2)), done)
+    assert tier.load(other, buffer_for(other), done)
+    assert tier.put(facts_of(1), payload_of(1), done)
+    assert told == [(Refusal.MISSING, here), (Refusal.IDENTITY, here), (None, here)]
 
 
 def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:
@@ -322,7 +338,7 @@ def test_a_smaller_capacity_cuts_the_file(tmp_path) -> None:
 DAMAGE = {
     "a bit of the payload": (PAGE_BYTES + 77, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
     "the payload's last byte": (PAGE_BYTES + STATE_BYTES - 2, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
-    "a bit of the header": (60, b"\x01", Refusal.CHECKSUM),
+    "a bit of the header": (60, b"\x00\x01", Refusal.CHECKSUM),
     "zeroes": (0, bytes(row_bytes_of(STATE_BYTES)), Refusal.MAGIC),
     "the version": (8, b"\x07", Refusal.VERSION),
 }
@@ -512,12 +528,28 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert tier.stats().not_written == {"unhealthy": 1}
     monkeypatch.undo()
     monkeypatch.setattr(disks, "time", clock)
-    clock.now += 4.9
+    clock.now += 4.75
     assert not tier.is_healthy
-    clock.now += 0.2
+    clock.now += 0.25
     assert tier.is_healthy
     assert put(tier, 2) is None
     assert load(tier, 2) == payload_of(2)
+
+
+def test_times_add_up(tier, monkeypatch, clock) -> None:
+    def taking(seconds, call):
+        def take(*arguments):
+            clock.now += seconds
+            return call(*arguments)
+
+        return take
+
+    monkeypatch.setattr(SlabFile, "write", taking(3, SlabFile.write))
+    monkeypatch.setattr(SlabFile, "read", taking(5, SlabFile.read))
+    for number in range(2):
+        assert put(tier, number) is None
+        assert load(tier, number) == payload_of(number)
+    assert (tier.stats().write_seconds, tier.stats().read_seconds) == (6, 10)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
@@ -531,8 +563,9 @@ def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) ->
     assert tier.is_healthy
     monkeypatch.undo()
     monkeypatch.setattr(disks, "time", clock)
+    clock.now += 4.75
     assert put(tier, 3) is Refusal.IO_ERROR  # not asked again at once
-    clock.now += 6
+    clock.now += 0.25
     assert put(tier, 3) is None
     assert load(tier, 3) == payload_of(3)
 
@@ -663,6 +696,18 @@ def test_headers_that_cannot_be_read_at_the_start_are_counted(tmp_path, monkeypa
     again.close()
 
 
+def test_rows_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(2):
+        assert put(tier, number) is None
+    tier.close()
+    failing(errno.EIO).patch(monkeypatch, "preadv")
+    reports = list(inspect_rows(tier.folder, None, with_payloads=False))
+    rows = tier.stats().rows["state"]
+    assert [report.row for report in reports if report.kind is STATE] == list(range(rows))
+    assert {report.refusal for report in reports} == {Refusal.IO_ERROR}
+
+
 # One user at a time.
 
 
@@ -709,6 +754,23 @@ def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monke
     lock.release()
 
 
+def test_who_only_looks_whether_a_folder_is_held_is_in_nobodys_way(tmp_path, monkeypatch) -> None:
+    """It holds the lock for a moment, so a second try comes a little later."""
+    open_tier(tmp_path).close()
+    folder, slept = folder_of(tmp_path, IDENTITY), []
+    looking = os.open(folder / "lock", os.O_RDWR)
+    assert directories._is_held(looking)
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if seconds:
+            os.close(looking)
+
+    monkeypatch.setattr(directories, "time", SimpleNamespace(sleep=sleep))
+    directories.FolderLock(folder).release()
+    assert slept == [0, directories._PATIENCE]
+
+
 def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
     others = [make_identity(f"weights {number}") for number in range(3)]
@@ -743,6 +805,19 @@ def test_room_that_others_use_is_not_taken(tmp_path, monkeypatch, clock) -> None
     tier.close()
 
 
+def test_nobody_makes_room_where_there_is_just_enough(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
+    identity = make_identity("other weights")
+    open_tier(tmp_path, identity=identity, states=8).close()
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    left = capacity_for(2, 2) - row_bytes_of(STATE_BYTES)
+    of_others = [replace(each, num_bytes=left) for each in folders(tmp_path)]
+    monkeypatch.setattr(disks, "folders", lambda path: of_others)
+    assert put(tier, 1) is None
+    assert folder_of(tmp_path, identity).exists()
+    tier.close()
+
+
 def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, clock) -> None:
     identity = make_identity("other weights")
     other = open_tier(tmp_path, identity=identity, states=8)
@@ -752,6 +827,21 @@ def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, c
     assert put(tier, 1) is Refusal.IO_ERROR
     assert load(other, 1, identity=identity) == payload_of(1)
     other.close()
+    tier.close()
+
+
+def test_behind_a_folder_that_cannot_be_removed_another_makes_room(tmp_path, monkeypatch) -> None:
+    identities = [make_identity(f"weights {number}") for number in range(2)]
+    others = [open_tier(tmp_path, identity=identity, states=2) for identity in identities]
+    for age, (other, identity) in enumerate(zip(others, identities, strict=True)):
+        assert put(other, 1, identity=identity) is None
+        os.utime(other.folder, (1000 + age, 1000 + age))
+    others[1].close()
+    tier = open_tier(tmp_path, states=2, blocks=2)
+    monkeypatch.setattr(directories, "_is_in_use", lambda folder: False)
+    assert put(tier, 1) is None
+    assert {each.path for each in folders(tmp_path)} == {tier.folder, others[0].folder}
+    others[0].close()
     tier.close()
 
 
@@ -1090,6 +1180,16 @@ def test_what_is_known_to_be_wrong_is_not_found_again_nor_recovered(tmp_path) ->
     again = open_tier(tmp_path)
     assert has(again, 1, 2) == [False, True]
     again.close()
+
+
+def test_what_was_removed_can_be_written_anew(tier) -> None:
+    """Before it is erased it is not found; then nothing of it is remembered."""
+    assert put(tier, 1) is None
+    tier.remove(facts_of(1).key)
+    assert tier.flush()
+    assert put(tier, 1) is None
+    assert has(tier, 1) == [True]
+    assert load(tier, 1) == payload_of(1)
 
 
 def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:

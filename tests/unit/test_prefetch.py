@@ -499,6 +499,28 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
     assert (again[0], again[2].skip_tokens) == (tokens, 56)
 
 
+def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
+    settings = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
+    planner = LoadPlanner(learns=False)
+    config = make_config(**settings, **on_disk)
+    context = make_context(config, identity=MODEL_IDENTITY, disk_planner=planner)
+    assert context._tiering.lower._planner is planner
+    context.close()
+
+
+def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
+    """It writes from the host's rows and reads into them."""
+    for number, (settings, kinds) in enumerate((
+        ({}, {"kv", "state"}),
+        ({"num_host_states": 0}, {"kv"}),
+        ({"num_host_blocks": 0}, {"state"}),
+    )):  # fmt: skip
+        context = make(tmp_path / str(number), **settings)
+        assert context.disk_tier.stats().max_rows.keys() == kinds
+        context.close()
+
+
 @pytest.mark.parametrize("uses", [1, 2])
 def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path, uses) -> None:
     context = make(

@@ -100,6 +100,8 @@ def test_a_prompt_that_goes_on_inside_a_block_uses_the_state_there():
     proposal = StateProposal(prompt, paths.depth(len(told)))
     answered = told + [4] * 50
     answer = paths.propose_answer(prompt, path_of(paths, answered), is_asked=False)
+    assert answer.is_asked is False
+    assert paths.propose_answer(prompt, path_of(paths, answered), is_asked=True).is_asked is True
     plan = policy.admit([proposal, answer], 2, np.empty(0, np.int64))
     assert plan == ([True, True], [])
     policy.on_reserved([0, 1])

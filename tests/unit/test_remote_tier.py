@@ -103,7 +103,7 @@ def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     calls = calls_of(bench)
     assert bench.put(1) is None
     assert calls == []
-    bench.turn(61)
+    bench.turn(60)
     assert bench.tier.has_many([facts_of(1).key]) == [False]
     assert bench.put(1) is None
     other = Bench(store=bench.memory)
@@ -194,6 +194,21 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     assert bench.ask(1) == [False]
     assert bench.put(1) is None
     assert bench.load(1) == bytes(payload_of(1))
+
+
+def test_what_is_known_at_once_is_told_at_once(bench) -> None:
+    """By the caller's thread, though the store is busy."""
+    bench.put(1)
+    bench.put(2)
+    bench.tier.remove(facts_of(2).key)
+    told, here = [], threading.get_ident()
+
+    def done(answer):
+        told.append((answer, threading.get_ident()))
+
+    assert bench.tier.load(facts_of(2), buffer_for(facts_of(2)), done)
+    assert bench.tier.put(facts_of(1), payload_of(1), done)
+    assert told == [(Refusal.MISSING, here), (None, here)]
 
 
 def test_without_verifying_damage_comes_through(bench) -> None:
@@ -325,9 +340,9 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
     assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
     assert bench.tier.has_many([facts_of(1).key]) == [False]
     assert calls == []
-    bench.turn(4.9)
+    bench.turn(4.75)
     assert bench.faulty.injected["health", Trouble.FAIL] == 0
-    bench.turn(0.2)
+    bench.turn(0.25)
     wait_until(lambda: bench.faulty.injected["health", Trouble.FAIL] == 1)
     wait_until(lambda: bench.tier._probes_at is not None)
     assert not bench.tier.is_healthy
@@ -371,10 +386,10 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     answer, into = Answer(), buffer_for(facts_of(1))
     assert bench.tier.load(facts_of(1), into, answer)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
-    bench.turn(1.9)
+    bench.turn(1.75)
     assert not answer.calls
-    assert bench.tier.silence() == pytest.approx(1.9)
-    bench.turn(0.2)
+    assert bench.tier.silence() == 1.75
+    bench.turn(0.25)
     assert answer.get() is Refusal.TIMEOUT
     assert bench.tier.silence() == 0
     [hung] = bench.tier._hung
@@ -673,6 +688,25 @@ def test_writing_for_long_is_no_silence(bench) -> None:
     assert bench.tier.stats().write_seconds == 1
 
 
+def test_times_add_up(bench) -> None:
+    """Two calls put an entry, its chunks and its manifest; three bring it."""
+    for name, seconds in (("put_many", 3), ("get_many_into", 5)):
+        original = getattr(bench.memory, name)
+
+        def take(*arguments, call=original, seconds=seconds):
+            bench.clock.now += seconds
+            return call(*arguments)
+
+        setattr(bench.memory, name, take)
+    for number in range(2):
+        assert bench.put(number) is None
+        bench.end()
+        assert bench.load(number) == bytes(payload_of(number))
+        bench.end()
+    stats = bench.tier.stats()
+    assert (stats.write_seconds, stats.read_seconds) == (2 * 2 * 3, 2 * 3 * 5)
+
+
 def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:
     """So that the others have something to do, and nobody waits for all of them."""
     monkeypatch.setattr(remote, "_ENTRIES_AT_ONCE", 2)
@@ -832,25 +866,55 @@ def test_stats_are_those_of_all_tiers(bench) -> None:
     assert bench.tier.num_queued == 0
 
 
+class Registering(MemoryStore):
+    """Knows which memory it may write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.registered, self.num_taken_back = [], 0
+
+    def register(self, memory):
+        self.registered.append(memory)
+
+    def unregister(self, memory):
+        self.registered.remove(memory)
+        self.num_taken_back += 1
+
+
 def test_memory_is_registered_with_the_store_and_taken_back(monkeypatch) -> None:
     """What RDMA needs: a call's buffers lie in registered memory."""
-    registered = []
-
-    class Registering(MemoryStore):
-        def register(self, memory):
-            registered.append(memory)
-
-        def unregister(self, memory):
-            registered.remove(memory)
-
     bench = Bench(monkeypatch, store=Registering(), num_threads=2)
     bench.put(1, KV)
     bench.load(1, KV)
     bench.put(1)  # which needs more
     bench.load(1)
-    assert registered
+    assert bench.memory.registered
     bench.tier.close()
-    assert registered == []
+    assert bench.memory.registered == []
+
+
+def test_a_thread_keeps_its_memory_while_it_is_enough(monkeypatch) -> None:
+    """A put of eight chunks takes all of it; to register memory for RDMA takes long."""
+    bench = Bench(monkeypatch, store=Registering(), num_threads=2, chunk_bytes=1024)
+    for number in range(3):  # one of the two threads writes for the second time
+        bench.put(number)
+    assert {len(memory) for memory in bench.memory.registered} == {8 * 1024}
+    assert bench.memory.num_taken_back == 0
+    bench.tier.close()
+
+
+def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) -> None:
+    """The store may write to it until the call returns."""
+    bench = Bench(monkeypatch, store=Registering(), num_threads=2, call_seconds=0.05)
+    bench.put(1)
+    bench.faulty.inject("get_many_into", Trouble.HANG)
+    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
+    wait_until(lambda: bench.faulty.injected[HANGS] == 1)
+    [loading] = [each for each in bench.tier._workers if each.is_loading]
+    bench.tier.close()
+    assert bench.memory.registered == [loading.memory.data]
+    bench.faulty.heal()
+    wait_until(lambda: not bench.memory.registered)
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(None, 4), (1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
@@ -865,8 +929,10 @@ def test_it_has_no_more_threads_than_there_are_processors(cpus, threads, monkeyp
 def test_arguments_are_checked(bench) -> None:
     with pytest.raises(InvalidArgumentError, match="num_threads must be an int"):
         RemoteTier(bench.memory, num_threads=1)
+    most = bench.memory.max_blob_bytes
     with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
-        RemoteTier(bench.memory, chunk_bytes=bench.memory.max_blob_bytes + 1)
+        RemoteTier(bench.memory, chunk_bytes=most + 1)
+    RemoteTier(bench.memory, chunk_bytes=most).close()
     for call in (bench.tier.put, bench.tier.load):
         with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
             call(facts_of(1), memoryview(bytearray(8999)), lambda _: None)

@@ -214,6 +214,16 @@ def test_a_salt_whose_requests_run_is_scrubbed_to_what_they_need():
     numbers.step()
 
 
+def test_without_requests_last_tokens_are_zero():
+    numbers = make_numbers()
+    add(numbers, "a", 11)
+    numbers.step()
+    assert numbers.context.request_table.last_tokens.any()
+    numbers.context.finish("a")
+    numbers.context.scrub()
+    assert not numbers.context.request_table.last_tokens.any()
+
+
 def test_reserved_slots_are_left_alone_unless_said():
     from mamba_cache.slots import scrub_free_slots  # noqa: PLC0415
 

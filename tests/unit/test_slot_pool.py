@@ -424,6 +424,16 @@ def test_slot_0_is_a_slot_when_states_arrive():
         pool.begin_arriving([[3, 2][slots.index(0)]])
 
 
+def test_what_finds_a_state_is_part_of_the_fingerprint():
+    prints = set()
+    for hash_id in (7, 8):
+        pool = make_pool(1, 3)
+        pool.allocate_slots_batch([2])
+        pool.register_block_hashes_batch([2], [hash_id])
+        prints.add(pool.fingerprint())
+    assert len(prints) == 2
+
+
 def test_the_order_of_free_slots_is_part_of_the_fingerprint():
     """Ranks take slots from the top: in another order states would lie in other slots."""
     prints = []

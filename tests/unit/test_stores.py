@@ -187,6 +187,15 @@ def test_errors_of_valkey(answer, fault):
         store.close()
 
 
+def test_what_valkey_says_is_told():
+    with Speaker([OK, b"-LOADING it reads its file\r\n"]) as server:
+        store = valkey(server)
+        health = store.health()
+        assert health.fault is StoreFault.UNREACHABLE
+        assert health.detail.endswith(": LOADING it reads its file")
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("answers", "fault"),
     [
@@ -231,6 +240,14 @@ def test_a_blob_longer_than_its_buffer_is_read_past():
         store.close()
 
 
+def test_a_blob_of_no_bytes_is_there():
+    """Not one of this package: whoever verifies refuses it."""
+    with Speaker([OK, b"$0\r\n\r\n"]) as server:
+        store = valkey(server)
+        assert store.get_many_into(["a"], [buffer()]) == [0]
+        store.close()
+
+
 def test_a_connection_that_ended_while_nobody_used_it_costs_no_call():
     with Speaker([OK, b":1\r\n"], [OK, b":0\r\n"]) as server:
         store = valkey(server)
@@ -260,6 +277,8 @@ def test_reads_of_much_are_asked_for_in_parts(monkeypatch):
         assert store.get_many_into(["a", "b", "c"], [buffer(60) for _ in range(3)]) == [2, 2, 2]
         assert len(server.heard) == 4
         store.close()
+    groups = valkey_module._groups(["a", "b", "c"], [buffer(50) for _ in range(3)])
+    assert [len(group) for group in groups] == [2, 1]
 
 
 def test_a_blob_that_is_too_large_is_not_sent():
@@ -272,7 +291,8 @@ def test_a_blob_that_is_too_large_is_not_sent():
         store.close()
     memory = MemoryStore()
     memory.max_blob_bytes = 10
-    assert memory.put_many(["a"], [buffer(11)]) == [StoreFault.TOO_LARGE]
+    answers = memory.put_many(["a", "b"], [buffer(11), buffer(10)])
+    assert answers == [StoreFault.TOO_LARGE, None]
 
 
 def test_nobody_listens_or_nobody_answers():
@@ -419,6 +439,8 @@ CODES = {
 def test_codes_of_mooncake(master, monkeypatch, code, fault):
     store = mooncake(master)
     monkeypatch.setattr(Client, "codes", code)
+    monkeypatch.setattr(Client, "register_code", code)
+    assert store.register(memoryview(buffer())) is fault
     assert store.exists_many(["a", "b"]) == [fault, fault]
     assert store.put_many(["a"], [buffer()]) == [fault]
     assert store.get_many_into(["a"], [buffer()]) == [fault]
@@ -549,6 +571,38 @@ def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
         open_store("mooncake://host:1")
 
 
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("keys", "buffers", "said"),
+    [
+        ("ab", [buffer(), buffer()], "a sequence of keys, got the string"),
+        ([b"a"], [buffer()], "1 to 512 characters, got b'a'"),
+        ([""], [buffer()], "1 to 512 characters, got ''"),
+        (["a" * 513], [buffer()], "1 to 512 characters"),
+        (["\u00e9"], [buffer()], "printable ASCII without spaces"),
+        (["a\n"], [buffer()], "printable ASCII without spaces"),
+        (["a b"], [buffer()], "printable ASCII without spaces"),
+        (["a", "a"], [buffer(), buffer()], "must come once in a call"),
+        (["a", "b"], [buffer()], "2 keys need as many buffers, got 1"),
+        (["a"], [bytearray(10)], "must be a memoryview, got a bytearray"),
+        (["a"], [buffer(0)], "contiguous and not empty"),
+        (["a"], [buffer()[::2]], "contiguous and not empty"),
+        (["a"], [memoryview(b"read-only")], "must be writable"),
+    ],
+)
+def test_arguments_are_checked_at_the_door(keys, buffers, said):
+    store = MemoryStore()
+    with pytest.raises(InvalidArgumentError, match=said):
+        store.get_many_into(keys, buffers)
+
+
+def test_the_longest_key_and_memory_that_is_only_read_are_taken():
+    key = "k" * 512
+    assert MemoryStore().put_many([key, "a"], [memoryview(b"abc"), buffer()]) == [None, None]
+
+
 # Troubles on purpose
 
 
@@ -581,6 +635,20 @@ def test_troubles_of_some_keys_so_many_times():
         assert store.exists_many(["a", "b"]) == [None, StoreFault.UNREACHABLE]
     assert store.exists_many(["a", "b"]) == [None, None]
     assert store.injected == {("exists_many", Trouble.FAIL): 2}
+
+
+def test_behind_a_key_that_is_missing_others_meet_their_troubles():
+    store = faulty()
+    store.inject("get_many_into", Trouble.FAIL, matches=lambda key: key == "b")
+    answers = store.get_many_into(["missing", "b"], [buffer(), buffer()])
+    assert answers == [MISSING, StoreFault.UNREACHABLE]
+
+
+def test_what_has_no_probability_never_happens(monkeypatch):
+    store = faulty()
+    monkeypatch.setattr(store._random, "random", lambda: 0.0)
+    store.inject("exists_many", Trouble.FAIL, probability=0)
+    assert store.exists_many(["a"]) == [None]
 
 
 def test_the_same_seed_draws_the_same_troubles():

@@ -297,7 +297,7 @@ def test_an_identity_of_one_process_is_nobody_elses() -> None:
 
 
 def test_salts_are_told_apart_and_not_told() -> None:
-    salts = [None, "1", b"1", 1, "", b"", "alice"]
+    salts = [None, "1", b"1", 1, 2, "2", b"2", "", b"", "alice", b"alice"]
     digests = {tenant_digest(b"secret", salt) for salt in salts}
     assert len(digests) == len(salts)
     assert {len(digest) for digest in digests} == {16}

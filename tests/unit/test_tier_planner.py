@@ -59,12 +59,20 @@ def test_loads_of_one_size_tell_the_bandwidth_alone():
     assert planner.rates.bytes_per_second == pytest.approx(1e10)
 
 
+def test_loads_that_take_the_same_whatever_their_size_tell_no_latency():
+    planner = LoadPlanner(Rates(1e9, 0.001, 1.0))
+    for num_bytes in (100, 1000):
+        planner.record_load(num_bytes, 1.0)
+    assert planner.rates.latency_seconds == 0.001
+
+
 def test_what_cannot_be_is_not_learned():
     planner = LoadPlanner()
     before = planner.rates
     planner.record_load(0, 1.0)
     planner.record_load(5, 0.0)
     planner.record_prefill(0, 1.0)
+    planner.record_prefill(5, 0.0)
     planner.record_prefill(5, -1.0)
     assert planner.rates == before
     planner.record_load(1, 1e-9)

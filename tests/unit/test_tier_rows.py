@@ -4,7 +4,9 @@ import ctypes
 import gc
 import threading
 import weakref
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
+from copy import copy
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tier_rig import KV, STATE
 
 from mamba_cache._guard import CallGuard
-from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
+from mamba_cache.protocols import KVBlockView
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -231,6 +234,30 @@ def test_a_policy_of_slots_is_told_where_each_entry_lies():
     assert told == [([lease.row], [1]) for lease in reversed(leases)]
 
 
+def test_a_policy_of_slots_sees_rows_as_kv_blocks():
+    """It may read all that ``KVBlockView`` has."""
+    seen = []
+
+    class Looking(LruSlotPolicy):
+        def choose(self, num_slots, slots, blocks, kv_blocks):
+            names = KVBlockView.__annotations__
+            seen.append({name: copy(getattr(kv_blocks, name)) for name in names})
+            return super().choose(num_slots, slots, blocks, kv_blocks)
+
+    pool = ready(3, policy=Looking())
+    store(pool, 1, 2, 3)
+    read = pool.read(digest(3))
+    store(pool, 4)
+    [view] = seen
+    assert view["pool_size"] == 3
+    assert view["block_ref_counts"].tolist() == [0, 0, 1]
+    assert view["block_timestamps"].tolist() == [1, 2, 3]
+    assert view["block_hashes"].tolist() == [-1, -1, -1]
+    dtypes = [view[name].dtype for name in ("block_ref_counts", "block_timestamps", "block_hashes")]
+    assert dtypes == [np.int32, np.int64, np.int64]
+    pool.release(read)
+
+
 def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
     told = []
 
@@ -394,6 +421,7 @@ def test_lower_tiers_end_their_copies_later():
     for refusal, is_kept in ((None, True), (Refusal.SHORT, False)):
         lease = tier.reserve(facts(1, STATE), for_lower=True)
         assert tier.reserve(facts(1, STATE)) is None
+        assert tier.dropped == {}, "it is on its way"
         assert not any(tier.leases.values())
         tier.buffer(lease)[:] = b"\1" * 4096
         thread = threading.Thread(target=tier.end_later, args=(lease, refusal))
@@ -402,6 +430,9 @@ def test_lower_tiers_end_their_copies_later():
         assert not tier.has(STATE, digest(1))
         tier.poll()
         assert tier.has(STATE, digest(1)) == is_kept
+        if is_kept:
+            assert tier.reserve(facts(1, STATE)) is None
+            assert tier.dropped == {}, "it is there"
         tier.check_invariants()
         tier.clear()
     own = tier.reserve(facts(2))
@@ -448,6 +479,20 @@ def test_a_tier_belongs_to_a_guard():
     assert tier._guard is guard
     assert tier.read(facts(1)) is Refusal.MISSING
     assert tier.refused == {"missing": 1}
+
+
+def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
+    refused = []
+
+    def meet(digest):
+        """Comes in the middle of a call."""
+        with ThreadPoolExecutor(1) as other:
+            refused.append(other.submit(tier.poll).exception())
+        return 1
+
+    tier = make_tier(hash_id_of=meet)
+    assert tier.complete(tier.reserve(facts(1)))
+    assert [type(each) for each in refused] == [ConcurrentUseError]
 
 
 def test_entries_lie_in_rows_to_the_bit():
@@ -516,6 +561,25 @@ def test_closing_waits_for_memory_that_is_being_pinned():
     pinner.close()
     assert len(gate.pinned) == len(gate.unpinned) == 1
     opens.join()
+
+
+def test_closing_gives_up_memory_that_nobody_pins_yet(monkeypatch):
+    """Else a tier that is closed as it begins would wait until all its memory is there."""
+    monkeypatch.setattr(memory_module, "_PINNING_THREADS", 1)
+    gate = Gate()
+    pinner = Pinner(gate.pin, gate.unpin)
+    slabs = [pinner.make(4096)]
+    while not slabs[0].running():
+        pass
+    closing = threading.Thread(target=pinner.close)
+    closing.start()
+    with suppress(RuntimeError):  # until it takes nothing any more
+        while True:
+            slabs.append(pinner.make(4096))
+    gate.opened.set()
+    closing.join()
+    assert [slab.cancelled() for slab in slabs] == [False, *[True] * (len(slabs) - 1)]
+    assert len(gate.pinned) == len(gate.unpinned) == 1
 
 
 def test_slabs_are_touched_while_others_are_pinned(monkeypatch):

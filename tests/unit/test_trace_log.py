@@ -215,6 +215,16 @@ def test_a_context_that_nobody_closes_writes_its_log(tmp_path):
     assert [line["length"] for line in written(path)] == [3, 20]
 
 
+def test_a_log_says_once_what_it_is(tmp_path):
+    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    for length in (3, 5):
+        add(log, length)
+        log.flush()
+    log.close()
+    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert ["mamba_cache_trace" in line for line in lines] == [True, False, False]
+
+
 def test_a_log_is_added_to(tmp_path):
     for length in (3, 5):
         log = TraceLog(tmp_path / "log", block_size_tokens=4)
