@@ -11,8 +11,8 @@ from mamba_cache.tiers import CacheIdentity, EntryFacts, EntryKey, EntryKind, Mo
 from mamba_cache.tiers.disk import DiskTier
 from mamba_cache.tiers.slab import row_bytes_of
 
-STATE_BYTES = 13000
-"""Three pages and some bytes."""
+STATE_BYTES = 9000
+"""Two pages and some bytes."""
 
 KV_BYTES = 4096
 TENANT = b"t" * 16

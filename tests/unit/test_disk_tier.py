@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
+import disk_rig
 import pytest
 from disk_rig import (
     IDENTITY,
@@ -1366,6 +1367,7 @@ def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
 def three_parts(tmp_path, monkeypatch):
     """A tier with four readers, of states of three parts: a page each, and the rest."""
     in_parts_of(monkeypatch, PAGE_BYTES)
+    monkeypatch.setattr(disk_rig, "STATE_BYTES", 3 * PAGE_BYTES + 77)
     tier = open_tier(tmp_path, num_readers=4)
     yield tier
     tier.check_invariants()
