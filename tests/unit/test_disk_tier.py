@@ -1336,6 +1336,12 @@ def in_parts_of(monkeypatch, num_bytes):
     monkeypatch.setattr(entries, "PART_BYTES", num_bytes)
 
 
+def have_three_parts(monkeypatch):
+    """Have states of three parts: a page each, and the rest."""
+    in_parts_of(monkeypatch, PAGE_BYTES)
+    monkeypatch.setattr(disk_rig, "STATE_BYTES", 3 * PAGE_BYTES + 77)
+
+
 @pytest.mark.parametrize("has_readers", [False, True])
 def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
     tmp_path, monkeypatch, has_readers
@@ -1365,9 +1371,8 @@ def test_a_payload_of_several_parts_is_seen_part_by_part_and_verified(
 
 @pytest.fixture
 def three_parts(tmp_path, monkeypatch):
-    """A tier with four readers, of states of three parts: a page each, and the rest."""
-    in_parts_of(monkeypatch, PAGE_BYTES)
-    monkeypatch.setattr(disk_rig, "STATE_BYTES", 3 * PAGE_BYTES + 77)
+    """A tier with four readers, of states of three parts."""
+    have_three_parts(monkeypatch)
     tier = open_tier(tmp_path, num_readers=4)
     yield tier
     tier.check_invariants()
@@ -1476,7 +1481,7 @@ def test_a_fault_in_one_part_fails_the_row_once(three_parts, monkeypatch, part, 
 
 def test_parts_of_a_row_that_failed_are_called_off(tmp_path, monkeypatch) -> None:
     """One reader: the first part fails, the second is under way, the third is not begun."""
-    in_parts_of(monkeypatch, PAGE_BYTES)
+    have_three_parts(monkeypatch)
     tier = open_tier(tmp_path, num_readers=1)
     assert put(tier, 0) is None
     assert put(tier, 1) is None
