@@ -12,12 +12,17 @@ from mamba_cache.slots import LastBlock
 
 
 def same(expected, actual) -> bool:
-    """Tokens and logits, these but for rounding: products may be of factors with few digits."""
+    """Tokens and logits, these but for rounding: products may be of factors with few digits.
+
+    Then another of two tokens that are as good may be chosen, and what follows it is not compared.
+    """
     wanted, got = torch.stack(expected.logits), torch.stack(actual.logits)
-    is_exact = wanted.dtype == torch.float32 and has_all_digits(wanted.device)
-    tolerance = 1e-5 if is_exact else 0.02
-    close = torch.allclose(got.float(), wanted.float(), rtol=0, atol=tolerance)
-    return close and torch.equal(actual.sequences, expected.sequences)
+    if wanted.dtype == torch.float32 and has_all_digits(wanted.device):
+        close = torch.allclose(got, wanted, rtol=0, atol=1e-5)
+        return close and torch.equal(actual.sequences, expected.sequences)
+    are_equal = (wanted.argmax(-1) == got.argmax(-1)).all(dim=1)
+    compared = 1 + int(are_equal.long().cumprod(0).sum())
+    return torch.allclose(got[:compared].float(), wanted[:compared].float(), rtol=0, atol=0.02)
 
 
 def ask(cache, ids):
