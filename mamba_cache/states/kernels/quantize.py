@@ -247,6 +247,7 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
             state = states + layer * states_layer_stride + row * states_row_stride
             code = codes + layer * codes_layer_stride + slot * codes_row_stride
             code = tl.multiple_of(code, CODES_ALIGNMENT)
+            code = tl.multiple_of(code, CODES_ALIGNMENT)
             scale = scales + layer * scales_layer_stride + slot * scales_row_stride
             if not IS_STORE:
                 _dequantize_tile(
