@@ -30,12 +30,11 @@ class EvictionQueue:
 
     def push(self, item: int, priority: float) -> None:
         """Add ``item``, or move it to ``priority`` if it is there."""
-        if self._priorities.get(item) == priority:  # unnoticed: a shortcut that saves memory
+        if self._priorities.get(item) == priority:
             return
         # In this order: interrupted in between, the heap has a stale entry, but lacks none.
         heapq.heappush(self._heap, (priority, item))
         self._priorities[item] = priority
-        # unnoticed: when the heap is rebuilt is a question of memory and time
         if len(self._heap) > 2 * len(self._priorities) + 16:
             self._rebuild()
 
@@ -46,7 +45,6 @@ class EvictionQueue:
 
     def push_pop(self, item: int, priority: float) -> tuple[int, float]:
         """Add an item that is not there, then ``pop``: in O(1) if it is the lowest itself."""
-        # unnoticed: a shortcut, the longer way gives the same
         if not self._heap or (priority, item) < self._heap[0]:
             return item, priority
         self.push(item, priority)

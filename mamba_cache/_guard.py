@@ -62,13 +62,13 @@ class CallGuard:
     def __init__(self, check: Callable[[], object], *, proves_changes: bool = True) -> None:
         self._check = WeakMethod(check)
         self._proves_changes = proves_changes
-        self._unproved = ""  # unnoticed: None is as false
-        self._reason = ""  # unnoticed: None is as false
+        self._unproved = ""
+        self._reason = ""
         self._before = ("", "")
-        self._done: _Call | None = None  # unnoticed: it is overwritten before it is read
+        self._done: _Call | None = None
         # At most one entry. A dict, because setdefault is one step that no thread can divide.
         self._running: dict[str, _Call] = {}
-        self.is_changing = False  # unnoticed: it is overwritten before it is read
+        self.is_changing = False
 
     def belongs_to(self, thing: object) -> bool:
         """Say whether the guard proves the bookkeeping of ``thing``."""
@@ -112,7 +112,7 @@ class CallGuard:
     def succeed(self, call: _Call) -> None:
         """Record that the running call has done all of its work."""
         self._done = call
-        self._unproved = ""  # unnoticed: None is as false
+        self._unproved = ""
 
     def lose(self, call: _Call) -> None:
         """Record that what a call returned is lost, if it had come to its end.
@@ -150,7 +150,7 @@ class CallGuard:
         except Exception as breach:
             self._reason = f"broke off with {error!r} and left a contradiction ({breach})"
         else:
-            self._unproved = ""  # unnoticed: None is as false
+            self._unproved = ""
 
     def leave(self, call: _Call) -> None:
         """End a call, if it is the one that runs."""
@@ -234,7 +234,7 @@ def guarded(
                 raise
 
         decorated = cast(Any, run)
-        _RUNNERS.add(decorated.__code__)  # unnoticed: it runs when a module is imported
+        _RUNNERS.add(decorated.__code__)
         return cast(_Method, decorated)
 
     return decorate

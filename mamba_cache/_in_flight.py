@@ -66,7 +66,7 @@ class CopiesInFlight:
     def begin(self, way: Way, ids: Iterable[int], block_ids: Iterable[int] = ()) -> CopyInFlight:
         """Hold blocks or slots for a copy, and return what ends it."""
         copy = CopyInFlight(way, tuple(ids), self._next, tuple(block_ids))
-        self._next += 1  # unnoticed: any number that it will not be again
+        self._next += 1
         self._held[copy.number] = copy
         self._count(way, len(copy.ids))
         return copy

@@ -141,7 +141,6 @@ class BlockHashChain:
         """
         index = check_int("index", index, minimum=0, maximum=len(self._digests))
         data = as_token_array(tokens).tobytes()
-        # unnoticed: tokens have four bytes each
         if not 0 < len(data) < self._block_bytes or self._all_keys:
             raise InvalidArgumentError(
                 f"a part must have 1 to {self._block_bytes // _TOKEN_BYTES - 1} tokens and no "

@@ -92,7 +92,7 @@ class BlockHashes(Sequence[int]):
         """Return the hash ids of these blocks, and perhaps of later ones."""
         ids = self._ids
         known = len(ids)
-        if known < self._length:  # unnoticed: a shortcut, the longer way gives the same
+        if known < self._length:
             new = _cut_from(self._digests[known : self._length])
             # Threads that come here at once write the same.
             ids[known : self._length] = new
@@ -106,10 +106,9 @@ class BlockHashes(Sequence[int]):
         if isinstance(index, slice):
             places, ids = range(self._length)[index], self._ids
             if len(places) == self._length and index.step is None:
-                return self  # unnoticed: a shortcut, the longer way gives the same
+                return self
             known = [ids[i] for i in places] if len(ids) >= self._length else []
             return BlockHashes._snapshot([self._digests[i] for i in places], known)
-        # unnoticed: a shortcut, the longer way gives the same
         position = index if 0 <= index < self._length else range(self._length)[index]
         ids = self._ids
         return ids[position] if position < len(ids) else hash_id_of(self._digests[position])
@@ -155,7 +154,6 @@ class BlockHasher:
         check_choice("algorithm", algorithm, ("xxh3_128", "sha256"))
         if secret is not None and not isinstance(secret, bytes):
             raise InvalidArgumentError(f"secret must be bytes or None, got {type(secret).__name__}")
-        # unnoticed: tests' hashers are made before the check exchanges the function
         self._secret = _PROCESS_SECRET if secret is None else secret
         self.algorithm: HashAlgorithm = algorithm
         self.digest_size_bytes = 16 if algorithm == "xxh3_128" else 32
@@ -187,10 +185,9 @@ class BlockHasher:
 
 def _cut_from(digests: list[bytes]) -> list[int]:
     """Return the hash id of each digest."""
-    if len(digests) <= _FEW:  # unnoticed: a shortcut, the longer way gives the same
+    if len(digests) <= _FEW:
         return [hash_id_of(digest) for digest in digests]
     words = np.frombuffer(b"".join(digests), dtype="<i8")
-    # unnoticed: numpy takes any negative size as the one to work out
     ids = words.reshape(len(digests), -1)[:, 0] & _ID_MASK
     # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
     hash_ids: list[int] = np.maximum(ids, 1).tolist()
@@ -199,7 +196,6 @@ def _cut_from(digests: list[bytes]) -> list[int]:
 
 def hash_id_of(digest: bytes) -> int:
     """Return the hash id that is cut from a digest."""
-    # unnoticed: the mask keeps the same bits of a longer number
     return int.from_bytes(digest[:8], "little") & _ID_MASK or 1
 
 
@@ -225,5 +221,4 @@ def _encode_one(value: ExtraKey) -> bytes:
         raise InvalidArgumentError(
             f"a cache salt or key must be a str, bytes, int or None, got {value!r}"
         )
-    # unnoticed: another digest of the same facts is as good
     return kind + len(content).to_bytes(8, "little") + content

@@ -265,7 +265,6 @@ class KVBlockAllocator:
         if reused:  # they were cached
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
-            # unnoticed: a shortcut, the longer way gives the same
             blocks = blocks if len(reused) == len(ids) else as_blocks(reused)
             self._offer_for_eviction(as_blocks(self._tree.count_cached(blocks, -1)))
 
@@ -283,7 +282,6 @@ class KVBlockAllocator:
         blocks = as_blocks(ids)
         ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
         left: list[int] = []
-        # unnoticed: a shortcut, the longer way gives the same
         if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
             given = Counter(ids)
             ids = list(given)
@@ -366,7 +364,7 @@ class KVBlockAllocator:
         self._guard.is_changing = True
         holders = self._register_all(plan, are_new)
         # An observer that raises changes nothing here.
-        self._guard.is_changing = False  # unnoticed: None is as false
+        self._guard.is_changing = False
         self._notify()
         return holders
 
@@ -407,7 +405,7 @@ class KVBlockAllocator:
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
             self._free.extend(self._copies.end(copy))
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
         return copy
 
@@ -482,14 +480,13 @@ class KVBlockAllocator:
         holders: list[int | None] = [None] * len(ids)
         if self.enable_prefix_caching:
             self._ref_counts[ids] = 1  # until they are cached: a parent waits for its children
-            # unnoticed: a shortcut, the longer way gives the same
             holders = self._register_all(plan, are_new=True)
         self._clock += 1
         arrived = np.array(ids, np.intp)
         self._ref_counts[arrived] = 0
         self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
         self._free_or_cache(ids, arrived)
-        self._guard.is_changing = False  # unnoticed: None is as false
+        self._guard.is_changing = False
         self._notify()
         return holders
 
@@ -656,7 +653,6 @@ class KVBlockAllocator:
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
         block_ids, parents = plan.block_ids, plan.parents
-        # unnoticed: a shortcut, the longer way gives the same
         is_chain = are_new and bool(block_ids)
         if is_chain and self._tree.add_chain(*plan[:3], parents[0]):
             if self._shares is not None:
@@ -676,7 +672,6 @@ class KVBlockAllocator:
         if self._shares is not None and new:
             self._shares.own([block_ids[index] for index in new], plan.owner)
         if self._observers:
-            # unnoticed: nothing else is unsent
             self._unsent += [self._storage(plan, run) for run in _runs_of(new)]
         return holders
 
@@ -735,7 +730,7 @@ class KVBlockAllocator:
 
     def _take(self, num_blocks: int, owner: Hashable = NOBODY) -> list[int]:
         """Take blocks off the free ones, evicting cached ones where those do not suffice."""
-        if num_blocks > len(self._free):  # unnoticed: a shortcut, the longer way gives the same
+        if num_blocks > len(self._free):
             victims = self._choose_victims(num_blocks, owner)
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
@@ -768,7 +763,6 @@ class KVBlockAllocator:
             if parent is None:
                 continue
             num_chosen = num_cached_children[parent]
-            # unnoticed: a shortcut, the longer way gives the same
             has_siblings = num_chosen > 1
             if has_siblings:
                 num_chosen = chosen_children[parent] = chosen_children.get(parent, 0) + 1
@@ -786,14 +780,12 @@ class KVBlockAllocator:
         num_cached = tree.cached_children_at[block_id]
         if num_cached != num_chosen_children or self._refs_at[block_id]:
             return None
-        # unnoticed: all that wait are moved alike, so their order stays
         delay = LAST_RESORT if tree.children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 
     def _offer_for_eviction(self, blocks: Blocks) -> None:
         """Queue those of some blocks that are cached, and none of whose children are."""
         if not isinstance(blocks, list):
-            # unnoticed: a shortcut, the longer way gives the same
             is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
             blocks = blocks[is_leaf].tolist()
         for block_id in blocks:
@@ -824,7 +816,7 @@ class KVBlockAllocator:
         self._forget(blocks, cached)
         self._free.extend(ids_of(cached))
         # An observer that raises changes nothing here.
-        self._guard.is_changing = False  # unnoticed: None is as false
+        self._guard.is_changing = False
         self._notify()
 
     def _forget(self, blocks: Blocks, cached: Blocks) -> None:
@@ -923,7 +915,7 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
         HashConflictError: A block carries another hash already, or is named twice with two.
     """
     if own.count(NO_HASH) == len(own) == len(set(block_ids)):
-        return True  # unnoticed: a shortcut, the longer way gives the same
+        return True
     carried: dict[int, int] = {}
     for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
         before = carried.setdefault(block_id, own_hash)

@@ -67,7 +67,6 @@ class LeafQueue:
         """
         if self._aside:
             states = self._find_states()
-            # unnoticed: of ints that is the dtype anyway
             blocks = np.array(list(self._aside), np.intp)
             lost = blocks if states is None else blocks[~states.have_states(blocks)]
             for block_id in lost.tolist():
@@ -98,7 +97,6 @@ class LeafQueue:
                 return block_id
         if states is None or not self._aside:
             return self._queue.pop()[0]
-        # unnoticed: of ints that is the dtype anyway
         blocks = np.array(list(self._aside), np.intp)
         block_id = states.first_to_go(blocks)
         del self._aside[block_id]

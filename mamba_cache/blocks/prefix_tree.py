@@ -29,7 +29,6 @@ _STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
 
 def as_blocks(ids: list[int]) -> Blocks:
     """Return block ids as what costs the least to look them up by."""
-    # unnoticed: either gives the same
     return ids if len(ids) <= FEW else np.array(ids, np.intp)
 
 
@@ -121,7 +120,6 @@ class PrefixTree:
 
     def find(self, hash_id: int | None) -> int | None:
         """Return the block behind a hash id, verified by nothing but the id."""
-        # unnoticed: a shortcut, the longer way gives the same
         return None if hash_id is None else self._block_of.get(hash_id)
 
     def match(self, hashes: BlockHashes) -> list[int]:
@@ -175,7 +173,6 @@ class PrefixTree:
         """
         # One look at each id tells whose it is, and makes it the block's where it is nobody's.
         holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
-        # unnoticed: no block has either
         parent_block = self._block_of.get(NO_HASH if parent is None else parent)
         is_own_parent = parent_block is not None and self.hash_at[parent_block] == NO_HASH
         if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):
@@ -313,12 +310,10 @@ class PrefixTree:
             InvalidArgumentError: A block would be its own ancestor.
         """
         pairs = reversed(list(zip(hash_ids, parents, strict=True)))  # the first mention counts
-        # unnoticed: a shortcut, the longer way gives the same
         new = {hash_id: parent for hash_id, parent in pairs if self.find(hash_id) is None}
         is_parent = not self._orphans.keys().isdisjoint(new)
         may_close = is_parent or len({*hash_ids, *parents}) <= len(hash_ids)
         walked: dict[int, int] = {}
-        # unnoticed: a shortcut, the longer way gives the same
         starts = new if may_close else ()
         for start in starts:
             ancestor: int | None = start

@@ -363,7 +363,7 @@ class Admitter:
             self._cancel_load(chunk.load)
         self._checkpoints.cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
-        active.num_shared_blocks = 0  # unnoticed: it is overwritten before it is read
+        active.num_shared_blocks = 0
         self._rows.give_back(active.leave_row())
 
     def _chunk_tokens(

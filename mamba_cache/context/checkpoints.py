@@ -181,7 +181,7 @@ class Checkpoints:
         """
         first = active.num_published
         end = min(active.num_computed // self._block_size, len(hashes))
-        if first >= end:  # unnoticed: a shortcut, the longer way gives the same
+        if first >= end:
             return []
         parent_hash = hashes[first - 1] if first else None
         blocks, tokens = active.blocks_between(first, end), None
@@ -212,7 +212,6 @@ class Checkpoints:
         """
         hashes = active.hashes
         holders = self.publish_blocks(active, hashes)
-        # unnoticed: a shortcut, the longer way gives the same
         first = active.num_published - len(holders)
         if not checkpoints:
             return

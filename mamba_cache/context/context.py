@@ -611,7 +611,6 @@ class DynamicInferenceContext:
         work: DecodeWork = NOBODY_DECODES
         saving: Sequence[int] = ()
         crossing: Sequence[int] | Int64Array = ()
-        # unnoticed: a shortcut, the longer way gives the same
         if group.ids or drafts is not None:
             work = self._decode_work(group, drafts)
             rows.check_fits(work.num_tokens)
@@ -653,14 +652,13 @@ class DynamicInferenceContext:
         Raises:
             BlockCapacityError: Not enough KV blocks.
         """
-        if len(due) <= _FEW:  # unnoticed: either way gives the same
+        if len(due) <= _FEW:
             return self._give_few_blocks(work, due.tolist())
         rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
         lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
         if np.count_nonzero(lacks):
             names = (work.group.ids[index] for index in due[lacks].tolist())
             rows.grow_by_one(its_rows[lacks], int(np.maximum.reduce(ends[lacks])), names)
-        # unnoticed: a shortcut, those whose event is still to come expect the same again
         is_over = np.count_nonzero(rows.num_computed[its_rows] > rows.next_events[its_rows])
         if is_over:
             rows.expect_events(its_rows)
@@ -668,7 +666,7 @@ class DynamicInferenceContext:
         saving: list[int] = []
         if np.count_nonzero(saves):
             saving = due[(beyond > 0) & saves].tolist()
-        return saving, due[beyond > 1]  # unnoticed: as in ``_give_few_blocks``
+        return saving, due[beyond > 1]
 
     def _give_few_blocks(self, work: DecodeWork, due: list[int]) -> tuple[list[int], Int64Array]:
         """Do the same one by one, which costs less than operations on arrays."""
@@ -685,9 +683,8 @@ class DynamicInferenceContext:
             beyond = end - rows.expect_event(row)
             if beyond > 0 and rows.saves_states[row]:
                 saving.append(place)
-            if beyond > 1:  # unnoticed: a shortcut, the longer way gives the same
+            if beyond > 1:
                 crossing.append(place)
-        # unnoticed: of ints that is the dtype anyway, and none is looked at
         return saving, np.array(crossing, dtype=np.int64)
 
     @guarded(trusts=())
@@ -1179,7 +1176,6 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        # unnoticed: any number that is no tolerance
         tolerance = check_number("tolerance", tolerance, maximum=1e9)
         check_kind("hit", hit, HitToVerify)
         sampler = self._sampler
@@ -1296,7 +1292,6 @@ class DynamicInferenceContext:
         is_needed = torch.zeros(self.max_requests, ring, dtype=torch.bool, device=self.device)
         is_needed[rows_in_use] = True
         if cursors is not None:
-            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
         self.live_states.zero_((~is_needed.flatten()).nonzero()[:, 0].tolist())
 
@@ -1382,7 +1377,6 @@ class DynamicInferenceContext:
             start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
             due = active.chunk.num_tokens if active.chunk else 0
             progress = active.row, active.num_computed, active.most_computed, due
-            # unnoticed: another digest of the same facts is as good
             parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
         parts += [*self._runner.progress, *self._pins.facts()]
         return fingerprint_of(
@@ -1436,12 +1430,9 @@ class DynamicInferenceContext:
             )
 
     def _side_stream(self) -> SideStream | None:
-        # unnoticed: only a GPU shows it
         if not self.config.restore_on_side_stream or self.device.type != "cuda":
             return None
-        # unnoticed: only a GPU shows it
         streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
-        # unnoticed: only a GPU shows it
         return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
 
     def _end(self, active: ActiveRequest) -> None:

@@ -77,7 +77,7 @@ class StepExtractions:
         """End the step in flight, if there is one."""
         self._metadata = None
         self._missing = set()
-        self._fields = ()  # unnoticed: None is as false
+        self._fields = ()
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
@@ -170,7 +170,6 @@ class StepExtractions:
         Raises:
             InvalidArgumentError: There is not.
         """
-        # unnoticed: a shortcut, the longer way gives the same
         is_right = type(layer) is int and 0 <= layer < self._num_layers
         if not is_right:
             check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)

@@ -170,7 +170,6 @@ class Forker:
             InvalidArgumentError: They are no token ids, or not one for each fork.
         """
         if last_tokens is None:
-            # unnoticed: of an int that is the dtype anyway
             return np.full(count, self._requests.last_tokens.item(active.row), dtype=np.int64)
         tokens = self._preparer.read_tokens(last_tokens)
         if len(tokens) != count:

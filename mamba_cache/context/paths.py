@@ -48,11 +48,10 @@ class PromptPaths:
             tokens: Its token ids; if they fill no unit, all of them are one.
         """
         unit, count = self.unit_tokens, len(tokens)
-        if count > len(self._weights):  # unnoticed: the same weights again
+        if count > len(self._weights):
             self._weights = _weights(2 * count)
         sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * self._weights[:count])
         ends = sums[unit - 1 :: unit] if count >= unit else sums[-1:]
-        # unnoticed: None is as 0
         root = np.uint64(int.from_bytes(chain.parent_digest(0)[:8], "little"))
         ids: list[int] = ((ends + root) >> np.uint64(1) | np.uint64(1)).tolist()
         per_block = self._block_size // unit

@@ -131,7 +131,7 @@ class Prefetch:
         self._changed = threading.Condition()
         self._num_over = self._num_arrived = 0
         self._refusals: list[Refusal] = []
-        self._is_cancelled = self._is_late = False  # unnoticed: None is as false
+        self._is_cancelled = self._is_late = False
         self._began = time.monotonic()
         self._ended = self._began
         self._deadline = None if timeout_seconds is None else self._began + timeout_seconds
@@ -341,7 +341,7 @@ class _Flight:
     def __init__(self, prefetch: Prefetch) -> None:
         self._lock = threading.Lock()
         self._prefetches = [prefetch]
-        self.is_over = False  # unnoticed: None is as false
+        self.is_over = False
 
     def join(self, prefetch: Prefetch) -> bool:
         """Have it brought for one more; False if it is over."""
@@ -414,7 +414,7 @@ class LowerTierLink:
         self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
         self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
-        self._has_broken_off = False  # unnoticed: None is as false
+        self._has_broken_off = False
 
     @property
     def tiers(self) -> list[LowerTier]:
@@ -454,7 +454,7 @@ class LowerTierLink:
                 if not flight.is_over:
                     flight.end(Refusal.ABORTED, _nothing)
             self._flights.clear()
-            self._has_broken_off = False  # unnoticed: None is as false
+            self._has_broken_off = False
 
     def offer(self, facts: EntryFacts) -> None:
         """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""
@@ -598,7 +598,6 @@ class LowerTierLink:
             waited_seconds: What the request has waited for lower tiers before; its patience with
                 a store is less by that.
         """
-        # unnoticed: it is overwritten before it is read
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
         with self._taking_back():
             planner = self._bring(prefetch, wanted, kept, skip_tokens)
@@ -759,7 +758,6 @@ class LowerTierLink:
         match, is_alone = asked.match, self._agreement is None
         first, usable = match.state_matched_blocks, self._usable_blocks(match)
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
-        # unnoticed: a shortcut, the longer way gives the same
         if first >= usable or (is_alone and not entries):
             return None
         keys = [asked.key_of(*each) for each in entries]
@@ -810,7 +808,6 @@ class LowerTierLink:
         first = match.state_matched_blocks
         # Of several ranks one that can bring nothing still says what it has in host memory.
         is_of_use = self._agreement is not None or any(tier.is_healthy for tier in self.tiers)
-        # unnoticed: a shortcut, the longer way gives the same
         if not is_of_use:
             return []
         on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable

@@ -136,7 +136,6 @@ class RequestTable:
         self._stamp = 0
         self._requests: dict[Hashable, ActiveRequest] = {}
         # Of what ``num_changes`` these are.
-        # unnoticed: any number that it will not be again
         self._group_made_at = self._named_at = -1
         self.reset()
 
@@ -203,7 +202,6 @@ class RequestTable:
         """Return the requests that have a chunk for the next step, oldest first."""
         found: list[ActiveRequest] = []
         for active in reversed(self._requests.values()):  # they are among the newest
-            # unnoticed: a shortcut, the longer way gives the same
             if len(found) == len(self.scheduled_rows):
                 break
             if active.status is RequestStatus.SCHEDULED:
@@ -225,7 +223,6 @@ class RequestTable:
             return self._find_decoding(request_ids)
         if self._group_made_at != self.num_changes:
             self._group = NO_REQUESTS
-            # unnoticed: a shortcut, the longer way gives the same
             if self.decoding_rows:
                 self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
             self._group_made_at = self.num_changes
@@ -272,7 +269,6 @@ class RequestTable:
             SequenceLengthError: One has reached the longest length.
         """
         longest = self._max_sequence_length
-        # unnoticed: of no requests nobody reads it
         most = int(np.maximum.reduce(most_computed)) if group.ids else 0
         if most >= longest:
             index = int((most_computed >= longest).argmax())
@@ -427,7 +423,6 @@ class RequestTable:
         """
         held = self.num_blocks.item(row)
         missing = self._blocks_for(num_tokens) - held
-        # unnoticed: a shortcut, the longer way gives the same
         lacks = missing > 0
         if lacks:
             self._append(row, held, self._allocate(missing, [name], num_tokens, owner))
@@ -471,7 +466,6 @@ class RequestTable:
     def reset(self) -> None:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""
         self._requests.clear()
-        # unnoticed: they are overwritten before they are read
         self._group = self._named = NO_REQUESTS
         self._free_rows = list(range(len(self.block_tables)))  # a heap
         self.block_tables[:] = self._kv_blocks.dummy_block_id
@@ -516,7 +510,7 @@ class RequestTable:
     def expect_event(self, row: int) -> int:
         """Do the same for one row, if its last event is over; return its next one."""
         event, computed = self.next_events.item(row), self.num_computed.item(row)
-        if computed <= event:  # unnoticed: a shortcut, the longer way gives the same
+        if computed <= event:
             return event
         size = self.block_size_tokens
         block = computed // size

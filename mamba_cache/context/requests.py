@@ -176,13 +176,11 @@ class RequestPreparer:
         chain = self._chain_of(request)
         if self._config.enable_prefix_caching:
             chain.append_checked(tokens)
-        # unnoticed: None is as false
         tokens.setflags(write=False)  # the hashes are of just these tokens
         return request, tokens, chain
 
     def _chain_of(self, request: Request) -> BlockHashChain:
         """Return a chain of no tokens under a request's keys."""
-        # unnoticed: a shortcut, the longer way gives the same
         if request.cache_salt is None and request.lora_id is None and not request.multimodal_keys:
             return self._plain_chain.copy()
         return BlockHashChain(
@@ -206,7 +204,6 @@ class RequestPreparer:
         """Say whether all ints of an array of any shape are token ids."""
         # One pass: the bits of all ids together make a valid id if and only if each of them is one.
         bits, limit = int(np.bitwise_or.reduce(array, axis=None)), self._config.vocab_size
-        # unnoticed: a shortcut, the longer way gives the same
         is_below = limit is None or bits < limit or int(array.max()) < limit
         return 0 <= bits <= MAX_TOKEN_ID and is_below
 
@@ -413,8 +410,7 @@ class ActiveRequest:
         self._is_cached = is_cached
         self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
-        self.row = -1  # unnoticed: it is overwritten before it is read
-        # unnoticed: these four are overwritten before they are read
+        self.row = -1
         self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
@@ -501,7 +497,6 @@ class ActiveRequest:
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks of all tokens known so far; none without a cache."""
         known, end = self._chain.num_tokens, self.num_tokens
-        # unnoticed: a shortcut, the longer way gives the same
         if known < end and self._is_cached:
             chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
             chain.append(self.tokens(known, end))
@@ -557,11 +552,10 @@ class ActiveRequest:
     def tokens(self, start: int, end: int) -> TokenArray:
         """Return the tokens from ``start`` to ``end``, int32."""
         split = len(self.prompt)
-        if end <= split:  # unnoticed: a shortcut, the longer way gives the same
+        if end <= split:
             return self.prompt[start:end]
         self.collect_tokens()
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
-        # unnoticed: a shortcut, the longer way gives the same
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
     def part_hash(self, position: int) -> BlockHashes | None:
@@ -686,7 +680,6 @@ def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: They are no collection of ints >= 0.
     """
-    # unnoticed: a shortcut, the longer way gives the same
     if type(positions) is tuple and not positions:
         return ()
     try:

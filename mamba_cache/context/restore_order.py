@@ -37,9 +37,7 @@ class RestoreOrder:
     """
 
     def __init__(self, max_slots: int, max_requests: int) -> None:
-        # unnoticed: numbers that small are the same in the other dtype
         self._slots = np.zeros(max_slots, dtype=np.int64)
-        # unnoticed: numbers that small are the same in the other dtype
         self._rows = np.zeros(max_requests, dtype=np.int64)
         self.last_step = 0
 
@@ -90,7 +88,7 @@ class SideStream:
         self._order = RestoreOrder(slots.max_slots, config.max_requests)
         self._streams = streams
         self._plan = StepPlan()
-        self._num_transfers = -1  # unnoticed: any negative number says that there is none
+        self._num_transfers = -1
 
     def restore(self, plan: StepPlan) -> None:
         """Enqueue a step's restores beside what is enqueued on the current stream.
@@ -173,11 +171,9 @@ class CudaRestoreStreams:  # pragma: no cover - tests/gpu run it
     """
 
     def __init__(self, device: torch.device) -> None:
-        # unnoticed: only a GPU shows it
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # unnoticed: only a GPU shows it
         self._events = [torch.Event(device) for _ in range(STEPS_REMEMBERED)]
-        self._restored = torch.Event(device)  # unnoticed: only a GPU shows it
+        self._restored = torch.Event(device)
 
     def record(self, index: int) -> None:
         """Mark what is enqueued on the current stream by now as the ``index``-th event."""
@@ -186,8 +182,8 @@ class CudaRestoreStreams:  # pragma: no cover - tests/gpu run it
     @contextmanager
     def after(self, index: int) -> Iterator[None]:
         """Enqueue on the side stream, after the ``index``-th event."""
-        self._stream.wait_event(self._events[index])  # unnoticed: only a GPU shows it
+        self._stream.wait_event(self._events[index])
         with torch.cuda.stream(self._stream):
             yield
-        self._restored.record(self._stream)  # unnoticed: only a GPU shows it
+        self._restored.record(self._stream)
         torch.cuda.current_stream().wait_event(self._restored)

@@ -128,7 +128,6 @@ class Speculation:
         """
         if not metadata.num_decodes:
             return
-        # unnoticed: a shortcut, the longer way gives the same
         is_known = is_exact and self._device.type == "cpu"
         if is_known:
             decode_numpy.describe_live_rows(self._rows, metadata)
@@ -256,7 +255,7 @@ def plan_decodes(
     if isinstance(drafts, torch.Tensor):
         _check_tensor(drafts, (config.max_requests, width), device)
         work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
-        if work.longest > room:  # unnoticed: a shortcut, the longer way gives the same
+        if work.longest > room:
             cut = np.minimum(1 + width, room - most)
             work = work._replace(ends=most + cut, longest=room, lengths=cut)
         return work._replace(knows_drafts=False)
@@ -408,7 +407,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
     taken = _as_array("counts", counts)
     width = tokens.shape[1] if tokens.ndim == 2 else 0
     if not num_ids and not tokens.size and not taken.size:
-        return Sampled(np.zeros((0, 1), dtype=np.int64), None)  # unnoticed: nobody looks into it
+        return Sampled(np.zeros((0, 1), dtype=np.int64), None)
     if tokens.ndim != 2 or len(tokens) != num_ids or taken.shape != (num_ids,):
         raise InvalidArgumentError(
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
@@ -420,7 +419,6 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     if not preparer.are_tokens(tokens[:, :most]):
         preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
-    # unnoticed: a copy only takes time
     return Sampled(tokens[:, :most].astype(np.int64, copy=False), taken)
 
 
@@ -492,7 +490,6 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     if not np.count_nonzero(is_wrong):
         return
     is_wrong &= np.arange(width) < counts[:num_decodes, None] - 1
-    # unnoticed: the first is enough
     for index in is_wrong.any(axis=1).nonzero()[0][:1].tolist():
         its_drafts = work.drafts[index].tolist()
         raise InvalidArgumentError(
@@ -539,7 +536,7 @@ def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tenso
     tensor = torch.from_numpy(array)
     if device.type == "cuda":  # pragma: no cover - tests/gpu run it
         tensor = tensor.pin_memory()  # PyTorch keeps that memory until it is read
-    return tensor.to(device, non_blocking=True)  # unnoticed: only a GPU is not waited for
+    return tensor.to(device, non_blocking=True)
 
 
 def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it

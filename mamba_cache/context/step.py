@@ -227,7 +227,6 @@ def plan_step(
         crossing: Which of the requests that decode have tokens in more than one block.
     """
     count = len(decodes.group.ids)
-    # unnoticed: a shortcut, the longer way gives the same
     batch = _decode_batch(decodes, rows, crossing) if count else NO_DECODES
     chunks = [active.current_chunk for active in prefills]
     inside: list[CheckpointEntry] = []
@@ -254,13 +253,10 @@ def _decode_batch(
     if work.lengths is not None:
         bounds = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(work.lengths, out=bounds[1:])
-    # unnoticed: a shortcut, the longer way gives the same
     are_several = work.width > 1
     if work.drafts is not None:
-        # unnoticed: numbers that small are the same in the other dtype
         table = np.empty((len(rows), work.width), dtype=np.int64)
         table[:, 0], table[:, 1:] = tokens, work.drafts
-        # unnoticed: a shortcut, the longer way gives the same
         tokens = table.ravel() if bounds is None else table[table >= 0]
     elif are_several:
         packed = np.zeros(work.num_tokens, dtype=np.int64)

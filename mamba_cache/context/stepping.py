@@ -117,15 +117,15 @@ class StepRunner:
         self._speculation = speculation
         self._side_stream = side_stream
         self._extractions = extractions
-        self._has_warned = False  # unnoticed: None is as false
+        self._has_warned = False
         self._work = NOBODY_DECODES
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
-        self._num_boundaries = 0  # unnoticed: it is overwritten before it is read
+        self._num_boundaries = 0
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
-        self._is_advanced = False  # unnoticed: None is as false
-        self._unfinished = ""  # unnoticed: None is as false
+        self._is_advanced = False
+        self._unfinished = ""
 
     @property
     def step(self) -> Step:
@@ -200,9 +200,7 @@ class StepRunner:
             self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
             if self._speculation is not None:
-                # unnoticed: where it is, the device finds what the host knows
                 is_exact = drafts is None and self._uncollected is None
-                # unnoticed: as above
                 self._speculation.describe(metadata, drafts, is_exact=is_exact)
             self._restore(plan)
             if self._tiering is not None:
@@ -277,7 +275,7 @@ class StepRunner:
                 if active not in damaged:
                     self._rows.append_first_token(active.row, token)
         self._end_step()
-        self._unfinished = ""  # unnoticed: None is as false
+        self._unfinished = ""
         if tiering is not None:
             tiering.end_step()
         return preempted
@@ -391,7 +389,7 @@ class StepRunner:
             self._end_chunk(active)
         self._uncollected = uncollected
         self._end_step()
-        self._unfinished = ""  # unnoticed: None is as false
+        self._unfinished = ""
         if tiering is not None:
             tiering.end_step()
         return preempted
@@ -432,7 +430,7 @@ class StepRunner:
         self._counters.computed_tokens += int(lengths.sum())
         self._rows.append_token(rows[count:], tokens[count:, 0])
         self._uncollected = None
-        self._unfinished = ""  # unnoticed: None is as false
+        self._unfinished = ""
         if self._tiering is not None:
             self._tiering.pump()
         ids = (*group.ids, *(active.request_id for active in prefills))
@@ -461,7 +459,7 @@ class StepRunner:
         self._end_step()
         self.mark_all_used()
         self._uncollected = None
-        self._unfinished = ""  # unnoticed: None is as false
+        self._unfinished = ""
 
     def check_invariants(self) -> None:
         """Prove that no step is committed or collected in part.
@@ -489,7 +487,6 @@ class StepRunner:
         """
         ids = self.step.sampling_ids
         self.require_collected()
-        # unnoticed: a shortcut, the longer way gives the same
         id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, preparer)
         check_accepted(self._work, sampled, ids)
@@ -548,7 +545,7 @@ class StepRunner:
     def _end_step(self) -> None:
         if self._side_stream is not None:
             self._side_stream.end_step()
-        self._is_advanced = False  # unnoticed: None is as false
+        self._is_advanced = False
         self._extractions.end()
         self._step = None
         self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}

@@ -376,7 +376,6 @@ class Tiering:
         Args:
             num_tokens: Of them, in this step; 0: nothing is measured.
         """
-        # unnoticed: a shortcut, the longer way gives the same
         self._begun = (self.transfers.mark(), num_tokens) if num_tokens else None
 
     def end_step(self) -> None:

@@ -78,7 +78,7 @@ class TraceLog:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: int | None = None
-        self._has_header = self._is_closed = False  # unnoticed: None is as false
+        self._has_header = self._is_closed = False
 
     def add(
         self,

@@ -122,7 +122,6 @@ class HitSampler:
 
     def chooses(self) -> bool:
         """Say whether a hit is to be verified, and count it then; one that finds no room is not."""
-        # unnoticed: a draw is the rate itself once in 2**53 times
         if self._random.random() >= self._rate:
             return False
         self._sampled += 1

@@ -90,14 +90,10 @@ def compute_varlen_chunk_metadata(
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = compute_chunk_metadata(
         starts, starts[:-1], chunk_size
     )
-    device = query_start_loc.device  # unnoticed: without a GPU all tensors lie on the host
-    # unnoticed: without a GPU all tensors lie on the host
+    device = query_start_loc.device
     return (
-        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(cu_chunk_seqlens).to(device),
-        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(last_chunk_indices).to(device),
-        # unnoticed: without a GPU a tensor lies on the host, whatever device is named
         torch.from_numpy(chunk_seq_idx).to(device),
     )
 
@@ -122,7 +118,6 @@ def cut_into_chunks(
     Returns:
         How many chunks there are.
     """
-    # unnoticed: a shortcut, the longer way gives the same
     if len(phases) <= _FEW:
         return _cut_few(starts, phases, chunk_size, out)
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = out

@@ -180,7 +180,7 @@ class StepBuffers:
         device: torch.device,
     ) -> None:
         self._block_tables = block_tables
-        self._table_stamps = table_stamps  # unnoticed: without them tables are copied each time
+        self._table_stamps = table_stamps
         self._block_size = block_size_tokens
         self._chunk_size = chunk_size
         self._live_rows = live_rows_per_request
@@ -199,7 +199,6 @@ class StepBuffers:
         self._tensors = self._layout.views(self._device_buffer)
         names = StepMetadata.__dataclass_fields__
         self._in_order = [self._tensors[name] for name in names if name in self._tensors]
-        # unnoticed: only a GPU shows it
         kind, count = (_PinnedBuffer, _PINNED_BUFFERS) if device.type == "cuda" else (_HostSide, 1)
         self._num_host_buffers = count
         hosts = [kind(self._layout, self._device_buffer) for _ in range(count)]
@@ -266,14 +265,12 @@ class StepBuffers:
         host.arrays["query_start_loc"][0] = 0
         if num_decodes:
             self._fill_decodes(host, decodes)
-        # unnoticed: without it what is the same as before is written each time
         host.rows = decodes.rows
         host.pad_after("decode_state_rows", num_decodes, PAD_SLOT_ID)
         if num_prefills:
             bounds, longest = self._fill_prefills(host, plan)
             max_seq_len = max(max_seq_len, longest)
         num_tokens, num_chunks = num_decode_tokens + bounds[-1], 0
-        # unnoticed: a shortcut, the longer way gives the same
         if num_prefills or host.has_chunks:
             num_chunks = self._fill_chunks(host, plan, bounds)
         host.pad(num_tokens, num_decodes + num_prefills)
@@ -298,7 +295,6 @@ class StepBuffers:
     def _fill_decodes(self, host: _HostSide, decodes: DecodeBatch) -> None:
         """Write what decoding requests compute, how long they are, and where their states are."""
         arrays, count, total = host.arrays, len(decodes.rows), len(decodes.token_ids)
-        # unnoticed: without it what is the same is written each time
         is_same = host.rows is decodes.rows
         if not is_same:
             live_rows = decodes.rows * self._live_rows
@@ -315,14 +311,13 @@ class StepBuffers:
             first = np.arange(0, total, width)
         else:
             arrays["query_start_loc"][: count + 1] = bounds
-            host.width = -1  # unnoticed: any number that is no width
+            host.width = -1
             first, lengths = bounds[:-1], np.diff(bounds)
         positions, shifts, which = decodes.starts, decodes.place_shifts, decodes.crossing
         if total > count:
             # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
             positions = (positions - first).repeat(lengths)
             positions += np.arange(total)
-            # unnoticed: a shortcut, the longer way gives the same
             rows = rows if shifts is not None and not len(which) else rows.repeat(lengths)
             shifts = None if shifts is None else shifts.repeat(lengths)
         if shifts is None:
@@ -330,7 +325,6 @@ class StepBuffers:
         else:
             places = positions + shifts
             if len(which):
-                # unnoticed: of any dtype what is not 0 is found
                 is_crossing = np.zeros(count, dtype=bool)
                 is_crossing[which] = True
                 tokens = is_crossing.repeat(lengths).nonzero()[0]
@@ -515,11 +509,10 @@ class _HostSide:
         for array in self.arrays.values():
             array.fill(0)
         self._used = {name: len(array) for name, array in self.arrays.items()}
-        self.rows: _IntArray | None = None  # unnoticed: nothing else is the same as it, either
-        self._size = -1, -1  # unnoticed: any numbers that are no sizes
+        self.rows: _IntArray | None = None
+        self._size = -1, -1
         self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
         # Of decodes: tokens of each, if all have equally many.
-        # unnoticed: it is overwritten before it is read
         self.width = -1
         self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
 
@@ -541,7 +534,6 @@ class _HostSide:
         """
         array = self.arrays[name]
         used = len(array) if pads_all else self._used[name]
-        # unnoticed: a shortcut, the longer way gives the same
         is_less = used > count
         if is_less:
             array[count:used] = padding
@@ -555,14 +547,12 @@ class _HostSide:
             num_requests: Requests of this one.
         """
         used = self._used["token_ids"]
-        # unnoticed: a shortcut, the longer way gives the same
         is_less = used > num_tokens
         if is_less:
             for name, padding in _PADDING_PER_TOKEN.items():
                 self.arrays[name][num_tokens:used] = padding
         self._used["token_ids"] = num_tokens
         used = self._used["request_rows"]
-        # unnoticed: a shortcut, the longer way gives the same
         is_less = used > num_requests
         if is_less:
             for name, padding in _PADDING_PER_REQUEST.items():
@@ -570,7 +560,7 @@ class _HostSide:
         self._used["request_rows"] = num_requests
         if self._size != (num_tokens, num_requests):
             self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-            self._size = num_tokens, num_requests  # unnoticed: without it this is done each time
+            self._size = num_tokens, num_requests
 
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -583,11 +573,10 @@ class _PinnedBuffer(_HostSide):  # pragma: no cover - tests/gpu run it
     """One host side on a GPU: pinned memory, and the event of its last copy."""
 
     def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
-        self._device_buffer = device_buffer  # unnoticed: only a GPU shows it
-        self._buffer = torch.zeros(  # unnoticed: only a GPU shows it
+        self._device_buffer = device_buffer
+        self._buffer = torch.zeros(
             layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
         )
-        # unnoticed: only a GPU shows it
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         super().__init__(layout, self._buffer)
 
@@ -597,6 +586,5 @@ class _PinnedBuffer(_HostSide):  # pragma: no cover - tests/gpu run it
 
     def send(self, num_bytes: int) -> None:
         """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
-        # unnoticed: only a GPU shows it
         self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
         self._copied.record()

@@ -472,7 +472,7 @@ class MambaSlotAllocator(SlotPool):
             # An error of the package comes before its copy: what was in a slot before is whole.
             is_whole = isinstance(error, MambaCacheError)
             self._invalidate_blocks_batch(set(batch.block_ids) - (with_slot if is_whole else set()))
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
         self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
@@ -524,7 +524,7 @@ class MambaSlotAllocator(SlotPool):
         try:
             move()
         except MambaCacheError:  # refused before anything was enqueued
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
 
     def _prefill_rows(self) -> tuple[int, int]:

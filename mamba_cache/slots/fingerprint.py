@@ -22,8 +22,6 @@ def fingerprint_of(*parts: npt.ArrayLike) -> int:
     digest = blake2b(digest_size=8)
     for part in parts:
         array = np.asarray(part, np.int64)
-        # unnoticed: another digest of the same facts is as good
         digest.update(array.size.to_bytes(8, "little"))
         digest.update(array.tobytes())
-    # unnoticed: another digest of the same facts is as good
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -159,9 +159,8 @@ class IntermediateTables:
         self.block_ids_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
         self.eos_block_ids_cpu = torch.empty(max_requests, dtype=torch.int32, device="cpu")
         self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
-        # unnoticed: without a GPU all tensors lie on the host
         self._counts_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self.has_intermediates = False  # unnoticed: it is overwritten before it is read
+        self.has_intermediates = False
         self.reset()
 
     def reset(self) -> None:
@@ -209,7 +208,7 @@ class IntermediateTables:
         self.counts_cpu[start:stop] = 0
         self.block_ids_cpu[start:stop] = -1
         self.eos_block_ids_cpu[start:stop] = -1
-        self.has_intermediates = False  # unnoticed: it is overwritten before it is read
+        self.has_intermediates = False
 
     def rows(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of rows of ``offsets_cpu`` and ``counts_cpu``."""
@@ -228,9 +227,8 @@ class IntermediateTables:
         for target, source in zip(on_device, self.rows(start, num_rows), strict=True):
             # The device may read long after this call, when the rows have been cleared already, so
             # it gets a copy of its own: pinned, since from pageable memory it would be waited for.
-            # unnoticed: only a GPU shows it
             snapshot = source.pin_memory() if target.is_cuda else source
-            target.copy_(snapshot, non_blocking=True)  # unnoticed: only a GPU shows it
+            target.copy_(snapshot, non_blocking=True)
         return on_device
 
     def reached(
@@ -250,7 +248,6 @@ class IntermediateTables:
         """
         num_written = num_written[:num_rows]
         table = self.block_ids_cpu.numpy()[start : start + len(num_written)]
-        # unnoticed: numbers that small are the same in the other dtype
         written = np.arange(table.shape[1]) < np.asarray(num_written, np.int64)[:, None]
         eos = self.eos_block_ids_cpu.numpy()[start : start + num_rows]
         eos_rows = np.flatnonzero(eos >= 0)
@@ -332,5 +329,4 @@ class DeviceIndexedTable:
 
 
 def _on_cpu(value: Any) -> Any:
-    # unnoticed: without a GPU all tensors lie on the host
     return value.cpu() if isinstance(value, torch.Tensor) else value

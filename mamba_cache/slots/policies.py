@@ -336,7 +336,7 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
         """Make the slots the most recent, and keep what their states save."""
-        super().on_stored(slots, saved_tokens)  # unnoticed: it is overwritten before it is read
+        super().on_stored(slots, saved_tokens)
         self._saved_tokens[list(slots)] = saved_tokens
 
     def state(self) -> npt.NDArray[np.int64]:
@@ -408,7 +408,6 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
     Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
     so does this then.
     """
-    # unnoticed: None is as false
     on_host = values.cpu() if getattr(values, "is_cuda", False) else values
     if isinstance(on_host, np.ndarray) or not hasattr(on_host, "numpy"):
         return np.asarray(on_host)
@@ -427,7 +426,7 @@ class HostView:
     def __init__(self) -> None:
         # Of which tensor, at which address, and what. One attribute: an interrupt between two
         # would leave one tensor's array under another's name.
-        self._made: tuple[Any, int, npt.NDArray[Any]] = None, 0, np.empty(0)  # unnoticed: not read
+        self._made: tuple[Any, int, npt.NDArray[Any]] = None, 0, np.empty(0)
 
     def of(self, values: Any) -> npt.NDArray[Any]:
         """Return it as ``as_host_array`` does; it may be another one than before."""
@@ -444,12 +443,11 @@ class HostView:
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
     """Return the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
     order: list[int] = []
-    if num_slots <= min(_FEW, len(keys)):  # unnoticed: a shortcut, the longer way gives the same
+    if num_slots <= min(_FEW, len(keys)):
         rest = keys.astype(np.int64)
         for _ in range(num_slots):
             order.append(int(rest.argmin()))
             rest[order[-1]] = _TAKEN
-    # unnoticed: a shortcut, the longer way gives the same
     if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
         order = np.argsort(keys, kind="stable")[:num_slots].tolist()
     return [slots.item(index) for index in order]

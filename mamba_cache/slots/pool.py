@@ -147,7 +147,6 @@ class SlotPool:
         self.block_to_slot = as_tensor(self._block_to_slot)
         self.slot_to_block = as_tensor(self._slot_to_block)
         self.pin_counts = np.empty(self.max_slots, np.int32)
-        # unnoticed: numbers that small are the same in the other dtype
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
@@ -526,7 +525,7 @@ class SlotPool:
         except Exception:
             # The caller never learns which copy it was, so it reads nothing.
             self._push(self._copies.end(copy))
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
         return copy
 
@@ -793,7 +792,7 @@ class SlotPool:
             ids = self._block_ids(block_ids)
             hashes = _as_hash_ids(hashes_to_delete)
         except MambaCacheError:
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self._free_blocks(ids + found)
@@ -821,10 +820,10 @@ class SlotPool:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
         try:
-            self._notify(hands_out=True)  # unnoticed: slots that are nobody's poison the pool, too
+            self._notify(hands_out=True)
         except Exception:
             self._push(victims)
-            self._guard.is_changing = False  # unnoticed: None is as false
+            self._guard.is_changing = False
             raise
         return victims
 
@@ -860,7 +859,7 @@ class SlotPool:
         Returns:
             From 0 to 2**63 - 1.
         """
-        cached = self._slot_to_block >= 0  # unnoticed: another digest of the same facts is as good
+        cached = self._slot_to_block >= 0
         return fingerprint_of(
             self._slot_to_block,
             self._block_to_slot.take(self._slot_to_block[cached]),
@@ -991,14 +990,12 @@ class SlotPool:
         evictable: npt.NDArray[np.bool_] = (readers == _ZERO) & (blocks >= _ZERO)
         for slot in self._slots_of(protected):
             if slot >= 0:
-                # unnoticed: numpy stores None as False in an array of bools
                 evictable[slot] = False
         return evictable.nonzero()[0]
 
     def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
         short = max(num_slots - self.free_count, 0)
-        # unnoticed: there are victims just where slots are short
         has_victims = victims or short
         if has_victims:
             self._evict(victims, short)
@@ -1014,7 +1011,6 @@ class SlotPool:
     def _evict(self, victims: Sequence[int], num_wanted: int) -> None:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""
         slots = self._check_evictable(victims, num_wanted)
-        # unnoticed: slots that are nobody's poison the pool, too
         self._guard.is_changing = True
         self._unassign(slots)
         self.evicted_slots_total += len(slots)
@@ -1195,7 +1191,6 @@ def _num_kv_blocks(kv_blocks: Any) -> int:
 
 def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
     """Return [2, n] int64: keys in ascending order, and their values."""
-    # unnoticed: numbers that small are the same in the other dtype
     pairs = np.array([list(table.keys()), list(table.values())], np.int64)
     return pairs[:, pairs[0].argsort()]
 

@@ -49,7 +49,6 @@ class StateTransfers:
         self.num_calls = 0
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
-        # unnoticed: they equal nothing that live tensors have, either way
         self._live_places: list[tuple[int, int]] = []
         self._live_storage: tuple[object, ...] = ()
         self._layer_states = scratch.spec.tensors

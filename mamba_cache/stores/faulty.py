@@ -180,7 +180,7 @@ class FaultyStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Pass it on, with what was asked for."""
-        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
+        check_blobs(keys, buffers, writable=False)
         self._meet_call("put_many")
         rules = self._meet_keys("put_many", keys)
         stored = [i for i, rule in enumerate(rules) if not rule or rule.trouble is Trouble.LOSE]

@@ -29,7 +29,7 @@ class MemoryStore:
         self._max_bytes = check_int("max_bytes", max_bytes, minimum=1)
         self._blobs: dict[str, bytes] = {}
         self._num_bytes = 0
-        self._is_closed = False  # unnoticed: None is as false
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def register(self, memory: memoryview) -> StoreFault | None:
@@ -48,7 +48,7 @@ class MemoryStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Copy blobs."""
-        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
+        check_blobs(keys, buffers, writable=False)
         with self._lock:
             return [self._put(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 

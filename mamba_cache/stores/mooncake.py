@@ -109,7 +109,7 @@ class MooncakeStore:
         # Under the lock: after Mooncake's own close, a call of its client ends the process.
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._is_closed = False  # unnoticed: None is as false
+        self._is_closed = False
         self._regions: dict[int, int] = {}  # bytes by address
         self._connected()
 
@@ -145,7 +145,7 @@ class MooncakeStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Store blobs; what is there stays as it is, also if it has another size."""
-        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
+        check_blobs(keys, buffers, writable=False)
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
         names = [keys[i] for i in sent]
         addresses, sizes = _spans([buffers[i] for i in sent])

@@ -92,7 +92,7 @@ class ValkeyStore:
             seconds = check_int("ttl_seconds", ttl_seconds, minimum=1)
             self._options += [b"EX", b"%d" % seconds]
         self._idle: list[_Connection] = []
-        self._is_closed = False  # unnoticed: None is as false
+        self._is_closed = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._last_error = ""
@@ -114,7 +114,7 @@ class ValkeyStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """SET each key that is not there."""
-        check_blobs(keys, buffers, writable=False)  # unnoticed: None is as false
+        check_blobs(keys, buffers, writable=False)
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
         commands: list[list[_Part]] = [
             [b"SET", keys[i].encode(), buffers[i].cast("B"), *self._options] for i in sent
@@ -323,7 +323,7 @@ class _Connection:
     def _read_line(self) -> tuple[bytes, bytes]:
         """Return the first byte of a line, which says what it is, and the rest."""
         while b"\r\n" not in self._buffer:
-            if len(self._buffer) > _MAX_LINE:  # unnoticed: or at just as many bytes
+            if len(self._buffer) > _MAX_LINE:
                 raise _ProtocolError("a line has no end")
             received = self._socket.recv(_RECEIVED_BYTES)
             if not received:

@@ -266,7 +266,6 @@ def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
             count, lines = 1, None
             if not line and entries.num_bytes <= most:
                 count = min(most // max(entries.num_bytes, 1), len(order) - index)
-                # unnoticed: None is as 0
                 chunks, size = slice(0, entries.checksums.num_sums), count * entries.num_bytes
             else:
                 lines = entries.lines_within(line, most)
@@ -418,7 +417,6 @@ class CudaTransfers:
             received.record(way.copies)
             current.wait_event(received)  # whatever came of it, it is over by then
         with torch.cuda.stream(way.launches):
-            # unnoticed: without a GPU a tensor lies on the host, whatever device is named
             changed = torch.zeros(len(jobs), dtype=torch.int32, device=self._device)
             for (entries, which, _, _, chunks), arrived in zip(pieces, way.events, strict=False):
                 way.launches.wait_event(arrived)

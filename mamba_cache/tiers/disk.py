@@ -164,7 +164,6 @@ class DiskTier:
             for kind, size in sizes.items():
                 slab = SlabFile(slab_path(self.folder, kind), size, max_rows=max_rows[kind])
                 self._files[kind] = _File(slab, _DiskRows(max_rows[kind]), set())
-            # unnoticed: how many threads there are is a question of time
             with ThreadPoolExecutor(num_readers) as readers:
                 for file in self._files.values():
                     self._recover(file, readers)

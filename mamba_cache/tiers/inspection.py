@@ -86,7 +86,6 @@ def _report(
     *,
     with_payloads: bool,
 ) -> RowReport:
-    # unnoticed: a question of memory
     payload = memoryview(bytearray(slab.payload_bytes if with_payloads else 0))
     try:
         page = slab.read(row, payload) if with_payloads else slab.read_header(row)

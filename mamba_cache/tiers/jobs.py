@@ -163,7 +163,7 @@ class TierJobs:
         self.refused: Counter[Refusal] = Counter()
         self.not_written: Counter[str] = Counter()
         self.read_seconds = self.write_seconds = 0.0
-        self.is_closing = False  # unnoticed: None is as false
+        self.is_closing = False
         self._pid = os.getpid()
 
     @property

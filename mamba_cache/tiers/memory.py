@@ -118,7 +118,6 @@ class Pinner:
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
         self._pin = pin
-        # unnoticed: of one CPU nobody knows of, or of some more, none is to spare
         count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - _SPARE_CORES))
         name = "mamba-cache-pin"
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")
@@ -144,7 +143,6 @@ def _make_pinned(
     seconds: dict[str, list[float]],
 ) -> torch.Tensor:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    # unnoticed: memory is the same, but for huge pages, which a system has of this kind alone
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=private)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)

@@ -66,10 +66,10 @@ class LoadPlanner:
     def __init__(self, rates: Rates | None = None, *, learns: bool = True) -> None:
         self.rates = _checked(Rates() if rates is None else rates)
         self._learns = learns
-        self._has_prefill = False  # unnoticed: None is as false
+        self._has_prefill = False
         # Of loads, weighted: how many, and the means of bytes, seconds, bytes**2, bytes * seconds.
         self._weight = 0.0
-        self._means = (0.0, 0.0, 0.0, 0.0)  # unnoticed: the first load has all the weight
+        self._means = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def has_measured_loads(self) -> bool:
@@ -128,7 +128,6 @@ class LoadPlanner:
         self._means = mean_bytes, mean_seconds, squares, products
         variance = squares - mean_bytes**2
         latency = self.rates.latency_seconds
-        # unnoticed: of just this spread is as good
         if variance > (_LEAST_SPREAD * mean_bytes) ** 2:
             slope = (products - mean_bytes * mean_seconds) / variance
             if slope > 0:

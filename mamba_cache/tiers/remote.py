@@ -216,7 +216,7 @@ class RemoteTier:
         self._failures = 0
         self._probes_at: float | None = None
         self._heard_at = self._reads_since = 0.0
-        self._probe_is_due = False  # unnoticed: None is as false
+        self._probe_is_due = False
         self._looks_at = math.inf  # when who watches wakes by itself
         self._workers: set[_Worker] = set()
         self._hung: set[_Worker] = set()
@@ -463,7 +463,7 @@ class RemoteTier:
         jobs: list[Any] = []
         if self._failures >= _FAILURES_TO_OPEN:
             if self._probe_is_due:
-                self._probe_is_due = False  # unnoticed: None is as false
+                self._probe_is_due = False
                 return [_Probe(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
             jobs = self._jobs.take(self._connecting) or self._jobs.take(self._asks)
@@ -528,7 +528,7 @@ class RemoteTier:
             worker.deadline = now + seconds
             is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
             worker.reads_since = now if is_read else None
-            if worker.deadline < self._looks_at:  # unnoticed: waking who watches once more
+            if worker.deadline < self._looks_at:
                 self._call_began.notify()
         answers: Sequence[_T] | None = None
         try:
@@ -700,7 +700,6 @@ class RemoteTier:
         if not self._verifies:
             return None
         if answer != len(chunk):
-            # unnoticed: equal they are not
             return Refusal.SHORT if answer < len(chunk) else Refusal.PAYLOAD_BYTES
         return None if payload_digest(chunk) == digest else Refusal.PAYLOAD_DIGEST
 
@@ -834,7 +833,6 @@ class RemoteTier:
         if needed > len(worker.memory):
             if len(worker.memory):
                 self.store.unregister(worker.memory.data)
-            # unnoticed: how often it grows is a question of memory and time
             size = max(needed, min(_CHUNKS_AT_ONCE * self._chunk_bytes, 4 * needed))
             worker.memory = np.empty(size, np.uint8)
             self.store.register(worker.memory.data)

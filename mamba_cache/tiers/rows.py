@@ -134,7 +134,6 @@ class RowPool:
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_ref_counts: Any = self.readers
-        # unnoticed: of ints that is the dtype anyway
         self.block_hashes: Any = np.full(num_rows, -1, np.int64)
         self.num_ready = 0
         self.evicted_total = self.refused_total = 0
@@ -346,7 +345,7 @@ class RowPool:
         for lease in kept:
             self.readers[lease.row] += not lease.writes
         self._row_of.clear()
-        self._is_cached[:] = False  # unnoticed: numpy stores None as False in an array of bools
+        self._is_cached[:] = False
         self._arriving.clear()
         self._awaited.clear()
         self._queue.clear()
@@ -398,7 +397,7 @@ class RowPool:
 
     def _lease(self, row: int, *, writes: bool) -> RowLease:
         lease = RowLease(row, self.generations.item(row), self.next_number, writes)
-        self.next_number += 1  # unnoticed: by any step no two are equal
+        self.next_number += 1
         self._leases[lease.number] = lease
         return lease
 
@@ -452,7 +451,7 @@ class RowPool:
     def _forget(self, row: int) -> None:
         """Make a cached row unfindable."""
         del self._row_of[self._digests[row]]
-        self._is_cached[row] = False  # unnoticed: numpy stores None as False in an array of bools
+        self._is_cached[row] = False
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:

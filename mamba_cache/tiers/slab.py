@@ -80,7 +80,6 @@ class SlabFile:
         self._buffers = _Buffers(self.row_bytes)
         self._fd, self.is_direct = _open(path)
         try:
-            # unnoticed: a file of just as many rows may be cut to them
             if os.fstat(self._fd).st_size > max_rows * self.row_bytes:
                 os.ftruncate(self._fd, max_rows * self.row_bytes)
             self.num_rows = os.fstat(self._fd).st_size // self.row_bytes
@@ -237,7 +236,6 @@ class SlabFile:
         return payload[:end], payload[end:]
 
     def _is_unaligned(self, body: memoryview) -> bool:
-        # unnoticed: whole pages have the same address as any dtype
         return self.is_direct and np.frombuffer(body, np.uint8).ctypes.data % PAGE_BYTES != 0
 
 

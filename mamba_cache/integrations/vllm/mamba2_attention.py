@@ -209,7 +209,6 @@ class Mamba2AttentionMetadataBuilder:
         cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
             starts_cpu.numpy(), computed, self.chunk_size
         )
-        # unnoticed: only a GPU is not waited for
         metadata.query_start_loc_p = starts.to(self.device, torch.int32, non_blocking=True)
         metadata.num_computed_tokens_p = self._to_device(computed)
         metadata.has_initial_states_p = metadata.num_computed_tokens_p > 0
@@ -227,7 +226,6 @@ class Mamba2AttentionMetadataBuilder:
         block_size = self.kv_cache_spec.block_size
         last = np.maximum(-(-(computed + lengths) // block_size) - 1, 0)
         read = np.maximum(-(-computed // block_size) - 1, 0)
-        # unnoticed: what goes to the device is truncated to integers
         return tuple(map(self._to_device, (last, computed // block_size, read)))  # type: ignore[return-value]
 
     def _state_indices(self, batch: CommonAttentionMetadata) -> torch.Tensor:

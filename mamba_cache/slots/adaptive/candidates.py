@@ -464,7 +464,7 @@ class CandidateTree:
             The sum of the weights of the ghosts between the candidate and the kept ones below it;
             -1 if there are so many that all sums were made anew.
         """
-        if not self._children[node]:  # unnoticed: a shortcut, the longer way gives the same
+        if not self._children[node]:
             return 0
         found = [*self._children[node].values()]
         total, depth, server_at = 0, self._depth_at[server], self._server_at
@@ -475,7 +475,6 @@ class CandidateTree:
                 total += self._weight_at[below]
                 server_at[below] = server
                 found += self._children[below].values()
-            # unnoticed: the other way finds the same
             if len(found) > _MOST_WALKED:
                 self._resolve()
                 return -1
