@@ -37,7 +37,6 @@ SERVER = "tests/integration/test_transformers_serve.py::test_the_guides_lines_ru
 VLLM = "tests/integration/test_vllm_real.py::test_the_guides_lines_run"
 
 ELSEWHERE = {
-    ("explanation/mutation.md", "# unnoticed"): "a line of the package, shown for its comment",
     ("how-to/megatron.md", "megatron.install()"): "the README's, run with it",
     ("how-to/megatron.md", "megatron.installed()"): MEGATRON,
     ("how-to/megatron.md", "slots.check_invariants()"): MEGATRON,

@@ -135,7 +135,6 @@ def test_benchmarks_that_are_said_to_need_something_are_there() -> None:
         "mamba-cache bench replay --slotz 5",
         "mamba-cache bench relay",
         "python examples/nowhere.py",
-        "python tests/mutation slots/pool.py --test x",
         "mamba-cash demo",
     ],
 )

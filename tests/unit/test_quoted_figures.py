@@ -8,8 +8,7 @@ Tables that have a test of their own (replays, times to first token, block table
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import pytest
 from pages import DOCS, text_of
@@ -632,28 +631,6 @@ def steps_beside_a_store() -> Iterator[str]:
     yield f"in [{one['runs']:,} steps]"
 
 
-def mutants() -> Iterator[str]:
-    [path] = (DOCS / "explanation").glob("mutation-*.json")
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    yield from (kept[name] for name in ("machine", "python", "date", "commit"))
-    together = Counter()
-    for part in kept["parts"]:
-        unexplained = [survivor["why"] for survivor in part["survivors"]].count(None)
-        assert part["neither"] == unexplained
-        assert part["explained"] == len(part["survivors"]) - unexplained
-        assert part["mutants"] == part["noticed"] + len(part["survivors"])
-        counts = {name: part[name] for name in ("mutants", "noticed", "explained", "neither")}
-        together.update(counts)
-        yield f"seed {part['seed']}"
-        yield _mutants_of(part["part"], counts)
-    yield _mutants_of("together", together)
-
-
-def _mutants_of(title: str, counts: Mapping[str, int]) -> str:
-    score = (counts["noticed"] + counts["explained"]) / counts["mutants"]
-    return row(title, *(f"{count:,}" for count in counts.values()), f"{score:.1%}")
-
-
 QUOTES: list[tuple[str, Callable[[], Iterator[str]]]] = [
     ("../README.md", readme),
     ("benchmarks/expect.md", expectations),
@@ -679,7 +656,6 @@ QUOTES: list[tuple[str, Callable[[], Iterator[str]]]] = [
     ("how-to/choosing_budgets.md", plans),
     ("how-to/choosing_policies.md", prefix_caches),
     ("how-to/quantised_slots.md", int8_slots),
-    ("explanation/mutation.md", mutants),
     ("how-to/scale_out.md", routers),
     *(
         ("how-to/stores.md", part)
@@ -797,7 +773,7 @@ COUNTS = re.compile(r"^\|.*\| *[\d,.]+(?: \([\d,.]+ to [\d,.]+\))? *\|", re.M)
 
 @pytest.mark.parametrize(
     "page",
-    ["explanation/faults.md", "explanation/mutation.md", "how-to/stores.md"],
+    ["explanation/faults.md", "how-to/stores.md"],
 )
 def test_tables_have_no_row_of_figures_that_nothing_holds(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
