@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from clocks import JumpingClock
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -31,6 +31,16 @@ MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import tor
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=50, derandomize=True, **_UNTIMED)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_UNTIMED)
+# For tests/mutation: a failure is all it asks for, so no example is made smaller or kept.
+settings.register_profile(
+    "mutation",
+    max_examples=10,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+    **_UNTIMED,
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -32,6 +32,8 @@ READ_CLOCKS = {
     "tests/support/store_kill_rig.py",
     "tests/support/tier_fault_rig.py",
     "tests/tier_faults.py",
+    "tests/mutation/__main__.py",
+    "tests/mutation/search.py",
 }
 CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|(?<![?&])\b(?:timeout|deadline)=(?!None\b)")
 
