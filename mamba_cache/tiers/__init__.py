@@ -5,7 +5,13 @@ request derived, field by field and by digest; what does not match is a counted 
 """
 
 from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
-from mamba_cache.tiers.directory import CacheFolder, FolderLock, folders, remove_folder
+from mamba_cache.tiers.directory import (
+    CacheFolder,
+    FolderLock,
+    cache_secret,
+    folders,
+    remove_folder,
+)
 from mamba_cache.tiers.disk import DiskStats, DiskTier
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
@@ -86,6 +92,7 @@ __all__ = [
     "TierStats",
     "Transfers",
     "block_digest",
+    "cache_secret",
     "count_rows",
     "folders",
     "inspect_rows",

@@ -2,22 +2,29 @@
 
 ::
 
-    PATH/mc1-<first 32 digits of the identity>/lock            held by the process that uses it
-                                              /identity.json   what it was made with, canonical
+    PATH/secret                                                the key of hashes and MACs
+        /mc1-<first 32 digits of the identity>/identity.json   whose folder it is, canonical
+                                              /lock            held by the process that uses it
                                               /rows.json       bytes of a payload of each kind
                                               /states.slab     rows of states
                                               /kv.slab         rows of KV blocks
+
+Folders have mode 0700 and files 0600, and all belong to this user. What differs is refused, and so
+is a link. ``identity.json`` is the marker of a folder: without it, or where it does not fit the
+folder's name, nothing in the folder is read, changed or deleted.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import shutil
+import secrets
+import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,9 +37,11 @@ from mamba_cache.tiers.identity import CacheIdentity
 __all__ = [
     "CacheFolder",
     "FolderLock",
+    "cache_secret",
     "folder_of",
     "folders",
     "open_folder",
+    "open_own_file",
     "payload_sizes",
     "remove_folder",
     "slab_path",
@@ -41,9 +50,21 @@ __all__ = [
 _IDENTITY_FILE: Final = "identity.json"
 _ROWS_FILE: Final = "rows.json"
 _LOCK_FILE: Final = "lock"
+_SECRET_FILE: Final = "secret"
+_SECRET_BYTES: Final = 32
+_NEW: Final = ".tmp"
 _PATIENCE: Final = 0.05
 _PREFIX: Final = "mc1-"
 _SLABS: Final = {EntryKind.STATE: "states.slab", EntryKind.KV: "kv.slab"}
+_OWN_FILES: Final = (
+    *_SLABS.values(),
+    _ROWS_FILE,
+    _ROWS_FILE + _NEW,
+    _IDENTITY_FILE + _NEW,
+    _IDENTITY_FILE,
+    _LOCK_FILE,
+)
+"""In the order in which they are deleted: the marker stays until all that it vouches for is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +73,14 @@ class CacheFolder:
 
     Attributes:
         path: Where it is.
-        identity: What it was made with; None if that cannot be read.
+        identity: What it was made with.
         num_bytes: What its files take on the disk.
         used_at: When it was last opened, in seconds since 1970.
         is_in_use: Whether a process holds it.
     """
 
     path: Path
-    identity: CacheIdentity | None
+    identity: CacheIdentity
     num_bytes: int
     used_at: float
     is_in_use: bool
@@ -72,12 +93,13 @@ class FolderLock:
         folder: The folder, which is there.
 
     Raises:
+        InvalidArgumentError: The folder is not this user's alone.
         TierInUseError: Another process, or another part of this one, holds it.
         OSError: The lock cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             # Whoever looks whether it is held holds it for that moment: so not at the first try.
             if not _is_held(self._fd) and not _is_held(self._fd, after=_PATIENCE):
@@ -109,6 +131,49 @@ def folder_of(path: Path, identity: CacheIdentity) -> Path:
     return path / f"{_PREFIX}{identity.digest.hex()[:32]}"
 
 
+def cache_secret(path: str | os.PathLike[str]) -> bytes:
+    """Return the secret of a disk cache, and draw it if there is none.
+
+    It lies in the file ``secret`` below the path, with mode 0600. All processes with this path get
+    the same one.
+
+    Args:
+        path: Of the disk cache, which is made if there is none.
+
+    Returns:
+        [32] bytes.
+
+    Raises:
+        InvalidArgumentError: The path or the file is not this user's alone, is a link, or the file
+            is no secret.
+        OSError: It cannot be read or written.
+    """
+    root = Path(path).expanduser()
+    with _own_folder(root, make=True) as folder:
+        with suppress(FileNotFoundError):
+            return _read_secret(folder, root)
+        new = f"{_SECRET_FILE}.{secrets.token_hex(8)}"
+        try:
+            _write_new(folder, root, new, secrets.token_bytes(_SECRET_BYTES))
+            # A link appears at once and whole, and only if there is none: the first process wins.
+            with suppress(FileExistsError):
+                os.link(new, _SECRET_FILE, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            os.unlink(new, dir_fd=folder)
+        os.fsync(folder)
+        return _read_secret(folder, root)
+
+
+def _read_secret(folder: int, root: Path) -> bytes:
+    secret = _read(folder, root, _SECRET_FILE)
+    if len(secret) != _SECRET_BYTES:
+        raise InvalidArgumentError(
+            f"disk_cache_path: {root / _SECRET_FILE} has {len(secret)} bytes and no secret: delete "
+            "it, and the cache begins anew"
+        )
+    return secret
+
+
 def open_folder(
     path: Path, identity: CacheIdentity, payload_bytes: Mapping[EntryKind, int]
 ) -> tuple[Path, FolderLock]:
@@ -120,27 +185,55 @@ def open_folder(
         payload_bytes: Of each kind of entry that it holds, for whoever verifies it later.
 
     Raises:
+        InvalidArgumentError: The path, the folder or a file in it is not this user's alone, or is a
+            link; or the folder has files of somebody else.
         TierInUseError: Another process holds it.
         OSError: It cannot be made.
     """
-    folder = folder_of(path, identity)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = FolderLock(folder)
-    try:
-        sizes = {kind.name.lower(): size for kind, size in payload_bytes.items()}
-        _write(folder / _IDENTITY_FILE, identity.canonical)
-        _write(folder / _ROWS_FILE, json.dumps(sizes, sort_keys=True).encode())
-        os.utime(folder)
-    except OSError:
-        lock.release()
-        raise
+    name = folder_of(path, identity).name
+    with _own_folder(path, make=True) as root:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=root)
+    folder = path / name
+    with _own_folder(folder) as fd:
+        _check_marker(fd, folder, identity)
+        lock = FolderLock(folder)
+        try:
+            sizes = {kind.name.lower(): size for kind, size in payload_bytes.items()}
+            _put(fd, folder, _IDENTITY_FILE, identity.canonical)
+            _put(fd, folder, _ROWS_FILE, json.dumps(sizes, sort_keys=True).encode())
+            os.utime(folder)
+        except (OSError, InvalidArgumentError):
+            lock.release()
+            raise
     return folder, lock
+
+
+def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
+    """Check that a folder is that of an identity, or has nothing in it yet.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    try:
+        is_ours = _read(fd, folder, _IDENTITY_FILE) == identity.canonical
+    except FileNotFoundError:  # new, or the process that made it has ended before the marker
+        names = set(os.listdir(fd))
+        if _IDENTITY_FILE in names:  # another process has written it meanwhile
+            return _check_marker(fd, folder, identity)
+        is_ours = not names - {_LOCK_FILE, _IDENTITY_FILE + _NEW}
+    if not is_ours:
+        raise InvalidArgumentError(
+            f"disk_cache_path: {folder} has other files than those of this cache: move the folder "
+            "elsewhere, or give another path"
+        )
 
 
 def payload_sizes(folder: Path) -> dict[EntryKind, int]:
     """Return the bytes of a payload of each kind in a folder; none if that cannot be read."""
     try:
-        sizes = json.loads((folder / _ROWS_FILE).read_bytes())
+        with _own_folder(folder) as fd:
+            sizes = json.loads(_read(fd, folder, _ROWS_FILE))
         return {EntryKind[kind.upper()]: int(size) for kind, size in sizes.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -154,69 +247,196 @@ def slab_path(folder: Path, kind: EntryKind) -> Path:
 def folders(path: Path) -> list[CacheFolder]:
     """List the folders below a disk cache's path, the least recently opened first.
 
-    One that this user may not look into counts as in use, and its bytes do not count.
+    Only folders of this user with the marker of a disk cache count; all else is passed over.
 
     Raises:
-        InvalidArgumentError: There is no such directory.
+        InvalidArgumentError: There is no such directory, or it is not this user's alone.
     """
     if not path.is_dir():
         raise InvalidArgumentError(f"there is no directory {path}")
+    with _own_folder(path) as root:
+        names = os.listdir(root)
     found = []
-    for each in path.iterdir():
-        if each.name.startswith(_PREFIX):
-            with suppress(FileNotFoundError, NotADirectoryError):  # it went meanwhile, or is a file
-                found.append(_look_at(each))
+    for name in names:
+        if name.startswith(_PREFIX):
+            with suppress(OSError, InvalidArgumentError):  # gone since, or not ours
+                found.append(_look_at(path / name))
     return sorted(found, key=lambda folder: (folder.used_at, folder.path))
 
 
 def remove_folder(folder: CacheFolder) -> None:
-    """Delete a folder that nobody uses.
+    """Delete a folder that nobody uses. Files that are not of the cache stay, and it with them.
 
     Raises:
+        InvalidArgumentError: It is not a folder of a disk cache of this user.
         TierInUseError: Somebody uses it.
         OSError: It cannot be deleted.
     """
-    lock = FolderLock(folder.path)
+    with _own_folder(folder.path) as fd:
+        _read_marker(fd, folder.path)
+        lock = FolderLock(folder.path)
+        try:
+            for name in _OWN_FILES:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+        finally:
+            lock.release()
     try:
-        shutil.rmtree(folder.path)
+        folder.path.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+
+
+@contextmanager
+def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
+    """Open a folder that is this user's alone, and give its descriptor.
+
+    Args:
+        path: The folder.
+        make: Make it, and the folders above it, if there is none.
+
+    Raises:
+        InvalidArgumentError: It is a link, no directory, of another user, or others may enter it.
+        OSError: It cannot be made or opened.
+    """
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _refusal(error, path, "no directory") from None
+    try:
+        _check_owner(fd, path, mode="700")
+        yield fd
     finally:
-        lock.release()
+        os.close(fd)
 
 
-def _write(file: Path, content: bytes) -> None:
+def open_own_file(path: Path, flags: int) -> int:
+    """Open a file that is this user's alone, in a folder that is.
+
+    Args:
+        path: The file; with ``os.O_CREAT`` it is made with mode 0600 if there is none.
+        flags: As of ``os.open``.
+
+    Raises:
+        InvalidArgumentError: It or its folder is a link, of another user, or others may use it.
+        OSError: It cannot be opened.
+    """
+    with _own_folder(path.parent) as folder:
+        return _open_in(folder, path.parent, path.name, flags)
+
+
+def _open_in(folder: int, path: Path, name: str, flags: int) -> int:
+    """Open a file in a folder that is open; ``path`` is the folder's, for messages."""
+    # Without O_NONBLOCK a pipe in the place of the file would stop this process.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise _refusal(error, path / name, "no file") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise InvalidArgumentError(f"disk_cache_path: {path / name} is no file")
+        _check_owner(fd, path / name, mode="600")
+    except InvalidArgumentError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refusal(error: OSError, path: Path, kind: str) -> Exception:
+    """Return what to raise where a file or folder could not be opened."""
+    if path.is_symlink():
+        return InvalidArgumentError(
+            f"disk_cache_path: {path} is a link, and links are not followed: remove it, or give "
+            "the path that it leads to"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EISDIR):
+        return InvalidArgumentError(f"disk_cache_path: {path} is {kind}")
+    return error
+
+
+def _check_owner(fd: int, path: Path, *, mode: str) -> None:
+    """Check that what is open is this user's, and that nobody else may use it.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    found = os.fstat(fd)
+    user = os.geteuid()
+    if found.st_uid != user:
+        raise InvalidArgumentError(
+            f"disk_cache_path: {path} belongs to user {found.st_uid} and not to this process's "
+            f"user {user}, who could read and change what is cached: chown it, or give another path"
+        )
+    if found.st_mode & 0o077:
+        raise InvalidArgumentError(
+            f"disk_cache_path: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may "
+            f"read or change what is cached: chmod {mode} it, or give another path"
+        )
+
+
+def _read(folder: int, path: Path, name: str) -> bytes:
+    """Read a small file in a folder that is open."""
+    with open(_open_in(folder, path, name, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
+    """Write a small file that is not there, and have it on the disk."""
+    fd = _open_in(folder, path, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put(folder: int, path: Path, name: str, content: bytes) -> None:
     """Write a small file, all of it or nothing, unless it is there already.
 
     Raises:
         OSError: It cannot be written.
     """
-    if file.exists() and file.read_bytes() == content:
-        return
-    written = file.with_suffix(".tmp")
-    with open(written, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    written.replace(file)
+    with suppress(FileNotFoundError):
+        if _read(folder, path, name) == content:
+            return
+    with suppress(FileNotFoundError):  # of a process that has ended while it wrote
+        os.unlink(name + _NEW, dir_fd=folder)
+    _write_new(folder, path, name + _NEW, content)
+    os.replace(name + _NEW, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _look_at(folder: Path) -> CacheFolder:
-    used_at = folder.stat().st_mtime
-    try:
-        stats = [file.stat() for file in folder.iterdir()]
-        is_in_use = _is_in_use(folder)
-    except PermissionError:
-        return CacheFolder(folder, None, 0, used_at, is_in_use=True)
-    try:
-        identity = CacheIdentity((folder / _IDENTITY_FILE).read_bytes())
-    except (OSError, InvalidArgumentError):
-        identity = None
+def _look_at(path: Path) -> CacheFolder:
+    with _own_folder(path) as fd:
+        identity = _read_marker(fd, path)
+        used_at = os.fstat(fd).st_mtime
+        stats = [os.stat(name, dir_fd=fd, follow_symlinks=False) for name in os.listdir(fd)]
     num_bytes = sum(each.st_blocks * 512 for each in stats)
-    return CacheFolder(folder, identity, num_bytes, used_at, is_in_use)
+    return CacheFolder(path, identity, num_bytes, used_at, _is_in_use(path))
+
+
+def _read_marker(fd: int, path: Path) -> CacheIdentity:
+    """Return whose folder it is.
+
+    Raises:
+        InvalidArgumentError: It has no marker, or one that does not fit its name.
+    """
+    try:
+        identity = CacheIdentity(_read(fd, path, _IDENTITY_FILE))
+        if folder_of(path.parent, identity) == path:
+            return identity
+    except (FileNotFoundError, InvalidArgumentError):
+        pass
+    raise InvalidArgumentError(f"{path} is not a folder of a disk cache of this user")
 
 
 def _is_in_use(folder: Path) -> bool:
     try:
-        fd = os.open(folder / _LOCK_FILE, os.O_RDWR)
+        fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:

@@ -464,7 +464,7 @@ class DiskTier:
             if not other.is_in_use:
                 try:
                     remove_folder(other)
-                except (TierInUseError, OSError):  # since it was looked at, or it is another user's
+                except (TierInUseError, InvalidArgumentError, OSError):  # since it was looked at
                     continue
                 taken -= other.num_bytes
         return taken <= spare

@@ -16,6 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
+from mamba_cache.tiers.directory import open_own_file
 from mamba_cache.tiers.entry import parts_of
 
 __all__ = ["PAGE_BYTES", "SlabFile", "Submit", "row_bytes_of"]
@@ -70,6 +71,7 @@ class SlabFile:
         is_direct: Whether it goes past the page cache.
 
     Raises:
+        InvalidArgumentError: The file or its folder is a link, or not this user's alone.
         OSError: The file cannot be made or opened.
     """
 
@@ -254,11 +256,11 @@ def _open(path: Path) -> tuple[int, bool]:
     """
     flags = os.O_RDWR | os.O_CREAT
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
+        return open_own_file(path, flags | os.O_DIRECT), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o600), False
+        return open_own_file(path, flags), False
 
 
 def _transfer(

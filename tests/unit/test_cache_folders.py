@@ -1,0 +1,305 @@
+"""The folders of a disk cache: whose they are, and what is never touched."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from disk_rig import IDENTITY, load, make_identity, open_tier, payload_of, put
+
+from mamba_cache import InvalidArgumentError
+from mamba_cache.tiers import EntryKind, cache_secret, folders, remove_folder
+from mamba_cache.tiers import directory as directories
+from mamba_cache.tiers.directory import CacheFolder, FolderLock, folder_of, slab_path
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def full_tier(path):
+    """A tier that has room for nothing: it would delete whatever it takes for a cache."""
+    tier = open_tier(path, states=1, blocks=1)
+    assert put(tier, 1) is None
+    return tier
+
+
+def test_a_foreign_folder_with_our_prefix_is_not_deleted(tmp_path) -> None:
+    foreign = tmp_path / "mc1-anything"
+    foreign.mkdir(0o700)
+    (foreign / "thesis.txt").write_bytes(b"x" * 10**6)
+    full_tier(tmp_path).close()
+    assert (foreign / "thesis.txt").read_bytes() == b"x" * 10**6
+    assert sorted(each.name for each in foreign.iterdir()) == ["thesis.txt"]
+    assert [each.path for each in folders(tmp_path)] == [folder_of(tmp_path, IDENTITY)]
+    with pytest.raises(InvalidArgumentError, match="not a folder of a disk cache"):
+        remove_folder(CacheFolder(foreign, IDENTITY, 0, 0.0, is_in_use=False))
+    assert (foreign / "thesis.txt").exists()
+
+
+def test_a_foreign_folder_of_the_very_name_is_not_used(tmp_path) -> None:
+    foreign = folder_of(tmp_path, IDENTITY)
+    foreign.mkdir(0o700)
+    (foreign / "thesis.txt").write_bytes(b"mine")
+    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*has other files.*elsewhere"):
+        open_tier(tmp_path)
+    assert [each.name for each in foreign.iterdir()] == ["thesis.txt"]
+
+
+def test_a_marker_of_another_identity_is_not_trusted(tmp_path) -> None:
+    open_tier(tmp_path, identity=make_identity("other weights")).close()
+    other, mine = folder_of(tmp_path, make_identity("other weights")), folder_of(tmp_path, IDENTITY)
+    other.rename(mine)
+    with pytest.raises(InvalidArgumentError, match="has other files"):
+        open_tier(tmp_path)
+    assert folders(tmp_path) == []
+
+
+def test_an_empty_folder_is_taken_and_so_is_one_whose_making_broke_off(tmp_path) -> None:
+    folder = folder_of(tmp_path, IDENTITY)
+    folder.mkdir(0o700)
+    open_tier(tmp_path).close()
+    (folder / "identity.json").unlink()
+    (folder / "rows.json").unlink()
+    for kind in EntryKind:
+        slab_path(folder, kind).unlink()
+    (folder / "identity.json.tmp").write_bytes(b"{")
+    open_tier(tmp_path).close()
+    assert [each.path for each in folders(tmp_path)] == [folder]
+
+
+def test_a_marker_that_another_process_writes_meanwhile_is_seen(tmp_path, monkeypatch) -> None:
+    open_tier(tmp_path).close()
+    marker = folder_of(tmp_path, IDENTITY) / "identity.json"
+    content, listdir = marker.read_bytes(), os.listdir
+    marker.unlink()
+
+    def list_later(folder):
+        if not marker.exists():
+            marker.write_bytes(content)
+            marker.chmod(0o600)
+        return listdir(folder)
+
+    monkeypatch.setattr(directories.os, "listdir", list_later)
+    open_tier(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_deleted_says_so(tmp_path, monkeypatch) -> None:
+    open_tier(tmp_path).close()
+    [folder] = folders(tmp_path)
+
+    def fail(_):
+        raise OSError(errno.EBUSY, "mounted")
+
+    monkeypatch.setattr(directories.os, "rmdir", fail)
+    monkeypatch.setattr(directories.Path, "rmdir", lambda path: os.rmdir(path))
+    with pytest.raises(OSError, match="mounted"):
+        remove_folder(folder)
+
+
+def test_files_that_a_person_put_into_our_folder_stay_when_it_goes(tmp_path) -> None:
+    open_tier(tmp_path).close()
+    [folder] = folders(tmp_path)
+    (folder.path / "notes.txt").write_bytes(b"mine")
+    remove_folder(folder)
+    assert [each.name for each in folder.path.iterdir()] == ["notes.txt"]
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o750, 0o701])
+def test_a_path_that_others_may_enter_is_refused(tmp_path, mode) -> None:
+    path = tmp_path / "cache"
+    path.mkdir()
+    path.chmod(mode)
+    for use in (open_tier, cache_secret, folders):
+        with pytest.raises(InvalidArgumentError, match=f"disk_cache_path.*mode {mode:04o}.*chmod"):
+            use(path)
+    assert list(path.iterdir()) == []
+    assert mode_of(path) == mode
+
+
+@pytest.mark.parametrize("name", ["", "identity.json", "lock", "states.slab", "kv.slab"])
+def test_a_folder_or_file_that_others_may_change_is_refused(tmp_path, name) -> None:
+    open_tier(tmp_path).close()
+    changed = folder_of(tmp_path, IDENTITY) / name
+    mode = 0o777 if changed.is_dir() else 0o666
+    changed.chmod(mode)
+    with pytest.raises(InvalidArgumentError, match=f"disk_cache_path.*mode {mode:04o}.*chmod"):
+        open_tier(tmp_path)
+    changed.chmod(0o700 if changed.is_dir() else 0o600)
+    open_tier(tmp_path).close()
+
+
+def test_what_another_user_owns_is_refused(tmp_path, monkeypatch) -> None:
+    open_tier(tmp_path).close()
+    monkeypatch.setattr(directories.os, "geteuid", lambda: os.getuid() + 1)
+    for use in (open_tier, cache_secret, folders):
+        with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*belongs to user.*chown"):
+            use(tmp_path)
+
+
+def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
+    path = tmp_path / "new" / "cache"
+    mask = os.umask(0)
+    try:
+        tier = open_tier(path)
+        cache_secret(path)
+    finally:
+        os.umask(mask)
+    assert put(tier, 1) is None
+    assert (mode_of(path), mode_of(tier.folder)) == (0o700, 0o700)
+    assert {mode_of(file) for file in [*tier.folder.iterdir(), path / "secret"]} == {0o600}
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["states.slab", "kv.slab", "lock", "identity.json", "rows.json"])
+def test_files_are_not_opened_through_links(tmp_path, name) -> None:
+    open_tier(tmp_path / "cache").close()
+    target = tmp_path / "precious"
+    target.write_bytes(b"p" * 10**7)
+    target.chmod(0o600)
+    file = folder_of(tmp_path / "cache", IDENTITY) / name
+    file.unlink()
+    file.symlink_to(target)
+    with pytest.raises(InvalidArgumentError, match="disk_cache_path.*is a link"):
+        open_tier(tmp_path / "cache")
+    assert target.read_bytes() == b"p" * 10**7
+
+
+def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path) -> None:
+    folder, target = folder_of(tmp_path, IDENTITY), tmp_path / "precious"
+    target.write_bytes(b"p")
+    folder.mkdir(0o700)
+    (folder / "identity.json.tmp").symlink_to(target)
+    open_tier(tmp_path).close()
+    assert target.read_bytes() == b"p"
+
+
+def test_folders_are_not_entered_through_links(tmp_path) -> None:
+    open_tier(tmp_path / "other").close()
+    [other] = folders(tmp_path / "other")
+    path = tmp_path / "cache"
+    path.mkdir(0o700)
+    (path / other.path.name).symlink_to(other.path)
+    (path / "mc1-link").symlink_to(other.path)
+    with pytest.raises(InvalidArgumentError, match="disk_cache_path.*is a link"):
+        open_tier(path)
+    assert folders(path) == []
+    (tmp_path / "linked").symlink_to(tmp_path / "other")
+    for use in (open_tier, cache_secret, folders):
+        with pytest.raises(InvalidArgumentError, match="disk_cache_path.*is a link"):
+            use(tmp_path / "linked")
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    for use in (open_tier, cache_secret):
+        with pytest.raises(InvalidArgumentError, match="disk_cache_path.*is no directory"):
+            use(tmp_path / "cache")
+
+
+def test_a_file_that_is_a_directory_is_refused(tmp_path) -> None:
+    open_tier(tmp_path).close()
+    file = folder_of(tmp_path, IDENTITY) / "rows.json"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*rows\.json is no file"):
+        open_tier(tmp_path)
+
+
+def test_a_lock_is_not_made_in_a_foreign_folder(tmp_path) -> None:
+    (tmp_path / "mc1-anything").mkdir(0o755)
+    with pytest.raises(InvalidArgumentError, match="mode 0755"):
+        FolderLock(tmp_path / "mc1-anything")
+    assert list((tmp_path / "mc1-anything").iterdir()) == []
+
+
+def test_a_folder_that_was_deleted_meanwhile_is_no_folder(tmp_path) -> None:
+    open_tier(tmp_path).close()
+    [folder] = folders(tmp_path)
+    remove_folder(folder)
+    with pytest.raises(FileNotFoundError):
+        remove_folder(folder)
+    tier = open_tier(tmp_path)
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+    tier.close()
+
+
+# The secret.
+
+
+def test_a_secret_is_drawn_once_and_kept(tmp_path) -> None:
+    first = cache_secret(tmp_path / "a")
+    assert len(first) == 32
+    assert cache_secret(str(tmp_path / "a")) == first != cache_secret(tmp_path / "b")
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["secret"]
+    assert (tmp_path / "a" / "secret").read_bytes() == first
+    assert mode_of(tmp_path / "a" / "secret") == 0o600
+
+
+def test_processes_that_start_at_once_have_one_secret(tmp_path) -> None:
+    program = (
+        "import sys, time\n"
+        "from mamba_cache.tiers import cache_secret\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "print(cache_secret(sys.argv[1]).hex())\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "new" / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    secrets = {process.communicate()[0] for process in processes}
+    assert len(secrets) == 1
+    assert secrets == {cache_secret(tmp_path / "new" / "cache").hex() + "\n"}
+
+
+def test_who_comes_second_takes_the_secret_of_the_first(tmp_path, monkeypatch) -> None:
+    """Both found none; the file appears at once and whole, so the second reads it."""
+    link, first = os.link, []
+
+    def link_later(*arguments, **names):
+        if not first:
+            first.append(None)
+            first[0] = cache_secret(tmp_path)
+        link(*arguments, **names)
+
+    monkeypatch.setattr(directories.os, "link", link_later)
+    assert cache_secret(tmp_path) == first[0]
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_secret_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch) -> None:
+    def fail(_):
+        raise OSError(errno.EIO, "no sync")
+
+    monkeypatch.setattr(directories, "os", SimpleNamespace(**{**vars(os), "fsync": fail}))
+    with pytest.raises(OSError, match="no sync"):
+        cache_secret(tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_secret_that_others_know_or_that_is_no_secret_is_refused(tmp_path) -> None:
+    secret = cache_secret(tmp_path)
+    file = tmp_path / "secret"
+    file.chmod(0o644)
+    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*secret has mode 0644"):
+        cache_secret(tmp_path)
+    file.chmod(0o600)
+    file.write_bytes(secret[:31])
+    with pytest.raises(InvalidArgumentError, match="31 bytes.*delete"):
+        cache_secret(tmp_path)
+    file.rename(tmp_path / "other")
+    file.symlink_to(tmp_path / "other")
+    with pytest.raises(InvalidArgumentError, match="is a link"):
+        cache_secret(tmp_path)
