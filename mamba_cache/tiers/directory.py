@@ -64,7 +64,7 @@ _OWN_FILES: Final = (
     _IDENTITY_FILE,
     _LOCK_FILE,
 )
-"""In the order in which they are deleted: the marker stays until all that it vouches for is gone."""
+"""In the order in which they are deleted: the marker goes after the files that it vouches for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +191,8 @@ def open_folder(
         OSError: It cannot be made.
     """
     name = folder_of(path, identity).name
-    with _own_folder(path, make=True) as root:
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=root)
+    with _own_folder(path, make=True) as root, suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=root)
     folder = path / name
     with _own_folder(folder) as fd:
         _check_marker(fd, folder, identity)
